@@ -1,0 +1,7 @@
+"""`python -m harness`: the same as the script `harness`."""
+
+import sys
+
+from harness.cli import main
+
+sys.exit(main())

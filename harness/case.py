@@ -1,0 +1,355 @@
+"""What is asked for: Case and its parts, and loading them from YAML.
+
+Whatever a person can get wrong in a file is answered with a CaseError that names the file, the case, the key and the
+remedy; nothing is guessed and no key is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness import ROOT
+from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class CaseError(ValueError):
+    """A case asks for something that does not exist or does not fit. The message is for the person who wrote it."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The degree of every mesh axis, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(f"{axis} must be a whole number of at least 1, got {degree!r}")
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp(self) -> int:
+        """How many ways the samples of a step are divided."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True))
+
+
+@dataclass(frozen=True)
+class Features:
+    """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic.
+
+    accumulation: microbatches per optimizer step. reshard_after_forward: "default" (all but the last unit), "always",
+    "never". param_dtype, reduce_dtype: FSDP2's MixedPrecisionPolicy; None leaves the recipe's dtype.
+    """
+
+    accumulation: int = 1
+    reshard_after_forward: str = "default"
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
+        if self.reshard_after_forward not in ("default", "always", "never"):
+            raise ValueError(
+                f"reshard_after_forward {self.reshard_after_forward!r}: choose default, always or never"
+            )
+        for key in ("param_dtype", "reduce_dtype"):
+            if getattr(self, key) not in (None, "float64", "float32", "bfloat16"):
+                raise ValueError(f"{key} {getattr(self, key)!r}: choose float64, float32, bfloat16 or null")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare."""
+
+    name: str
+    why: str
+    dims: ParallelDims = ParallelDims()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    features: Features = Features()
+    runs: int = 1
+    file: str = ""
+
+    @property
+    def local_batch(self) -> int:
+        """Samples in one microbatch of one rank."""
+        return self.training.global_batch // (self.dims.dp * self.features.accumulation)
+
+    @property
+    def exact(self) -> bool:
+        """Judged by derived float64 bounds, rather than by a bound measured from the reference's own noise."""
+        narrow = self.features.param_dtype or self.features.reduce_dtype
+        return self.training.dtype == "float64" and narrow in (None, "float64")
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    return dataclasses.asdict(case)
+
+
+def from_json(record: Mapping[str, Any]) -> Case:
+    """The inverse of to_json. Raises CaseError where the record has unknown keys or values."""
+    return _build_case(record, file=record.get("file", ""))
+
+
+def load_cases(path: Path) -> list[Case]:
+    """All cases of one YAML file, in the order written. Raises CaseError."""
+    shown = _shown(path)
+    document = _read_yaml(path, shown)
+    _refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
+    defaults = document.get("defaults") or {}
+    cases = []
+    for name, fragment in _named_fragments(document, shown):
+        case = _build_case(_merge(defaults, fragment) | {"name": name}, file=shown)
+        if any(case.name == other.name for other in cases):
+            raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
+        cases.append(case)
+    if not cases:
+        raise CaseError(f"{shown}: no case in it; add one under 'cases:' or a cross product under 'matrix:'")
+    return cases
+
+
+def load_all(folder: Path = ROOT / "cases") -> list[Case]:
+    """Every case of every file. A name used in two files is refused: `pytest -k` could not tell them apart."""
+    cases = [case for path in sorted(folder.glob("*.yaml")) for case in load_cases(path)]
+    if not cases:
+        raise CaseError(f"{_shown(folder)}: no *.yaml file with cases in it")
+    files: dict[str, str] = {}
+    for case in cases:
+        if case.name in files:
+            raise CaseError(f"{case.file}: case {case.name!r} also exists in {files[case.name]}; rename one")
+        files[case.name] = case.file
+    return cases
+
+
+def find_case(name: str, cases: Iterable[Case]) -> Case:
+    """The case of that name. Raises CaseError with the nearest names."""
+    known = {case.name: case for case in cases}
+    if name not in known:
+        raise CaseError(f"no case is named {name!r}{_nearest(name, known)}; `harness matrix --list` lists them")
+    return known[name]
+
+
+# ---- from YAML to fragments
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML as people mean it: a key written twice is an error, not the last one winning."""
+
+
+def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=deep) for key, _ in node.value]
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            line = node.value[position][0].start_mark.line + 1
+            raise yaml.YAMLError(f"line {line}: key {key!r} is written twice")
+    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
+    try:
+        document = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise CaseError(f"{shown}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise CaseError(f"{shown}: not valid YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise CaseError(f"{shown}: expected a mapping with 'cases:' or 'matrix:' at the top level")
+    return document
+
+
+def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from _mapping(document.get("cases"), f"{shown}: cases").items()
+    for number, product in enumerate(document.get("matrix") or [], start=1):
+        yield from _cross_product(product, f"{shown}: matrix entry {number}")
+
+
+def _cross_product(product: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`each` names axes, an axis maps labels to fragments; a case per combination, its name the labels joined.
+
+    `exclude` lists combinations to leave out (a partial one leaves out all that match). `include` lists more: labels
+    for every axis, a `name`, and anything a case may say.
+    """
+    product = _mapping(product, where)
+    _refuse_unknown(product, ("each", "exclude", "include"), where)
+    axes = {axis: _mapping(labels, f"{where}: {axis}") for axis, labels in _mapping(product.get("each"), where).items()}
+    if not axes:
+        raise CaseError(f"{where}: 'each' must name at least one axis with labels")
+    excluded = [_labels(chosen, axes, f"{where}: exclude") for chosen in product.get("exclude") or []]
+    for labels in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, labels, strict=True))
+        if not any(chosen.items() >= pattern.items() for pattern in excluded):
+            yield "".join(map(str, labels)), _combined(chosen, axes)
+    for extra in product.get("include") or []:
+        extra = _mapping(extra, f"{where}: include")
+        chosen = _labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{where}: include")
+        rest = {key: value for key, value in extra.items() if key not in axes}
+        name = rest.pop("name", "".join(map(str, chosen.values())))
+        yield name, _merge(_combined(chosen, axes), rest)
+
+
+def _labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
+    for axis, label in _mapping(chosen, where).items():
+        if axis not in axes:
+            raise CaseError(f"{where}: unknown axis {axis!r}{_nearest(axis, axes)}")
+        if label not in axes[axis]:
+            raise CaseError(f"{where}: axis {axis!r} has no label {label!r}{_nearest(label, axes[axis])}")
+    return dict(chosen)
+
+
+def _combined(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    fragment: dict[str, Any] = {}
+    for axis, label in chosen.items():
+        fragment = _merge(fragment, axes[axis][label] or {})
+    return fragment
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`over` wins; mappings are merged key by key. A model named by its preset counts as {preset: name}."""
+    merged = dict(base)
+    for key, value in (over or {}).items():
+        old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
+        new = {"preset": value} if isinstance(value, str) and key == "model" else value
+        merged[key] = _merge(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
+    return merged
+
+
+# ---- from fragments to cases
+
+
+def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
+    name = fragment.get("name", "")
+    where = f"{file}: case {name!r}"
+    if not isinstance(name, str) or not name.replace("_", "").isalnum():
+        raise CaseError(f"{where}: a name is made of letters, digits and underscores only, so that `pytest -k` takes it")
+    _refuse_unknown(fragment, [f.name for f in dataclasses.fields(Case)] + ["world_size"], where)
+    if not fragment.get("why"):
+        raise CaseError(f"{where}: 'why' is missing: one sentence that says what this case is here to catch")
+    case = Case(
+        name=name,
+        why=fragment["why"],
+        dims=_record(ParallelDims, fragment.get("dims"), f"{where}: dims"),
+        model=_model(fragment.get("model", "debug"), f"{where}: model"),
+        training=_record(TrainingConfig, fragment.get("training"), f"{where}: training"),
+        features=_record(Features, fragment.get("features"), f"{where}: features"),
+        runs=fragment.get("runs", 1),
+        file=file,
+    )
+    _validate(case, fragment.get("world_size"), where)
+    return case
+
+
+def _model(value: Any, where: str) -> ModelConfig:
+    value = {"preset": value} if isinstance(value, str) else dict(_mapping(value, where))
+    preset = value.pop("preset", "debug")
+    if preset not in PRESETS:
+        raise CaseError(f"{where}: unknown preset {preset!r}{_nearest(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    if isinstance(value.get("rope_scaling"), Mapping):
+        value["rope_scaling"] = _record(RopeScaling, value["rope_scaling"], f"{where}: rope_scaling")
+    return _record(ModelConfig, value, where, base=PRESETS[preset])
+
+
+def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
+    """A frozen dataclass from a mapping: unknown keys refused, types checked, the class's own ValueError located."""
+    value = _mapping(value, where)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    _refuse_unknown(value, fields, where)
+    base = base or kind()
+    for key, given in value.items():
+        _check_type(given, getattr(base, key), str(fields[key].type), f"{where}: {key}")
+    try:
+        return dataclasses.replace(base, **value)
+    except ValueError as error:
+        raise CaseError(f"{where}: {error}") from error
+
+
+def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
+    wanted = [part.strip() for part in annotation.split("|")]
+    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool, "RopeScaling": RopeScaling, "None": type(None)}
+    for kind in wanted:
+        if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
+            return
+    hint = " (YAML reads 1e-3 as text: write 1.0e-3)" if isinstance(given, str) and "float" in wanted else ""
+    raise CaseError(f"{where}: expected {annotation}, got {given!r}{hint}; the default is {default!r}")
+
+
+def _validate(case: Case, world_size: int | None, where: str) -> None:
+    """What no single part can know: that the degrees fit the world, the model, the batch and the sequence."""
+    dims, model, training = case.dims, case.model, case.training
+    if world_size is not None and world_size != dims.world_size:
+        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size asks for {world_size}")
+    for key in ("n_heads", "n_kv_heads"):
+        if getattr(model, key) % dims.tp:
+            raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
+    shares = dims.dp * case.features.accumulation
+    if training.global_batch % shares:
+        raise CaseError(
+            f"{where}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
+            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation} = {shares}"
+        )
+    chunks = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
+    if training.seq_len % chunks:
+        raise CaseError(
+            f"{where}: seq_len {training.seq_len} is not divisible by cp {dims.cp} x tp {dims.tp} (sequence parallel)"
+        )
+    if dims.pp > model.n_layers:
+        raise CaseError(f"{where}: pp {dims.pp} stages, but the model has only {model.n_layers} layers")
+    if case.runs not in (1, 2):
+        raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise CaseError(f"{where}: expected a mapping of keys to values, got {value!r}")
+    return value
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise CaseError(f"{where}: unknown key {key!r}{_nearest(key, known)}; known: {', '.join(known)}")
+
+
+def _nearest(word: Any, known: Iterable[Any]) -> str:
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _shown(path: Path) -> str:
+    path = Path(path).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

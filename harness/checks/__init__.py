@@ -1,0 +1,64 @@
+"""The laws. One file each: its docstring is the law, its `check(trial)` judges stored evidence and nothing else.
+
+A file also says its STAGE, which only orders the display. What all laws share is here: a law that raises, or that
+examined nothing, has not passed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+
+from harness.trial import Finding, Result, Trial, Verdict, worst_first
+
+STAGES = ("process", "structure", "data", "numbers")
+
+
+@functools.cache
+def all_checks() -> dict[str, ModuleType]:
+    """Every law by name, in the order of display."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in names}
+    return dict(sorted(modules.items(), key=lambda item: (STAGES.index(item[1].STAGE), item[0])))
+
+
+def law(name: str) -> str:
+    """The law in one sentence: the first line of the file's docstring."""
+    return (all_checks()[name].__doc__ or "").strip().splitlines()[0]
+
+
+def judge(trial: Trial) -> tuple[Result, ...]:
+    return tuple(run_check(name, module.check, trial) for name, module in all_checks().items())
+
+
+def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
+    """The law's result, made honest."""
+    missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
+    if name != "completed" and missing:
+        return Result(name, Verdict.UNKNOWN, note=f"no evidence from {_some(missing)}; see `completed`")
+    try:
+        result = check(trial)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return Result(name, Verdict.UNKNOWN, note=f"the law itself raised {error!r} at {where.name}:{where.lineno}")
+    if result.verdict is Verdict.PASS and result.examined == 0:
+        return Result(name, Verdict.UNKNOWN, note="nothing was examined")
+    return result
+
+
+def not_applicable(name: str, reason: str) -> Result:
+    return Result(name, Verdict.NOT_APPLICABLE, note=reason)
+
+
+def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
+    """FAIL with findings, PASS without."""
+    verdict = Verdict.FAIL if findings else Verdict.PASS
+    return Result(name, verdict, examined, worst_first(findings), note)
+
+
+def _some(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}...)"

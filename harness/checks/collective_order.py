@@ -1,0 +1,63 @@
+"""The members of a group issue the same collectives in the same order, and every send has its receive.
+
+gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from harness.checks import not_applicable, verdict_of
+from harness.evidence import Collective
+from harness.trial import Finding, Result, Trial, bytes_text, ranks_text
+
+STAGE = "structure"
+
+POINT_TO_POINT = ("send", "recv")
+
+
+def check(trial: Trial) -> Result:
+    if trial.plan.dims.world_size == 1:
+        return not_applicable("collective_order", "one rank has no peers")
+    sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
+    for rank, evidence in sorted(trial.ranks.items()):
+        for collective in evidence.collectives:
+            if collective.op not in POINT_TO_POINT:
+                sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
+    findings = [f for (_, ranks), by_rank in sequences.items() for f in _first_difference(ranks, by_rank)]
+    findings += _unmatched(trial)
+    return verdict_of("collective_order", findings, sum(len(e.collectives) for e in trial.ranks.values()))
+
+
+def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
+    """The first place at which members of one group disagree, and what each of them did there."""
+    longest = max(len(sequence) for sequence in by_rank.values())
+    for index in range(longest):
+        calls = {rank: _call(by_rank.get(rank, []), index) for rank in ranks}
+        if len(set(calls.values())) > 1:
+            majority = max(set(calls.values()), key=list(calls.values()).count)
+            odd = {rank: call for rank, call in calls.items() if call != majority}
+            observed = "; ".join(f"rank {rank}: {call}" for rank, call in odd.items())
+            return [Finding(f"group {ranks_text(ranks)}, collective {index}", f"every rank: {majority}", observed)]
+    return []
+
+
+def _call(sequence: list[Collective], index: int) -> str:
+    if index >= len(sequence):
+        return "nothing"
+    call = sequence[index]
+    return f"{call.op} of {bytes_text(call.bytes)} {call.dtype} (step {call.step}, {call.phase})"
+
+
+def _unmatched(trial: Trial) -> list[Finding]:
+    balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
+    for rank, evidence in trial.ranks.items():
+        for call in evidence.collectives:
+            if call.op in POINT_TO_POINT and call.peer is not None:
+                pair = (rank, call.peer) if call.op == "send" else (call.peer, rank)
+                balance[(*pair, call.group)][POINT_TO_POINT.index(call.op)] += call.bytes
+    return [
+        Finding(f"rank {source} to rank {target}", f"{bytes_text(sent)} received", bytes_text(received))
+        for (source, target, _), (sent, received) in sorted(balance.items())
+        if sent != received
+    ]

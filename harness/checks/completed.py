@@ -1,0 +1,52 @@
+"""Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for."""
+
+from __future__ import annotations
+
+from harness.checks import verdict_of
+from harness.evidence import Exit, RankEvidence
+from harness.trial import Finding, Result, Trial
+
+STAGE = "process"
+
+
+def check(trial: Trial) -> Result:
+    ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
+    findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
+    for rank in range(trial.run.world_size):
+        if rank in trial.ranks:
+            findings += _evidence_findings(trial, trial.ranks[rank])
+        elif not any(exit.rank == rank and exit.how != "ok" for exit in trial.run.exits):
+            findings.append(Finding(f"rank {rank}", "an evidence file", trial.run.unreadable.get(rank, "none")))
+    return verdict_of("completed", findings, examined=trial.run.world_size)
+
+
+def _exit_finding(exit: Exit) -> Finding:
+    ended = {"signal": f"died by {exit.signal}", "ok": "left early"}.get(exit.how, exit.how)
+    observed = ": ".join(text for text in (ended, exit.error) if text)
+    if exit.last_collective:
+        observed += f"; last collective {exit.last_collective}"
+    if exit.blamed and exit.stack:
+        observed += "\n" + exit.stack.rstrip()
+    return Finding(f"rank {exit.rank}" + ("" if exit.blamed else " (only waited)"), "exit code 0", observed)
+
+
+def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
+    findings = []
+    steps = [step.step for step in evidence.steps]
+    wanted = list(range(1, trial.case.training.steps + 1))
+    if steps != wanted:
+        findings.append(Finding(f"rank {evidence.rank}", f"steps {wanted}", f"steps {steps}"))
+    held = {tensor.fqn for tensor in evidence.parameters}
+    findings += _inventory(f"rank {evidence.rank}, parameters", set(trial.plan.slices[evidence.rank]), held)
+    for step in evidence.steps:
+        for what, seen in (("gradients", set(step.gradients)), ("updated parameters", set(step.parameters))):
+            findings += _inventory(f"rank {evidence.rank}, step {step.step}, {what}", held, seen)
+    return findings
+
+
+def _inventory(where: str, wanted: set[str], seen: set[str]) -> list[Finding]:
+    if wanted == seen:
+        return []
+    parts = [(f"missing: {', '.join(sorted(wanted - seen)[:4])}", wanted - seen)]
+    parts += [(f"unexpected: {', '.join(sorted(seen - wanted)[:4])}", seen - wanted)]
+    return [Finding(where, f"{len(wanted)} parameters", "; ".join(text for text, names in parts if names))]

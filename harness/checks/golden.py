@@ -1,0 +1,32 @@
+"""The reference's loss and gradient-norm curves are the accepted ones in golden/.
+
+Fails when model, torch, data or the recipe's meaning changed: reference against golden, not trainer against reference.
+"""
+
+from __future__ import annotations
+
+from harness import tolerance
+from harness.checks import not_applicable, verdict_of
+from harness.trial import Finding, Result, Trial, Verdict
+
+STAGE = "numbers"
+
+
+def check(trial: Trial) -> Result:
+    if trial.golden is None:
+        return Result("golden", Verdict.UNKNOWN, note=trial.golden_problem)
+    if not trial.case.exact:
+        return not_applicable("golden", "only float64 cases have a derived bound so far")
+    bounds = tolerance.bounds(trial.case, trial.reference)
+    steps = trial.reference.steps
+    findings = []
+    if len(trial.golden.losses) != len(steps):
+        findings.append(Finding("number of steps", f"{len(trial.golden.losses)} (golden)", f"{len(steps)} (reference)"))
+    for step, loss, norm in zip(steps, trial.golden.losses, trial.golden.grad_norms, strict=False):
+        for what, seen, accepted, bound in (
+            ("loss", step.loss, loss, bounds.loss[step.step]),
+            ("gradient norm", step.grad_norm, norm, bounds.gradient[step.step]),
+        ):
+            if not abs(seen - accepted) <= bound * abs(accepted):
+                findings.append(Finding(f"step {step.step}, {what}", f"{accepted!r} (golden)", f"{seen!r} (reference)", f"{bound:.1e}"))
+    return verdict_of("golden", findings, 2 * len(steps))

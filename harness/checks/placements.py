@@ -1,0 +1,102 @@
+"""What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
+
+A claim is judged by its ranks, never by the names of its axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from harness.checks import verdict_of
+from harness.evidence import TensorEvidence
+from harness.plan import tp_dim
+from harness.trial import Finding, Result, Trial, ranks_text
+
+STAGE = "structure"
+
+Claim = set[tuple[str, tuple[int, ...]]]
+
+
+def check(trial: Trial) -> Result:
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        for tensor in evidence.parameters:
+            examined += 1
+            findings += _tensor_findings(trial, rank, tensor)
+        for module, claim in evidence.structure.items():
+            examined += 1
+            findings += _wrapper_findings(trial, rank, module, claim)
+        findings += _missing_replication(trial, rank)
+    findings.sort(key=lambda f: "rank 0," not in f.where)
+    return verdict_of("placements", findings, examined)
+
+
+def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
+    """Shards must be claimed exactly; replication may be claimed by the tensor or by its wrapper."""
+    if tensor.fqn not in trial.plan.slices[rank]:
+        return []
+    wanted = planned_shards(trial, rank, tensor.fqn)
+    claimed = {(kind, ranks) for kind, ranks in claims(rank, tensor) if kind.startswith("dim ")}
+    if claimed == wanted:
+        return []
+    return [Finding(f"rank {rank}, {tensor.fqn}", _text(wanted), _text(claimed))]
+
+
+def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
+    dims, plan = trial.plan.dims, trial.plan
+    shards: Claim = set()
+    dim = tp_dim(fqn)
+    if dims.tp > 1 and dim is not None:
+        shards.add((f"dim {dim}", plan.group_of(rank, "tp")))
+    if dims.dp_shard > 1:
+        shards.add(("dim 0", plan.group_of(rank, "dp_shard")))
+    return shards
+
+
+def claims(rank: int, tensor: TensorEvidence) -> Claim:
+    """For each mesh axis of degree above 1: what it does to the tensor, and this rank's line of ranks along it."""
+    if tensor.mesh is None:
+        return set()
+    mesh = np.array(tensor.mesh)
+    found: Claim = set()
+    for axis, placement in enumerate(tensor.placements):
+        if mesh.shape[axis] > 1 and rank in mesh:
+            place = list(np.argwhere(mesh == rank)[0])
+            place[axis] = slice(None)
+            ranks = tuple(sorted(int(r) for r in mesh[tuple(place)]))
+            found.add((_kind(placement), ranks))
+    return found
+
+
+def _kind(placement: str) -> str:
+    """ "Shard(0)" and "StridedShard(0)" both cut dim 0."""
+    return "dim " + placement.split("(")[1].rstrip(")") if "Shard" in placement else placement.lower()
+
+
+def _wrapper_findings(trial: Trial, rank: int, module: str, claim: dict[str, Any]) -> list[Finding]:
+    findings = []
+    for key, axis in (("shard_ranks", "dp_shard"), ("replicate_ranks", "dp_replicate")):
+        wanted = trial.plan.group_of(rank, axis) if axis in trial.plan.groups else (rank,)
+        used = tuple(sorted(claim.get(key, (rank,))))
+        if used != wanted:
+            where = f"rank {rank}, {claim['kind']} on {module or 'the root'}, {key}"
+            findings.append(Finding(where, ranks_text(wanted), ranks_text(used)))
+    return findings
+
+
+def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
+    """An axis asked for that no wrapper and no parameter knows of."""
+    if "dp_replicate" not in trial.plan.groups:
+        return []
+    evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, "dp_replicate")
+    by_wrapper = any(tuple(sorted(c.get("replicate_ranks", ()))) == wanted for c in evidence.structure.values())
+    by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
+    if by_wrapper or by_tensor:
+        return []
+    return [Finding(f"rank {rank}, dp_replicate", f"something replicated over {ranks_text(wanted)}", "nothing claims it")]
+
+
+def _text(claim: Claim) -> str:
+    return " and ".join(f"{kind} over {ranks_text(ranks)}" for kind, ranks in sorted(claim)) or "whole on every rank"

@@ -1,0 +1,40 @@
+"""Every rank is a member of the group that the plan gives it on each axis, and all its members agree.
+
+This only lists groups. A group that exists may still be used by nobody: that is for `traffic` and `placements`.
+"""
+
+from __future__ import annotations
+
+from harness.checks import not_applicable, verdict_of
+from harness.trial import Finding, Result, Trial, ranks_text
+
+STAGE = "structure"
+
+
+def check(trial: Trial) -> Result:
+    if trial.plan.dims.world_size == 1:
+        return not_applicable("process_groups", "one rank has no groups")
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        exist = {group.ranks for group in evidence.groups}
+        for axis in trial.plan.groups:
+            wanted = trial.plan.group_of(rank, axis)
+            examined += 1
+            if wanted not in exist:
+                near = [ranks_text(ranks) for ranks in sorted(exist) if len(ranks) == len(wanted)]
+                observed = f"of that size: {' '.join(near) or 'none'}"
+                findings.append(Finding(f"rank {rank}, axis {axis}", f"a group {ranks_text(wanted)}", observed))
+    findings += _disagreements(trial)
+    return verdict_of("process_groups", findings, examined)
+
+
+def _disagreements(trial: Trial) -> list[Finding]:
+    """A group's name must mean the same ranks to each of its members."""
+    findings = []
+    for rank, evidence in sorted(trial.ranks.items()):
+        for group in evidence.groups:
+            for other in group.ranks:
+                if other > rank and other in trial.ranks and group not in trial.ranks[other].groups:
+                    where = f"group {group.name!r} of rank {rank}"
+                    findings.append(Finding(where, f"known to rank {other}", f"{ranks_text(group.ranks)} unknown there"))
+    return findings

@@ -1,0 +1,65 @@
+"""Ranks that hold the same slice of a parameter hold the same bytes of it after every step, and of its gradient.
+
+Who holds the same slice is found from contents, so replicas of any kind are compared: dp_replicate, and tp for norms.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from harness.checks import not_applicable, verdict_of
+from harness.plan import Slice, numel
+from harness.trial import Finding, Result, Trial, ranks_text
+
+STAGE = "numbers"
+
+
+def check(trial: Trial) -> Result:
+    families = replica_families(trial)
+    if not families:
+        return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
+    findings, examined = [], 0
+    for step in range(1, trial.case.training.steps + 1):
+        for what in ("gradients", "parameters"):
+            for (fqn, _), ranks in families.items():
+                examined += len(ranks) - 1
+                findings += _differing(trial, step, what, fqn, ranks)
+    return verdict_of("replica_agreement", findings, examined)
+
+
+def replica_families(trial: Trial) -> dict[tuple[str, Slice], list[int]]:
+    """By parameter and slice, the ranks that hold it, where there are several."""
+    families: dict[tuple[str, Slice], list[int]] = defaultdict(list)
+    for rank in sorted(trial.ranks):
+        for fqn in trial.holdings[rank]:
+            part = trial.slice_of(rank, fqn)
+            if part is not None and numel(part):
+                families[fqn, part].append(rank)
+    return {key: ranks for key, ranks in families.items() if len(ranks) > 1}
+
+
+def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -> list[Finding]:
+    values = {rank: _value(trial, rank, step, what, fqn) for rank in ranks}
+    first = values[ranks[0]]
+    odd = [rank for rank in ranks[1:] if not _same_bytes(values[rank], first)]
+    if not odd:
+        return []
+    where = f"step {step}, {what} of {fqn}, ranks {ranks_text(ranks)}"
+    return [Finding(where, f"the bytes of rank {ranks[0]}", f"rank {odd[0]} differs by {_distance(values[odd[0]], first)}")]
+
+
+def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarray | None:
+    return next((getattr(s, what).get(fqn) for s in trial.ranks[rank].steps if s.step == step), None)
+
+
+def _same_bytes(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is None or other is None or (one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def _distance(one: np.ndarray | None, other: np.ndarray | None) -> str:
+    if one is None or other is None or one.shape != other.shape:
+        return "its shape"
+    scale = float(np.max(np.abs(other))) or 1.0
+    return f"{float(np.max(np.abs(one - other))) / scale:.2e} of the largest entry"

@@ -1,0 +1,27 @@
+"""Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
+
+Found by comparing bytes, so no metadata can flatter; the slices of the plan tile a tensor once per replica.
+"""
+
+from __future__ import annotations
+
+from harness.checks import verdict_of
+from harness.plan import numel, slice_text
+from harness.trial import Finding, Result, Trial
+
+STAGE = "structure"
+
+
+def check(trial: Trial) -> Result:
+    findings, examined = [], 0
+    for rank, held in sorted(trial.holdings.items()):
+        for fqn, wanted in trial.plan.slices[rank].items():
+            if fqn not in held:
+                continue
+            examined += 1
+            found = held[fqn]
+            if found != wanted and not (found is not None and numel(found) == 0 == numel(wanted)):
+                shape = trial.plan.shapes[fqn]
+                observed = "bytes that are nowhere in the seed weight" if found is None else slice_text(found, shape)
+                findings.append(Finding(f"rank {rank}, {fqn}", slice_text(wanted, shape), observed))
+    return verdict_of("shard_contents", findings, examined)

@@ -1,0 +1,76 @@
+"""In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
+
+Bytes are counted of unsharded tensors, so bucketing does not matter. Left alone is what a plan cannot know: collectives
+outside forward and backward (losses, norms, counts) and integer tensors (DDP's agreement on buckets).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from harness.checks import not_applicable, verdict_of
+from harness.evidence import Collective, RankEvidence
+from harness.plan import Flow
+from harness.trial import Finding, Result, Trial, bytes_text, ranks_text
+
+STAGE = "structure"
+
+Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
+
+
+def check(trial: Trial) -> Result:
+    if trial.plan.dims.world_size == 1:
+        return not_applicable("traffic", "one rank moves nothing")
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        wanted = planned(trial, rank)
+        optional = {_key(trial, rank, flow) for flow in trial.plan.flows[rank] if flow.optional}
+        for step in range(1, trial.case.training.steps + 1):
+            seen = observed(evidence, step)
+            seen |= {key: wanted[key] for key in optional if key not in seen}
+            examined += len(wanted)
+            findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
+    return verdict_of("traffic", findings, examined)
+
+
+def planned(trial: Trial, rank: int) -> dict[Key, int]:
+    totals: dict[Key, int] = defaultdict(int)
+    for flow in trial.plan.flows[rank]:
+        totals[_key(trial, rank, flow)] += flow.bytes
+    return dict(totals)
+
+
+def _key(trial: Trial, rank: int, flow: Flow) -> Key:
+    return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
+
+
+def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
+    totals: dict[Key, int] = defaultdict(int)
+    for collective in evidence.collectives:
+        if collective.step == step and _is_traffic(collective):
+            totals[collective.ranks, collective.op, collective.phase] += collective.bytes
+    return dict(totals)
+
+
+def _is_traffic(collective: Collective) -> bool:
+    inside = collective.phase in ("forward", "backward") and len(collective.ranks) > 1
+    return inside and "float" in collective.dtype
+
+
+def _compare(trial: Trial, where: str, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:
+    findings = []
+    for key in sorted(set(wanted) | set(seen), key=lambda k: (k[2], k[1], k[0])):
+        if wanted.get(key, 0) != seen.get(key, 0):
+            ranks, op, phase = key
+            place = f"{where}, {phase} {op} over {axis_text(trial, ranks)}"
+            findings.append(Finding(place, amount(wanted.get(key, 0)), amount(seen.get(key, 0))))
+    return findings
+
+
+def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
+    axis = next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), None)
+    return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
+
+
+def amount(count: int) -> str:
+    return f"{bytes_text(count)} ({count})" if count else "nothing"

@@ -1,0 +1,146 @@
+"""After every step, parameters and optimizer state are what the recipe's optimizer makes of the gradients seen.
+
+Recomputed here in numpy, rank by rank, from the bytes before the step, the gradients before clipping, their global norm
+over all ranks, and the recipe's learning rate. So a wrong gradient is not blamed twice, and clipping, weight decay, the
+schedule and the optimizer are judged on their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness import tolerance
+from harness.checks import not_applicable, verdict_of
+from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
+from harness.trial import Finding, Result, Trial
+from reference.config import TrainingConfig
+
+STAGE = "numbers"
+
+
+@dataclass
+class _State:
+    """One parameter on one rank; first and second moments, and their values with nothing cancelling (for the bound)."""
+
+    value: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    first_magnitude: np.ndarray
+
+
+def check(trial: Trial) -> Result:
+    if not trial.case.exact:
+        return not_applicable("update", "only float64 cases have a derived bound so far")
+    norms = {step.step: observed_norm(trial, step.step) for step in trial.reference.steps}
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    findings: list[Finding] = []
+    examined = 0
+    for evidence in trial.ranks.values():
+        for step in evidence.steps:
+            findings += _wrong_lr(evidence.rank, step, rates[step.step])
+        for tensor in evidence.parameters:
+            examined += len(evidence.steps)
+            findings += _replay(trial, evidence, tensor.fqn, tensor.value, norms, rates)
+    return verdict_of("update", findings, examined)
+
+
+def observed_norm(trial: Trial, step: int) -> float:
+    """Global norm of the gradients seen, each element counted once however many ranks hold it."""
+    total: list[float] = []
+    counted = set()
+    for rank, evidence in sorted(trial.ranks.items()):
+        for record in evidence.steps:
+            for fqn, gradient in record.gradients.items() if record.step == step else ():
+                part = trial.slice_of(rank, fqn)
+                if (fqn, part) not in counted:
+                    counted.add((fqn, part))
+                    total.append(float(np.sum(gradient * gradient)))
+    return math.sqrt(math.fsum(total))
+
+
+def _wrong_lr(rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
+    if step.lr is not None and math.isclose(step.lr, wanted, rel_tol=1e-12):
+        return []
+    return [Finding(f"rank {rank}, step {step.step}, learning rate", repr(wanted), repr(step.lr))]
+
+
+def _replay(
+    trial: Trial, evidence: RankEvidence, fqn: str, start: np.ndarray, norms: dict[int, float], rates: dict[int, float]
+) -> list[Finding]:
+    """The first step at which this parameter is not what the optimizer makes of it."""
+    zero = np.zeros_like(start)
+    state = _State(start, zero, zero, zero)
+    for step in evidence.steps:
+        if fqn not in step.gradients or fqn not in step.parameters:
+            return []  # `completed` reports it
+        clip = tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm)
+        expected, magnitude = _advance(state, step, clip * step.gradients[fqn], rates[step.step], trial.case.training)
+        bound = tolerance.update_bound(trial.case, magnitude)
+        where = f"rank {evidence.rank}, step {step.step}, {fqn}"
+        finding = _compare(where, step.parameters[fqn], expected, bound, state.value)
+        finding = finding or _compare_moments(where, trial, step.optimizer_state.get(fqn, {}), state)
+        if finding:
+            return [finding]
+        state.value = step.parameters[fqn]  # go on from what is there: one mistake, one finding
+    return []
+
+
+def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
+    """Whether step 1 left what the optimizer makes of this parameter's gradient times `clip`."""
+    first, zero = evidence.steps[0], np.zeros_like(tensor.value)
+    if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
+        return False
+    state = _State(tensor.value, zero, zero, zero)
+    lr = trial.reference.steps[0].lr
+    expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, trial.case.training)
+    bound = tolerance.update_bound(trial.case, magnitude)
+    return bool((np.abs(first.parameters[tensor.fqn] - expected) <= bound).all())
+
+
+def _advance(
+    state: _State, step: StepEvidence, gradient: np.ndarray, lr: float, training: TrainingConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """One optimizer step: the new value, and the sum of absolute values of all that went into it."""
+    decay = lr * training.weight_decay
+    if training.optimizer == "sgd":
+        moved = lr * np.abs(gradient) + decay * np.abs(state.value)
+        return state.value - lr * (gradient + training.weight_decay * state.value), np.abs(state.value) + moved
+    b1, b2 = training.beta1, training.beta2
+    state.first = b1 * state.first + (1 - b1) * gradient
+    state.first_magnitude = b1 * state.first_magnitude + (1 - b1) * np.abs(gradient)
+    state.second = b2 * state.second + (1 - b2) * gradient * gradient
+    denominator = np.sqrt(state.second / (1 - b2**step.step)) + training.eps
+    scale = lr / (1 - b1**step.step) / denominator
+    magnitude = np.abs(state.value) * (1 + decay) + scale * state.first_magnitude
+    return state.value * (1 - decay) - scale * state.first, magnitude
+
+
+def _compare(
+    where: str, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray, before: np.ndarray
+) -> Finding | None:
+    if observed.shape != expected.shape:
+        return Finding(where, f"shape {expected.shape}", f"shape {observed.shape}")
+    wrong = ~(np.abs(observed - expected) <= bound)  # a NaN is wrong
+    if not wrong.any():
+        return None
+    if np.array_equal(observed, before):
+        return Finding(where, "moved by the optimizer", "not changed at all")
+    at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
+    moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
+    found = f"moved by {moved:.6g} (ratio {moved / should:.10g}); {int(wrong.sum())} of {wrong.size} entries wrong"
+    return Finding(where, f"entry {tuple(map(int, at))} moved by {should:.6g}", found, f"{float(bound[at]):.1e}")
+
+
+def _compare_moments(where: str, trial: Trial, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
+    for key, expected, magnitude in (
+        ("exp_avg", state.first, state.first_magnitude),
+        ("exp_avg_sq", state.second, state.second),
+    ):
+        if key in seen:
+            bound = 4 * tolerance.update_bound(trial.case, magnitude)
+            if seen[key].shape != expected.shape or not (np.abs(seen[key] - expected) <= bound).all():
+                return Finding(f"{where}, {key}", "the optimizer's average of the gradients seen", "another value")
+    return None

@@ -1,0 +1,306 @@
+"""The records a rank leaves behind, and how they are saved and loaded.
+
+Every record is a frozen dataclass of plain values; arrays are numpy. A rank's evidence is one file, complete or absent:
+it is written under another name, flushed to disk and renamed. Its parts carry checksums (zip), so damage is noticed.
+
+bfloat16 has no numpy dtype: such values are stored as float32, which holds every bfloat16 exactly; the field `dtype`
+keeps the true one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import types
+import typing
+import zipfile
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+FORMAT = 1
+T = TypeVar("T")
+
+
+class EvidenceError(Exception):
+    """An evidence file is missing, damaged or of another format. The message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective (or a send or receive), as one rank issued it.
+
+    op: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, scatter, gather, reduce, barrier, send, recv.
+    ranks: global ranks of the group it really ran over, ascending as the group lists them.
+    bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
+    phase: "forward", "backward", "optimizer" or "other"; step: 0 before the first step.
+    seq: position in this rank's sequence for this group, from 0. peer: the other side of a send or receive.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    group: str
+    dtype: str
+    bytes: int
+    phase: str
+    step: int
+    seq: int
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group this rank is a member of, whether or not anything ran over it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class TensorEvidence:
+    """A parameter as this rank holds it. Mesh and placements are what its metadata claims; `value` is what is there.
+
+    mesh: the claimed mesh's ranks, nested by axis; None for a plain tensor. placements: one string per mesh axis.
+    storage_bytes: size of the storage that backs the local tensor.
+    """
+
+    fqn: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    mesh: Any
+    placements: tuple[str, ...]
+    storage_bytes: int
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass of this rank was fed, and the loss it computed from it.
+
+    tokens, labels: int64 [samples, positions], labels None if never seen. loss_sum: sum over this rank's valid tokens.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray | None
+    loss_sum: float | None
+    valid_tokens: int | None
+
+
+@dataclass(frozen=True)
+class StepEvidence:
+    """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
+
+    gradients: as they were before clipping and before the optimizer, and the placements they claim. parameters: after
+    the step; optimizer_state: likewise, kept for the last step only.
+    reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
+    memory: bytes held after the step, by kind (parameters, gradients, optimizer_state, and peak on a GPU).
+    """
+
+    step: int
+    microbatches: tuple[Microbatch, ...]
+    reported_loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    gradients: dict[str, np.ndarray]
+    gradient_placements: dict[str, tuple[str, ...]]
+    parameters: dict[str, np.ndarray]
+    optimizer_state: dict[str, dict[str, np.ndarray]]
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """All that one rank saw. `parameters` is the state before the first step.
+
+    structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...}).
+    fault: None, or whether the deliberate fault's code ran on this rank.
+    """
+
+    rank: int
+    world_size: int
+    parameters: tuple[TensorEvidence, ...]
+    groups: tuple[Group, ...]
+    collectives: tuple[Collective, ...]
+    steps: tuple[StepEvidence, ...]
+    structure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    fault: bool | None = None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one rank's process ended.
+
+    how: "ok", "raised", "signal", "killed" (by the harness, at the time limit or because others failed) or "lost".
+    error: one line. stack: the Python stack where it raised or was stuck. waiting_for: the collective it was in.
+    blamed: True for the rank that caused the failure, False for those that only waited for it.
+    """
+
+    rank: int
+    how: str
+    code: int | None = None
+    signal: str | None = None
+    error: str = ""
+    stack: str = ""
+    last_collective: str = ""
+    blamed: bool = False
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`."""
+
+    directory: str
+    world_size: int
+    exits: tuple[Exit, ...]
+    ranks: dict[int, RankEvidence]
+    seconds: float = 0.0
+    unreadable: dict[int, str] = field(default_factory=dict)
+    fault: str | None = None
+
+
+# ---- saving and loading
+
+
+def save(path: Path, record: Any) -> None:
+    """Writes any of the records above (or another dataclass of plain values and arrays): complete or not at all."""
+    arrays: list[np.ndarray] = []
+    header = json.dumps({"format": FORMAT, "type": type(record).__name__, "record": _encode(record, arrays)})
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join(arrays))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise EvidenceError(f"{path}: cannot be written: {error.strerror}; free the disk or choose another --out") from error
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """Reads what save wrote. Raises EvidenceError for a missing, damaged or foreign file."""
+    try:
+        with np.load(path, allow_pickle=False) as parts:
+            header, blob = json.loads(parts["header"].tobytes()), parts["blob"].tobytes()
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such evidence; run the case again") from error
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise EvidenceError(f"{path}: damaged evidence ({error}); delete it and run the case again") from error
+    if header.get("format") != FORMAT or header.get("type") != kind.__name__:
+        found = f"format {header.get('format')} {header.get('type')}"
+        raise EvidenceError(f"{path}: holds {found}, expected format {FORMAT} {kind.__name__}; run the case again")
+    return _decode(kind, header["record"], blob)
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([a.view(np.uint8).reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.uint8)
+
+
+def _encode(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Plain JSON, each array replaced by its place in the blob."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        arrays.append(np.ascontiguousarray(value).reshape(-1))
+        return [str(value.dtype), list(value.shape)]
+    if isinstance(value, dict):
+        return [[key, _encode(item, arrays)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, arrays) for item in value]
+    return value
+
+
+def _decode(kind: Any, record: Any, blob: bytes) -> Any:
+    return _Decoder(blob).decode(kind, record)
+
+
+class _Decoder:
+    """Rebuilds records by their type annotations. Arrays are read in the order in which they were encoded."""
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob, self.position = blob, 0
+
+    def decode(self, kind: Any, record: Any) -> Any:
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        if record is None or kind is Any:
+            return record
+        if origin in (types.UnionType, typing.Union):
+            return self.decode(next(a for a in args if a is not type(None)), record)
+        if dataclasses.is_dataclass(kind):
+            hints = _hints(kind)
+            return kind(**{name: self.decode(hints[name], item) for name, item in record.items()})  # type: ignore[operator]
+        if kind is np.ndarray:
+            return self._array(*record)
+        if origin is dict:
+            return {self.decode(args[0], key): self.decode(args[1], item) for key, item in record}
+        if origin is tuple:
+            return tuple(self.decode(args[0], item) for item in record)
+        return record
+
+    def _array(self, dtype: str, shape: list[int]) -> np.ndarray:
+        count = math.prod(shape)
+        array = np.frombuffer(self.blob, dtype, count, self.position).reshape(shape) if count else np.zeros(shape, dtype)
+        self.position += array.nbytes
+        return array
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+RUN_FILE = "run.json"
+
+
+def save_run(run: Run) -> None:
+    """The part of a Run that is not in the ranks' own files."""
+    record = {"format": FORMAT, "world_size": run.world_size, "seconds": run.seconds, "fault": run.fault}
+    record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
+    write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
+
+
+def load_run(directory: Path) -> Run:
+    """A launch as it was stored. A damaged or missing rank file is not fatal: `unreadable` says so, and laws judge it."""
+    path = directory / RUN_FILE
+    try:
+        record = json.loads(path.read_text())
+        exits = tuple(Exit(**exit) for exit in record["exits"])
+        run = Run(str(directory), record["world_size"], exits, {}, record["seconds"], fault=record["fault"])
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such file; `harness check` wants the folder that `harness run` wrote") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    for rank in range(run.world_size):
+        try:
+            run.ranks[rank] = load(rank_file(directory, rank), RankEvidence)
+        except EvidenceError as error:
+            run.unreadable[rank] = str(error)
+    return run
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"rank_{rank:02d}.npz"
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small text file, complete or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise EvidenceError(f"{path}: cannot be written: {error.strerror}; free the disk or choose another --out") from error

@@ -1,0 +1,95 @@
+"""The catalogue of deliberate mistakes, each modelled on a real bug.
+
+A fault is a function in a file, here or anywhere else, marked with @fault. It runs on every rank before the trainer is
+built, replaces something at a seam, and its replacement calls `fired()` each time the wrong thing is really done:
+
+    @fault(breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="HSDP ran")
+    def hsdp_runs_as_fsdp(fired): ...
+
+A fault whose code never ran on any rank is UNFIRED: a failure of the catalogue, not of the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Fired = Callable[[], None]
+
+
+class FaultError(ValueError):
+    """The fault asked for does not exist or cannot be loaded. The message is for the person who typed it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """breaks: what goes wrong, in one sentence. bug: the entry it is modelled on, and where that happened.
+
+    case: the smallest case that shows it. caught_by: the laws that must fail. named: part of the diagnosis' first line.
+    """
+
+    name: str
+    file: str
+    breaks: str
+    bug: str
+    case: str
+    caught_by: tuple[str, ...]
+    named: str
+    apply: Callable[[Fired], None]
+
+    @property
+    def spec(self) -> str:
+        return f"{self.file}:{self.name}"
+
+
+def fault(*, breaks: str, bug: str, case: str, caught_by: str, named: str) -> Callable[[Callable[[Fired], None]], Fault]:
+    """Marks a function as a fault. caught_by: one law, or several separated by blanks."""
+
+    def mark(apply: Callable[[Fired], None]) -> Fault:
+        file = apply.__code__.co_filename
+        return Fault(apply.__name__, file, breaks, bug, case, tuple(caught_by.split()), named, apply)
+
+    return mark
+
+
+def load_fault(spec: str) -> Fault:
+    """The fault "FILE.py:NAME", or "NAME" from this folder. Raises FaultError."""
+    path, _, name = spec.rpartition(":")
+    if not path:
+        known = {fault.name: fault for fault in catalogue()}
+        if name not in known:
+            raise FaultError(f"no fault is named {name!r}; known: {', '.join(known)}; your own: FILE.py:NAME")
+        return known[name]
+    found = getattr(_import_file(Path(path)), name, None)
+    if not isinstance(found, Fault):
+        raise FaultError(f"{path}: no fault named {name!r} (a function marked with @harness.faults.fault)")
+    return found
+
+
+def catalogue() -> list[Fault]:
+    """Every fault of this folder, by file and in the order written."""
+    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Fault)]
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FaultError(f"{path}: no such file; a fault is given as FILE.py:NAME")
+    spec = importlib.util.spec_from_file_location(f"fault_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Puts make(original) in the place of owner.name."""
+    setattr(owner, name, make(getattr(owner, name)))

@@ -1,0 +1,115 @@
+"""The reference's own curves, reviewed in git: they guard the oracle over time. Render, compare, accept.
+
+A golden belongs to a recipe (model and training), whatever the layout of the cases that use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT
+from harness.case import Case
+from harness.evidence import write_text
+from reference.record import ReferenceRun
+
+FOLDER = ROOT / "golden"
+
+
+class GoldenError(Exception):
+    """A golden is missing, damaged, or may not be rewritten here. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Loss and gradient norm (before clipping) of every step, and the environment that made them."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    environment: dict[str, str]
+
+
+def recipe(case: Case) -> dict[str, Any]:
+    return {"model": dataclasses.asdict(case.model), "training": dataclasses.asdict(case.training)}
+
+
+def recipe_name(case: Case) -> str:
+    """Stable and readable: model, optimizer, dtype, and eight digits of the recipe's hash."""
+    digest = hashlib.sha256(json.dumps(recipe(case), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{case.model.name}-{case.training.optimizer}-{case.training.dtype}-{digest}"
+
+
+def path_of(case: Case, folder: Path = FOLDER) -> Path:
+    return folder / f"{recipe_name(case)}.json"
+
+
+def from_reference(reference: ReferenceRun) -> Golden:
+    losses = tuple(step.loss for step in reference.steps)
+    return Golden(losses, tuple(step.grad_norm for step in reference.steps), dict(reference.environment))
+
+
+def load(case: Case, folder: Path = FOLDER) -> Golden:
+    """Raises GoldenError where there is none, or it is not whole."""
+    path = path_of(case, folder)
+    try:
+        record = json.loads(path.read_text())
+        steps = record["steps"]
+        golden = Golden(
+            tuple(float(step["loss"]) for step in steps),
+            tuple(float(step["grad_norm"]) for step in steps),
+            record["environment"],
+        )
+    except FileNotFoundError as error:
+        raise GoldenError(f"{path}: no golden for this recipe; make it with `harness golden --accept`, review it") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GoldenError(f"{path}: damaged golden ({error!r}); restore it from git or accept it anew") from error
+    if record.get("recipe") != json.loads(json.dumps(recipe(case))):
+        raise GoldenError(f"{path}: made for another recipe; accept it anew with `harness golden --accept`")
+    return golden
+
+
+def render(case: Case, golden: Golden) -> str:
+    """The file's text: one line a step, floats in full precision, so that a review sees what moved."""
+    steps = [
+        f'    {{"step": {number}, "loss": {loss!r}, "grad_norm": {norm!r}}}'
+        for number, (loss, norm) in enumerate(zip(golden.losses, golden.grad_norms, strict=True), start=1)
+    ]
+    head = json.dumps({"recipe": recipe(case), "environment": golden.environment}, indent=2)
+    return head.removesuffix("\n}") + ',\n  "steps": [\n' + ",\n".join(steps) + "\n  ]\n}\n"
+
+
+def accept(case: Case, reference: ReferenceRun, folder: Path = FOLDER) -> str:
+    """Rewrites the golden and returns what changed, old, new and largest difference. Raises GoldenError in CI."""
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
+    new = from_reference(reference)
+    old: Golden | None
+    try:
+        old = load(case, folder)
+    except GoldenError:
+        old = None
+    write_text(path_of(case, folder), render(case, new))
+    return describe(path_of(case, folder).name, old, new)
+
+
+def describe(name: str, old: Golden | None, new: Golden) -> str:
+    if old is None:
+        return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
+    if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
+        return f"{name}: unchanged"
+    lines = [f"{name}: largest relative difference {largest_difference(old, new):.2e}"]
+    for step, (before, after) in enumerate(zip(old.losses, new.losses, strict=False), start=1):
+        lines.append(f"  step {step}  loss {before!r} -> {after!r}")
+    return "\n".join(lines)
+
+
+def largest_difference(old: Golden, new: Golden) -> float:
+    if len(old.losses) != len(new.losses):
+        return float("inf")
+    pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)
+    return max(abs(after - before) / abs(before) for before, after in pairs)

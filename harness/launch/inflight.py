@@ -1,0 +1,112 @@
+"""A rank's last collective in every group is on record even if the rank is killed while it issues the next one.
+
+The record is a memory-mapped file: what is stored there is the kernel's, so SIGKILL cannot take it. Every group has
+two cells, written in turn. A cell begins and ends with the same stamp, the rank's running number of collectives: a
+cell torn by a kill has different ones and is skipped, and the cell before it still stands. Group members are long and
+never change, so they go once into a text file beside it, `rank_00.groups`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CELL = struct.Struct("<QIqqqi24s12sQ")  # stamp, group, seq, bytes, step, peer, op, phase, stamp
+GROUPS = 1024  # with more groups than this the oldest cells are overwritten; the reader then knows fewer groups
+SIZE = GROUPS * 2 * CELL.size
+NO_PEER = -1
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective as one rank issued it. order: its place in all that this rank issued, from 1."""
+
+    group: str
+    ranks: tuple[int, ...]
+    seq: int
+    op: str
+    bytes: int
+    step: int = 0
+    phase: str = ""
+    peer: int | None = None
+    order: int = 0
+
+
+class Inflight:
+    """The writer. One per process; about two microseconds per collective."""
+
+    def __init__(self, path: Path) -> None:
+        self.names = os.open(path.with_suffix(".groups"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        with open(path, "w+b") as file:
+            file.write(bytes(SIZE))  # a sparse file would end in SIGBUS when the disk is full
+            file.flush()
+            self.memory = mmap.mmap(file.fileno(), SIZE)
+        self.groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.order = 0
+
+    def issue(self, group_name: str, ranks: Sequence[int], seq: int, op: str, bytes: int, step: int, phase: str,
+              peer: int | None = None) -> None:  # fmt: skip
+        """Note a collective that is about to be issued. `peer`: the other rank of a send or recv.
+
+        Threads may call it: a cell is written by one C call under the interpreter's lock.
+        """
+        key = (group_name, tuple(ranks))
+        index = self.groups.get(key)
+        if index is None:
+            index = self.add_group(key)
+        self.order = stamp = self.order + 1
+        cell = 2 * (index % GROUPS) + (seq & 1)
+        peer = NO_PEER if peer is None else peer
+        fields = (stamp, index, seq, bytes, step, peer, op.encode(), phase.encode(), stamp)
+        CELL.pack_into(self.memory, cell * CELL.size, *fields)
+
+    def add_group(self, key: tuple[str, tuple[int, ...]]) -> int:
+        os.write(self.names, json.dumps(key).encode() + b"\n")
+        return self.groups.setdefault(key, len(self.groups))
+
+
+_current: Inflight | None = None
+
+
+def current() -> Inflight | None:
+    """This rank's record; None in a process that was not launched."""
+    return _current
+
+
+def open_current(path: Path) -> Inflight:
+    """Make the record of this process. Called once, by rank.py."""
+    global _current
+    _current = Inflight(path)
+    return _current
+
+
+def read_inflight(path: Path) -> list[Issued]:
+    """The last two collectives of every group, oldest first: the last one is the rank's latest. [] without a file."""
+    if not path.exists() or not path.with_suffix(".groups").exists():
+        return []
+    groups = read_groups(path.with_suffix(".groups"))
+    data = path.read_bytes()
+    cells = CELL.iter_unpack(data[: len(data) - len(data) % CELL.size])
+    return sorted((issued(cell, groups) for cell in cells if whole(cell, groups)), key=lambda each: each.order)
+
+
+def read_groups(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """In order of first use. A last line without its end is torn and left out."""
+    lines = path.read_text().split("\n")[:-1]
+    return [(name, tuple(ranks)) for name, ranks in map(json.loads, lines)]
+
+
+def whole(cell: tuple, groups: list) -> bool:
+    return cell[0] == cell[-1] != 0 and cell[1] < len(groups)
+
+
+def issued(cell: tuple, groups: list[tuple[str, tuple[int, ...]]]) -> Issued:
+    stamp, index, seq, size, step, peer, op, phase, _ = cell
+    name, ranks = groups[index]
+    text = [field.rstrip(b"\0").decode(errors="replace") for field in (op, phase)]
+    return Issued(name, ranks, seq, text[0], size, step, text[1], None if peer == NO_PEER else peer, stamp)

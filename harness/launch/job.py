@@ -1,0 +1,98 @@
+"""What to start, and the folder in which one launch keeps all that is known about it.
+
+job.json                the Job itself, as the ranks read it
+logs/rank_00.log        stdout and stderr
+failures/rank_00.json   the exception that ended the rank, if one did
+stacks/rank_00.txt      Python stacks, dumped on SIGUSR1 and by fatal signals
+inflight/rank_00.bin    the collectives it issued last; survives SIGKILL
+exits/rank_00.json      torchrun only: pid, host and exit status
+store                   local only: the FileStore through which the ranks meet
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = {"logs": "log", "failures": "json", "stacks": "txt", "inflight": "bin", "exits": "json"}
+BYTES_PER_RANK = 1_000_000  # log, stacks and in-flight record of a short job; evidence is not counted
+
+
+class LaunchError(Exception):
+    """Nothing was started. The message names the path or process concerned and the remedy."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch: `entry` ("package.module:function") is called as function(options) on every rank.
+
+    directory: fresh for this launch. options: JSON-able. timeout: seconds for the whole job, held by the parent.
+    group_timeout: seconds, for every process group that is made without a timeout of its own. env: added to what the
+    ranks inherit; the local launcher's ranks inherit the environment the harness had when its server started.
+    torchrun_args: replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes.
+    """
+
+    directory: Path
+    world_size: int
+    entry: str
+    options: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 120.0
+    group_timeout: float = 60.0
+    device: str = "cpu"
+    env: dict[str, str] = field(default_factory=dict)
+    torchrun_args: tuple[str, ...] = ()
+
+
+def rank_file(directory: Path, kind: str, rank: int) -> Path:
+    """The file of `kind` (a key of SUFFIXES) that belongs to `rank`."""
+    return Path(directory) / kind / f"rank_{rank:02d}.{SUFFIXES[kind]}"
+
+
+def prepare(job: Job) -> Path:
+    """Make the job's folders and job.json, whose path is returned. LaunchError if the directory cannot take them."""
+    directory = Path(job.directory).absolute()
+    refuse_unusable(job, directory)
+    try:
+        for kind in SUFFIXES:
+            (directory / kind).mkdir(parents=True, exist_ok=True)
+        needed, free = BYTES_PER_RANK * job.world_size, shutil.disk_usage(directory).free
+        if free < needed:
+            raise LaunchError(f"{directory}: {free} bytes free, {job.world_size} ranks need {needed}: make room there")
+        value = {**asdict(job), "directory": str(directory), "sys_path": absolute_sys_path()}
+        write_json(directory / "job.json", value)
+    except OSError as error:
+        message = f"{directory}: cannot write ({error.strerror}): choose a directory that is writable and has room"
+        raise LaunchError(message) from error
+    return directory / "job.json"
+
+
+def refuse_unusable(job: Job, directory: Path) -> None:
+    if (directory / "job.json").exists() and not job.torchrun_args:
+        raise LaunchError(f"{directory}: holds the records of an earlier launch: choose a fresh directory")
+    if set("?#;") & set(str(directory)):
+        raise LaunchError(f"{directory}: torch cuts a file:// store's path at '?', '#' and ';': choose another name")
+
+
+def absolute_sys_path() -> list[str]:
+    """What the harness can import, its ranks can: sys.path with "" and relative entries made absolute."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Complete or absent, also when the machine stops in between."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with open(partial, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> Any:
+    """The value, or None where the file was never finished."""
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,154 @@
+"""One rank, from its first instruction to its exit status; the same under both launchers.
+
+Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and stays
+behind only to write down how it ended: torchrun neither tells exit statuses nor lets the others finish speaking.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.launch import inflight
+from harness.launch.job import rank_file, read_json, write_json
+from harness.launch.process import bury, detach, die_with_parent, kill_group, loopback
+
+_stacks: Any = None  # the file faulthandler writes to: it must never be collected
+
+
+def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
+    """Be rank `rank` of a job on this machine, in a process just forked from the server, whose pid is `parent`."""
+    die_with_parent(parent)
+    job = json.loads(job_file.read_text())
+    run(job, rank, environment=local_environment(job, rank))
+
+
+def local_environment(job: dict[str, Any], rank: int) -> dict[str, str]:
+    """What torchrun would set, and a meeting place that needs neither a port nor a name server."""
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world_size"], "LOCAL_WORLD_SIZE": job["world_size"]}
+    return {
+        **loopback(),
+        **job["env"],
+        **{name: str(value) for name, value in here.items()},
+        "INIT_METHOD": f"file://{job['directory']}/store",
+    }
+
+
+def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoReturn:
+    """Set up, call the entry, write down what it raised, exit. os._exit: no stuck thread or destructor holds us."""
+    directory = Path(job["directory"])
+    code = 1
+    try:
+        detach(rank_file(directory, "logs", rank))
+        os.environ.update(environment)
+        sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path]))
+        dump_stacks_to(rank_file(directory, "stacks", rank))
+        inflight.open_current(rank_file(directory, "inflight", rank))
+        set_up_torch(job)
+        resolve(job["entry"])(job["options"])
+        code = 0
+    except BaseException as error:
+        code = note_failure(error, rank_file(directory, "failures", rank))
+    finally:
+        flush()
+        os._exit(code)
+
+
+def dump_stacks_to(path: Path) -> None:
+    """On SIGUSR1 and on fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL."""
+    global _stacks
+    _stacks = open(path, "w")  # noqa: SIM115 - open until the end
+    print(f"main thread {threading.main_thread().ident:#018x}", file=_stacks, flush=True)
+    faulthandler.enable(file=_stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
+
+
+def set_up_torch(job: dict[str, Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    limit_groups(job["group_timeout"])
+    if job["device"] == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def limit_groups(seconds: float) -> None:
+    """Give every group made without a timeout this one, DeviceMesh's too, which ignore init_process_group(timeout=).
+
+    torch 2.11 to 2.14 look the default up in these module globals when a group is made.
+    """
+    import torch.distributed as dist
+
+    for module in (dist, dist.constants, dist.distributed_c10d):
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            if getattr(module, name, None) is not None:  # the NCCL one is None in a CPU build
+                setattr(module, name, timedelta(seconds=seconds))
+
+
+def resolve(entry: str) -> Callable[[dict[str, Any]], Any]:
+    module, colon, name = entry.partition(":")
+    if not colon:
+        raise ValueError(f"entry {entry!r}: expected package.module:function")
+    return getattr(importlib.import_module(module), name)
+
+
+def note_failure(error: BaseException, path: Path) -> int:
+    """Write the exception to `path` and to the log; return the exit code. sys.exit(0) is not a failure."""
+    code = exit_code(error)
+    if code:
+        traceback.print_exception(error)
+        frames = [[f.filename, f.lineno, f.name] for f in reversed(traceback.extract_tb(error.__traceback__))]
+        told = {"type": type(error).__name__, "message": str(error), "inside": frames, "time": time.time()}
+        write_json(path, {**told, "traceback": "".join(traceback.format_exception(error))})
+    return code
+
+
+def exit_code(error: BaseException) -> int:
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def flush() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def main(job_file: Path) -> int:
+    """torchrun's worker. SIGTERM, which torchrun sends when another rank failed, is ignored: the harness kills.
+
+    torchrun's own death reaches it as SIGUSR2, so that it can take along what the rank started.
+    """
+    die_with_parent(int(os.environ["HARNESS_AGENT"]), by=signal.SIGUSR2)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: until the rank can dump its stack
+        signal.signal(number, signal.SIG_IGN)
+    job, rank, guard = read_json(job_file), int(os.environ["RANK"]), os.getpid()
+    record = rank_file(job["directory"], "exits", rank)
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(guard)
+        run(job, rank, environment=job["env"])
+    signal.signal(signal.SIGUSR2, lambda *_: kill_group(pid))
+    known = {"pid": pid, "host": socket.gethostname()}
+    write_json(record, {**known, "status": None})
+    status = bury(pid)
+    write_json(record, {**known, "status": status, "ended": time.time()})
+    return int(status != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

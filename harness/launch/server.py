@@ -1,0 +1,146 @@
+"""The process that has torch imported and forks every local rank: `python -m harness.launch.server IN OUT`.
+
+One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n}   {"signal": number, "job": job}
+                         Out: {"ready": seconds}   {"job", "rank", "pid"}   {"job", "rank", "status", "ended"}
+                              {"job", "error"}: some rank could not be started
+End of input, however the harness ended, kills every rank. Why not multiprocessing's forkserver: it imports the caller's
+__main__ again and does not tell by which signal a child died.
+
+It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.launch.process import bury, kill_group
+
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed._composable.replicate",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",
+    "numpy",
+    "yaml",
+    "harness.evidence",
+    "harness.launch.rank",
+    "reference.model",
+)
+
+
+class Server:
+    def __init__(self, requests: int, reports: int) -> None:
+        self.requests, self.reports = requests, reports
+        self.children: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
+        self.unread = b""
+        self.deaths, wake = os.pipe()
+        os.set_blocking(wake, False)
+        self.private = [requests, reports, self.deaths, wake]
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the wake-up is not written
+        for number in (signal.SIGINT, signal.SIGUSR1):  # a rank too young to dump its stack must not die of being asked
+            signal.signal(number, signal.SIG_IGN)
+
+    def serve(self) -> None:
+        harness = os.getppid()
+        while os.getppid() == harness:  # a process forked from the harness may hold our input open after its death
+            ready, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
+            if self.deaths in ready:
+                os.read(self.deaths, 4096)
+                self.reap()
+            if self.requests in ready and not self.read():
+                break
+        self.send(signal.SIGKILL)
+
+    def read(self) -> bool:
+        data = os.read(self.requests, 65536)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for line in lines:
+            self.obey(json.loads(line))
+        return bool(data)
+
+    def obey(self, request: dict[str, Any]) -> None:
+        if "signal" in request:
+            return self.send(request["signal"], job=request["job"])
+        try:
+            for rank in range(request["world_size"]):
+                self.fork(request["start"], rank, Path(request["path"]))
+        except OSError as error:
+            self.report(job=request["start"], error=f"cannot start rank {rank}: {error.strerror}")
+
+    def fork(self, job: int, rank: int, path: Path) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.become(path, rank, server)
+        self.children[pid] = (job, rank)
+        self.report(job=job, rank=rank, pid=pid)
+
+    def become(self, path: Path, rank: int, server: int) -> NoReturn:
+        try:
+            from harness.launch.rank import run_forked
+
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in self.private:
+                os.close(fd)
+            run_forked(path, rank, server)
+        finally:
+            os._exit(1)
+
+    def reap(self) -> None:
+        while self.children and (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            job, rank = self.children.pop(found.si_pid)
+            self.report(job=job, rank=rank, status=bury(found.si_pid), ended=time.time())
+
+    def send(self, number: int, job: int | None = None) -> None:
+        """To the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
+        for pid, (owner, _) in self.children.items():
+            if owner == job or job is None:
+                os.kill(pid, number)
+                if number == signal.SIGKILL:
+                    kill_group(pid)
+
+    def report(self, **values: Any) -> None:
+        os.write(self.reports, json.dumps(values).encode() + b"\n")
+
+
+def preload() -> None:
+    """Import what every trainer will, and keep the collector from touching (so copying) those pages in the children."""
+    for name in PRELOAD:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            print(f"harness.launch.server: {name} is not there", file=sys.stderr)
+    gc.collect()
+    gc.freeze()
+
+
+def main(requests: int, reports: int) -> None:
+    began = time.monotonic()
+    server = Server(requests, reports)
+    preload()
+    server.report(ready=time.monotonic() - began)
+    try:
+        server.serve()
+    except BrokenPipeError:  # the harness died while we reported
+        server.send(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,95 @@
+"""Wait for the ranks of a job, and when they do not end well together, see where they are and kill them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from harness.launch.blame import Fate
+from harness.launch.inflight import read_inflight
+from harness.launch.job import Job, rank_file, read_json
+
+GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
+STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers
+KILL_PATIENCE = 10.0
+LOG_TAIL = 4000
+
+
+class Ranks(Protocol):
+    """A job under way. statuses: exit code, or minus the signal, of the ranks that ended; ended: when, on their clock.
+
+    gone: what was to report more statuses is no more; trouble: why.
+    """
+
+    statuses: dict[int, int]
+    ended: dict[int, float]
+    gone: bool
+    trouble: str
+
+    def wait(self, done: Callable[[], bool], seconds: float) -> bool: ...
+
+    def signal(self, number: int) -> None: ...
+
+
+def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
+    """Return how every rank ended, once none is left."""
+
+    def over() -> bool:
+        return ranks.gone or len(ranks.statuses) == job.world_size
+
+    def failed() -> bool:
+        return any(ranks.statuses.values())
+
+    ranks.wait(lambda: over() or failed(), job.timeout)
+    if failed():
+        ranks.wait(over, GRACE)
+    killed, reason = {}, why_kill(job, ranks)
+    if not over():
+        killed = dict.fromkeys(set(range(job.world_size)) - set(ranks.statuses), reason)
+        collect_stacks(job, ranks, list(killed))
+        ranks.signal(signal.SIGKILL)
+        ranks.wait(over, KILL_PATIENCE)
+    return tuple(fate(job, ranks, rank, killed.get(rank, "")) for rank in range(job.world_size))
+
+
+def why_kill(job: Job, ranks: Ranks) -> str:
+    failed = sorted(rank for rank, status in ranks.statuses.items() if status)
+    if not failed:
+        return f"killed by the harness at the time limit of {job.timeout:g} s"
+    first = min(failed, key=lambda rank: ranks.ended[rank])
+    return f"killed by the harness {GRACE:g} s after rank {first} failed"
+
+
+def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
+    """Have the living ranks dump their Python stacks; wait until all have."""
+    ranks.signal(signal.SIGUSR1)
+    files = [rank_file(job.directory, "stacks", rank) for rank in alive]
+    give_up = time.monotonic() + STACK_PATIENCE
+    while time.monotonic() < give_up and not all(dumped(file) for file in files):
+        time.sleep(0.02)
+    time.sleep(0.1)  # for the end of a dump that has begun
+
+
+def dumped(file: Path) -> bool:
+    return file.exists() and "most recent call first" in file.read_text(errors="replace")
+
+
+def fate(job: Job, ranks: Ranks, rank: int, killed: str) -> Fate:
+    """All that is known of one rank, as plain data. A kill that came too late is not a kill."""
+    status, stack = ranks.statuses.get(rank), rank_file(job.directory, "stacks", rank)
+    log = rank_file(job.directory, "logs", rank)
+    return Fate(
+        rank=rank,
+        status=status,
+        ended=ranks.ended.get(rank, 0.0),
+        killed=killed if status == -signal.SIGKILL else "",
+        failure=read_json(rank_file(job.directory, "failures", rank)),
+        issued=tuple(read_inflight(rank_file(job.directory, "inflight", rank))),
+        stack=stack.read_text(errors="replace") if stack.exists() else "",
+        log=str(log),
+        log_tail=log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else "",
+        trouble=ranks.trouble,
+    )

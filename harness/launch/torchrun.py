@@ -1,0 +1,100 @@
+"""Ranks started by torchrun: its rendezvous and environment, our rank.py, our files, our limits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.launch.job import Job, rank_file, read_json
+from harness.launch.local import environment
+from harness.launch.process import kill_group, loopback
+
+POLL = 0.05
+FAREWELL = 10.0  # seconds torchrun gets to end after its ranks did: other nodes may still be talking to it
+
+
+class TorchrunRanks:
+    """The ranks of one job under torchrun (`supervise.Ranks`). Leaving the context kills torchrun, and so all it has.
+
+    torchrun and each guard (rank.main) die with their parent: killing torchrun is enough, whoever started late.
+    """
+
+    def __init__(self, job: Job, job_file: Path) -> None:
+        self.job, self.job_file = job, job_file
+        self.log = job_file.parent / "logs" / "torchrun.log"
+        self.process: subprocess.Popen | None = None
+        self.statuses: dict[int, int] = {}
+        self.ended: dict[int, float] = {}
+        self.gone, self.trouble = False, ""
+
+    def start(self) -> None:
+        job, parent = self.job, str(os.getpid())
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "harness.launch.agent", parent, *arguments(job), str(self.job_file)],
+                env={**environment(), **({} if job.torchrun_args else loopback()), **job.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+        give_up = time.monotonic() + seconds
+        self.look()
+        while not done() and time.monotonic() < give_up:
+            time.sleep(POLL)
+            self.look()
+        return done()
+
+    def look(self) -> None:
+        code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
+        for rank, record in self.records():
+            if record["status"] is not None:
+                self.statuses[rank], self.ended[rank] = record["status"], record["ended"]
+        if code is not None:
+            self.gone, self.trouble = True, f"torchrun exited with code {code}, see {self.log}"
+
+    def records(self) -> list[tuple[int, dict]]:
+        unknown = [rank for rank in range(self.job.world_size) if rank not in self.statuses]
+        found = ((rank, read_json(rank_file(self.job.directory, "exits", rank))) for rank in unknown)
+        return [(rank, record) for rank, record in found if record]
+
+    def signal(self, number: int) -> None:
+        """To the living ranks of this machine."""
+        for _, record in self.records():
+            if record["status"] is None and record["host"] == socket.gethostname():
+                send(record["pid"], number)
+
+    def __enter__(self) -> TorchrunRanks:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self.process is None:
+            return
+        if failure[0] is None and not any(self.statuses.values()):
+            self.wait(lambda: self.gone, FAREWELL)
+        self.signal(signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+def send(pid: int, number: int) -> None:
+    """A rank leads its process group. It may have died since its record was read."""
+    if number == signal.SIGKILL:
+        return kill_group(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def arguments(job: Job) -> list[str]:
+    standalone = ("--standalone", "--nproc-per-node", str(job.world_size))
+    logs = str(Path(job.directory) / "logs" / "torchrun")  # else it litters the temporary directory
+    return ["--log-dir", logs, *(job.torchrun_args or standalone), "-m", "harness.launch.rank"]

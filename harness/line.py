@@ -1,0 +1,270 @@
+"""The straight line: case -> launch -> evidence -> trial -> judgement. `run_case` acts, `judge_folder` only reads.
+
+One folder holds all that is known of one run of a case and can be judged anywhere, later:
+
+    case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
+    reference.npz    the oracle          repeat/      the second launch, where the case asks for one
+    report.txt       what was found      verdict.json the same, for programs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import ROOT, golden, trainers
+from harness.case import Case, CaseError, from_json, to_json
+from harness.checks import judge
+from harness.diagnose import Diagnosis, diagnose
+from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
+from harness.launch import Exit, Job, launch
+from harness.plan import make_plan
+from harness.trial import Result, Trial, Verdict
+from reference.record import ReferenceRun
+
+RANK_ENTRY = "harness.testify:rank"
+REFERENCE_ENTRY = "harness.testify:reference"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run, as opposed to what: nothing here may change a verdict. timeout: seconds for one launch."""
+
+    out: Path = Path("out")
+    trainer: str = "llama3"
+    launcher: str = "local"
+    device: str = "cpu"
+    timeout: float = 120.0
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    case: Case
+    folder: Path
+    results: tuple[Result, ...]
+    diagnosis: Diagnosis | None
+    seconds: float
+    fault: str | None = None
+    fired: bool | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN."""
+        verdicts = {result.verdict for result in self.results}
+        for verdict in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.UNKNOWN
+
+
+class Unsupported(Exception):
+    """The trainer, or this machine, cannot run the case; the message is the reason. Not a verdict."""
+
+
+def run_case(case: Case, options: Options) -> Judgement:
+    """The whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError; a failing rank is a finding, not an error."""
+    reason = unsupported(case, options)
+    if reason:
+        raise Unsupported(reason)
+    make_plan(case)
+    started = time.monotonic()
+    cached = reference_folder(case, options)
+    folder = fresh_folder(folder_of(case, options))
+    write_text(folder / "case.json", json.dumps(to_json(case), indent=1))
+    _link(cached / "reference.npz", folder / "reference.npz")
+    for name in ("run", "repeat")[: case.runs]:
+        _launch_ranks(case, folder / name, cached / "weights.npz", options)
+    return judge_folder(folder, seconds=time.monotonic() - started)
+
+
+def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
+    """Judges stored evidence: reads, computes, starts nothing. Writes report.txt and verdict.json where it can."""
+    trial = load_trial(folder)
+    results = judge(trial)
+    fired = [evidence.fault for evidence in trial.ranks.values()]
+    judgement = Judgement(
+        case=trial.case,
+        folder=folder,
+        results=results,
+        diagnosis=diagnose(trial, results),
+        seconds=trial.run.seconds if seconds is None else seconds,
+        fault=trial.run.fault,
+        fired=any(fired) if trial.run.fault and fired else None,
+    )
+    _store(judgement)
+    return judgement
+
+
+def load_trial(folder: Path) -> Trial:
+    """Raises EvidenceError if the folder is not one that `harness run` wrote."""
+    path = folder / "case.json"
+    try:
+        case = from_json(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
+    except (OSError, ValueError) as error:
+        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    repeat = load_run(folder / "repeat") if case.runs > 1 else None
+    accepted, problem = None, ""
+    try:
+        accepted = golden.load(case)
+    except golden.GoldenError as error:
+        problem = str(error)
+    return Trial(
+        case=case,
+        plan=make_plan(case),
+        run=load_run(folder / "run"),
+        reference=load(folder / "reference.npz", ReferenceRun),
+        repeat=repeat,
+        golden=accepted,
+        golden_problem=problem,
+    )
+
+
+def unsupported(case: Case, options: Options) -> str | None:
+    """Why the case cannot run here: the trainer's reason, or the machine's."""
+    reason = trainers.load(options.trainer).unsupported(case)
+    if reason:
+        return reason
+    if options.device == "cuda" and options.launcher == "local":
+        visible = visible_gpus()
+        if case.dims.world_size > visible:
+            return f"needs {case.dims.world_size} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
+    return None
+
+
+def visible_gpus() -> int:
+    """Counted without touching CUDA, which ranks forked from here could not use any more."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+# ---- folders
+
+
+def folder_of(case: Case, options: Options) -> Path:
+    parts = [case.name]
+    parts += [options.trainer] if options.trainer != "llama3" else []
+    parts += [options.fault.rpartition(":")[2]] if options.fault else []
+    return options.out / "+".join(parts)
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Empty, and ours. Refuses to delete a folder that this harness did not write."""
+    try:
+        if folder.exists():
+            if any(folder.iterdir()) and not (folder / "case.json").exists():
+                raise EvidenceError(f"{folder}: not empty and not written by this harness; choose another --out")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise EvidenceError(f"{folder}: cannot be written: {error.strerror}; choose another --out") from error
+    return folder
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link where the file system has them, so that ten cases of one recipe share one file."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+# ---- the reference, computed once for a recipe
+
+
+def reference_folder(case: Case, options: Options) -> Path:
+    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions."""
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_oracle_key(case)}-{options.device}"
+    with _only_one(folder.with_suffix(".lock")):
+        if not (folder / "reference.npz").exists():
+            _launch_reference(case, folder, options)
+    return folder
+
+
+def _oracle_key(case: Case) -> str:
+    digest = hashlib.sha256()
+    for source in sorted((ROOT / "reference").glob("*.py")):
+        digest.update(source.read_bytes())
+    for package in ("torch", "numpy"):
+        digest.update(importlib.metadata.version(package).encode())
+    if case.training.data is not None and Path(case.training.data).exists():
+        stat = Path(case.training.data).stat()
+        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:8]
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """One process and one thread at a time; the kernel releases the lock of a process that died."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "w")
+    except OSError as error:
+        raise EvidenceError(f"{lock.parent}: cannot be written: {error.strerror}; choose another --out") from error
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _launch_reference(case: Case, folder: Path, options: Options) -> None:
+    fresh = folder.with_name(folder.name + ".partial")
+    if fresh.exists():
+        shutil.rmtree(fresh)
+    wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device}
+    job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
+    exits = launch(job)
+    if exits[0].how != "ok":
+        problem = f"{exits[0].error or exits[0].signal}\n{exits[0].stack}".rstrip()
+        raise EvidenceError(f"the reference run of case {case.name!r} failed, nothing can be judged: {problem}")
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+
+
+def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> None:
+    wanted = {
+        "case": to_json(case),
+        "trainer": options.trainer,
+        "weights": str(weights.resolve()),
+        "device": options.device,
+        "fault": options.fault,
+        "directory": str(folder.resolve()),
+    }
+    started = time.monotonic()
+    job = Job(
+        folder, case.dims.world_size, RANK_ENTRY, wanted, timeout=options.timeout, device=options.device,
+        group_timeout=max(10.0, options.timeout / 2),
+    )  # fmt: skip
+    exits: list[Exit] = launch(job, options.launcher)
+    seconds = time.monotonic() - started
+    save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))
+
+
+def _store(judgement: Judgement) -> None:
+    from harness.report import case_report
+
+    write_text(judgement.folder / "report.txt", case_report(judgement) + "\n")
+    record = {
+        "case": judgement.case.name,
+        "verdict": judgement.verdict,
+        "cause": judgement.diagnosis.cause if judgement.diagnosis else None,
+        "fault": judgement.fault,
+        "fired": judgement.fired,
+        "results": [dataclasses.asdict(result) for result in judgement.results],
+    }
+    write_text(judgement.folder / "verdict.json", json.dumps(record, indent=1))
+
+
+__all__ = ["CaseError", "Judgement", "Options", "Unsupported", "judge_folder", "load_trial", "run_case", "unsupported"]

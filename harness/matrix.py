@@ -1,0 +1,116 @@
+"""Many cases at once: choosing them, running them side by side, and the grid of cases and laws at the end."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from harness.case import Case, CaseError
+from harness.checks import all_checks
+from harness.evidence import EvidenceError
+from harness.launch import LaunchError, default_server
+from harness.line import Judgement, Options, Unsupported, run_case
+from harness.progress import INTERVAL, Progress
+from harness.report import MARKS, case_report
+from harness.trial import Verdict
+
+PROBLEMS = (CaseError, EvidenceError, LaunchError)
+"""What a case can meet that is no verdict on the trainer. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case: judged; or skipped, with the reason; or a problem kept it from being judged."""
+
+    case: Case
+    seconds: float
+    judgement: Judgement | None = None
+    skipped: str = ""
+    problem: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.judgement:
+            return str(self.judgement.verdict)
+        return "SKIPPED" if self.skipped else "ERROR"
+
+
+def matching(cases: Iterable[Case], expression: str) -> list[Case]:
+    """The cases that `-k` means: words of a name, any case of letters, joined by and, or, not. Raises CaseError."""
+    chosen = [case for case in cases if _holds(expression, case.name)]
+    if not chosen:
+        raise CaseError(f"-k {expression!r} selects no case; `harness matrix --list` lists them")
+    return chosen
+
+
+def _holds(expression: str, name: str) -> bool:
+    """Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
+    words = re.findall(r"\w+|\S", expression)
+    terms = [w if w in ("and", "or", "not", "(", ")") else str(w.lower() in name.lower()) for w in words]
+    try:
+        return not terms or bool(eval(" ".join(terms), {}))
+    except SyntaxError as error:
+        raise CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses") from error
+
+
+def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Progress) -> list[Outcome]:
+    """Every case, `jobs` at a time; outcomes in the order of `cases`. KeyboardInterrupt leaves with ranks still alive."""
+    if options.launcher == "local":
+        default_server()
+    outcomes: dict[str, Outcome] = {}
+    pool = ThreadPoolExecutor(jobs)
+    pending = {pool.submit(attempt, case, options, progress) for case in cases}
+    while pending:
+        done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+        for outcome in (future.result() for future in done):
+            outcomes[outcome.case.name] = outcome
+            progress.finished(outcome)
+        progress.draw()
+    progress.clear()
+    return [outcomes[case.name] for case in cases]
+
+
+def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
+    progress.started(case)
+    began = time.monotonic()
+    try:
+        return Outcome(case, judgement=run_case(case, options), seconds=time.monotonic() - began)
+    except Unsupported as reason:
+        return Outcome(case, skipped=str(reason), seconds=time.monotonic() - began)
+    except PROBLEMS as problem:
+        return Outcome(case, problem=str(problem), seconds=time.monotonic() - began)
+
+
+# ---- what is shown
+
+
+def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """The grid, the report of every case that is not green, and one line that counts."""
+    judged = [outcome.judgement for outcome in outcomes if outcome.judgement]
+    reports = [case_report(judgement) for judgement in judged if judgement.verdict is not Verdict.PASS]
+    return "\n\n".join([grid(outcomes), *reports, summary(outcomes, seconds)])
+
+
+def grid(outcomes: Sequence[Outcome]) -> str:
+    width = max(len(outcome.case.name) for outcome in outcomes)
+    checks = list(all_checks())
+    header = [" " * (width + 2) + "| " * column + check for column, check in enumerate(checks)]
+    legend = " ".join([" " * (width + 1), *("|" for _ in checks)]) + "  P pass  F fail  ? could not be judged  - not applicable"
+    return "\n".join([*header, legend, *(f"{outcome.case.name:<{width}}  {_row(outcome)}" for outcome in outcomes)])
+
+
+def _row(outcome: Outcome) -> str:
+    if outcome.judgement is None:
+        return f"{outcome.verdict}: {outcome.skipped or outcome.problem}"
+    marks = " ".join(MARKS[result.verdict] for result in outcome.judgement.results)
+    return f"{marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{len(outcomes)} case{'s' * (len(outcomes) > 1)} in {seconds:.1f} s: {said}"

@@ -1,0 +1,93 @@
+"""The probe: what one rank observes about itself, from outside the trainer. Needs torch, numpy and nothing else.
+
+    probe = Probe(rank, world_size)
+    probe.install()                      before the trainer is built
+    probe.attach(trainer.model_parts)    when it is built, before its first step
+    trainer.train()
+    evidence = probe.evidence(...)       afterwards
+    probe.remove()
+
+To add an observation: one file here, one field in evidence.py.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from harness.evidence import Collective, RankEvidence, StepEvidence, TensorEvidence
+from harness.probe import structure
+from harness.probe.clock import Clock
+from harness.probe.collectives import CollectiveRecorder
+from harness.probe.samples import SampleRecorder
+from harness.probe.values import StepValues, ValueRecorder
+
+
+class Probe:
+    def __init__(self, rank: int, world_size: int, on_issue: Callable[[Collective], None] | None = None) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.clock = Clock()
+        self.collectives = CollectiveRecorder(self.clock.where, on_issue)
+        self.values = ValueRecorder(self.clock)
+        self.samples = SampleRecorder(self.clock)
+        self._parameters: tuple[TensorEvidence, ...] = ()
+        self._parts: tuple[nn.Module, ...] = ()
+
+    def install(self) -> None:
+        self.collectives.install()
+        self.values.install()
+        self.samples.install()
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = self.values.parts = tuple(parts)
+        self.samples.attach(self._parts)
+        self._parameters = structure.parameter_evidence(self._parts)
+
+    def remove(self) -> None:
+        self.samples.remove()
+        self.values.remove()
+        self.collectives.remove()
+
+    def evidence(
+        self, displayed: Mapping[int, tuple[float, float | None]], fault: bool | None = None
+    ) -> RankEvidence:
+        """All that was seen. `displayed`: by step, the loss and gradient norm that the trainer shows its user."""
+        steps = sorted(step for step in self.values.steps if step > 0)
+        return RankEvidence(
+            rank=self.rank,
+            world_size=self.world_size,
+            parameters=self._parameters,
+            groups=structure.groups(),
+            collectives=tuple(self.collectives.records),
+            steps=tuple(self._step(step, self.values.steps[step], displayed) for step in steps),
+            structure=structure.wrappers(self._parts),
+            environment=environment(),
+            fault=fault,
+        )
+
+    def _step(self, step: int, values: StepValues, displayed: Mapping[int, tuple[float, float | None]]) -> StepEvidence:
+        loss, norm = displayed.get(step, (None, None))
+        return StepEvidence(
+            step=step,
+            microbatches=self.samples.microbatches(step),
+            reported_loss=loss,
+            grad_norm=norm,
+            lr=values.lr,
+            gradients=values.gradients,
+            gradient_placements=values.gradient_placements,
+            parameters=values.parameters,
+            optimizer_state=values.optimizer_state,
+            memory=values.memory,
+        )
+
+
+def environment() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }

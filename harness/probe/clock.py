@@ -1,0 +1,47 @@
+"""Tells where in a training step this process is, without asking the trainer.
+
+A step begins with the first forward pass after an optimizer step; step 0 is everything before the first forward. Inside
+autograd's engine it is "backward" (recomputation under activation checkpointing included), inside the root module's
+forward "forward", inside an optimizer "optimizer", and everywhere else "other".
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.step = 0
+        self.forward_depth = 0
+        self.in_optimizer = False
+        self._step_is_over = True
+
+    def where(self) -> tuple[int, str]:
+        return self.step, self.phase()
+
+    def phase(self) -> str:
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        if self.forward_depth:
+            return "forward"
+        return "optimizer" if self.in_optimizer else "other"
+
+    def enter_forward(self) -> bool:
+        """Returns True if this forward pass begins a new step."""
+        begins = self._step_is_over and not self.forward_depth and self.phase() != "backward"
+        if begins:
+            self.step += 1
+            self._step_is_over = False
+        self.forward_depth += 1
+        return begins
+
+    def leave_forward(self) -> None:
+        self.forward_depth -= 1
+
+    def enter_optimizer(self) -> None:
+        self.in_optimizer = True
+
+    def leave_optimizer(self) -> None:
+        self.in_optimizer = False
+        self._step_is_over = True

@@ -1,0 +1,127 @@
+"""Sees every collective of this process, with the ranks it really ran over.
+
+A Python kernel sits in front of every operator of torch's `c10d` namespace, at the dispatch key BackendSelect: whoever
+calls a collective (Python, DDP's C++ reducer, functional collectives, compiled code, another thread) passes through it.
+The kernel notes operator, group, dtype and bytes, then hands the call on unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.evidence import Collective
+
+# name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
+# Operators that a torch version lacks are left out when the recorder is installed.
+OPERATORS: dict[str, tuple[str, int]] = {
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "barrier": ("barrier", 0),
+    "monitored_barrier_": ("barrier", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+
+
+class CollectiveRecorder:
+    """Records while installed. `where` answers (step, phase) at the moment of a call; `on_issue` hears of every record
+    before the collective starts, so that a rank which never returns from it still leaves a trace."""
+
+    def __init__(self, where: Callable[[], tuple[int, str]], on_issue: Callable[[Collective], None] | None = None) -> None:
+        self.records: list[Collective] = []
+        self._where, self._on_issue = where, on_issue
+        self._sequence: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        self._library = torch.library.Library("c10d", "IMPL")
+        for name, (op, payload) in OPERATORS.items():
+            overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
+            if overload is not None:
+                kernel = functools.partial(self._kernel, overload, op, payload)
+                self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note(op, args[payload], args)
+        return overload.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+        group = _group_of(args)
+        name, ranks = group.group_name, members(group)
+        tensors = list(_tensors(payload))
+        step, phase = self._where()
+        with self._lock:
+            record = Collective(
+                op=op,
+                ranks=ranks,
+                group=name,
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+                bytes=sum(t.numel() * t.element_size() for t in tensors) if op != "barrier" else 0,
+                phase=phase,
+                step=step,
+                seq=self._sequence[name],
+                peer=_peer(op, args, ranks),
+            )
+            self._sequence[name] += 1
+            self.records.append(record)
+        if self._on_issue is not None:
+            self._on_issue(record)
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of a group. Trap: the map holds -100 for groups this rank is not a member of."""
+    ranks = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
+        ranks = dist.distributed_c10d._world.pg_group_ranks[dist.distributed_c10d._resolve_process_group(group.group_name)]
+    return tuple(sorted(rank for rank in ranks if rank >= 0))
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The group among a kernel's arguments, where it comes as a ScriptObject."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    raise RuntimeError("a c10d operator was called without a process group")
+
+
+def _tensors(payload: Any) -> Iterator[torch.Tensor]:
+    if isinstance(payload, torch.Tensor):
+        yield payload
+    else:
+        for part in payload:
+            yield from _tensors(part)
+
+
+def _peer(op: str, args: tuple[Any, ...], ranks: tuple[int, ...]) -> int | None:
+    """Global rank of the other side of a send or receive; torch passes its position in the group."""
+    return ranks[args[2]] if op in ("send", "recv") and isinstance(args[2], int) else None

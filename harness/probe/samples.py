@@ -1,0 +1,94 @@
+"""What each forward pass was fed, and the loss computed from it.
+
+Tokens are the first integer tensor the root module is called with. Labels and the local loss are what
+torch.nn.functional.cross_entropy was called with and returned, so no trainer has to report them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from harness.evidence import Microbatch
+from harness.probe.clock import Clock
+from harness.probe.structure import local
+
+
+@dataclass
+class _Loss:
+    labels: torch.Tensor
+    value: torch.Tensor
+    reduction: str
+    ignore_index: int
+
+
+class SampleRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tokens: dict[int, list[np.ndarray]] = {}
+        self._losses: dict[int, list[_Loss]] = {}
+        self._hooks: list[Any] = []
+        self._cross_entropy: Callable[..., torch.Tensor] | None = None
+
+    def install(self) -> None:
+        self._cross_entropy = original = torch.nn.functional.cross_entropy
+
+        @functools.wraps(original)
+        def seen(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            value = original(input, target, *args, **kwargs)
+            self._note_loss(target, value, kwargs)
+            return value
+
+        torch.nn.functional.cross_entropy = seen
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front."""
+        for part in parts:
+            self._hooks.append(part.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            self._hooks.append(part.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._cross_entropy is not None:
+            torch.nn.functional.cross_entropy = self._cross_entropy
+        self._hooks, self._cross_entropy = [], None
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._clock.enter_forward()
+        for value in (*args, *kwargs.values()):
+            if torch.is_tensor(value) and not value.is_floating_point() and value.dim() == 2:
+                tokens = local(value).to("cpu", torch.int64, copy=True).numpy()
+                self._tokens.setdefault(self._clock.step, []).append(tokens)
+                return
+
+    def _leave(self, *_: Any) -> None:
+        self._clock.leave_forward()
+
+    def _note_loss(self, target: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
+        loss = _Loss(local(target), local(value), options.get("reduction", "mean"), options.get("ignore_index", -100))
+        self._losses.setdefault(self._clock.step, []).append(loss)
+
+    def microbatches(self, step: int) -> tuple[Microbatch, ...]:
+        """One record a forward pass; the n-th loss of a step belongs to its n-th forward pass."""
+        tokens, losses = self._tokens.get(step, []), self._losses.get(step, [])
+        found = []
+        for index, fed in enumerate(tokens):
+            loss = losses[index] if index < len(losses) else None
+            labels, total, valid = _read_loss(loss, fed.shape) if loss else (None, None, None)
+            found.append(Microbatch(fed, labels, total, valid))
+        return tuple(found)
+
+
+def _read_loss(loss: _Loss, shape: tuple[int, ...]) -> tuple[np.ndarray | None, float, int]:
+    valid = int((loss.labels != loss.ignore_index).sum())
+    value = loss.value.double()
+    total = float(value.sum()) if loss.reduction != "mean" else (float(value) * valid if valid else 0.0)
+    labels = loss.labels.to("cpu", torch.int64).numpy()
+    return (labels.reshape(shape) if labels.size == np.prod(shape) else None), total, valid

@@ -1,0 +1,117 @@
+"""What this rank's process groups, parameters and parallel wrappers are: claims (metadata) and contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.evidence import Group, TensorEvidence
+from harness.probe.collectives import members
+
+WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+
+
+def plain_fqn(name: str) -> str:
+    """A parameter's name without what wrappers (DDP, FSDP1, compile, activation checkpointing) put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
+
+
+def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            yield plain_fqn(name), parameter
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, detached; of a DTensor its local part, whatever its placements claim."""
+    tensor = tensor.detach()
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # to_local() would record autograd
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host. bfloat16, which numpy lacks, becomes float32, which holds each of its values exactly."""
+    tensor = local(tensor)
+    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return tensor.to("cpu", copy=True).contiguous().numpy()
+
+
+def parameter_evidence(parts: Iterable[nn.Module]) -> tuple[TensorEvidence, ...]:
+    return tuple(_tensor_evidence(fqn, parameter) for fqn, parameter in named_parameters(parts))
+
+
+def _tensor_evidence(fqn: str, tensor: torch.Tensor) -> TensorEvidence:
+    held = local(tensor)
+    return TensorEvidence(
+        fqn=fqn,
+        global_shape=tuple(tensor.shape),
+        local_shape=tuple(held.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        mesh=tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None,
+        placements=placements(tensor),
+        storage_bytes=held.untyped_storage().nbytes(),
+        value=as_numpy(tensor),
+    )
+
+
+def placements(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Claimed placements, one per mesh axis: "Replicate", "Shard(0)", "Partial", "StridedShard(0)"."""
+    return tuple(_placement(placement) for placement in getattr(tensor, "placements", ()))
+
+
+def _placement(placement: Any) -> str:
+    kind = type(placement).__name__.lstrip("_")
+    return f"{kind}({placement.dim})" if hasattr(placement, "dim") else kind
+
+
+def groups() -> tuple[Group, ...]:
+    """Every group this rank is a member of, except torch's stand-ins for axes of degree 1 (backend "fake")."""
+    if not dist.is_initialized():
+        return ()
+    world = dist.distributed_c10d._world
+    found = []
+    for group, ranks in world.pg_group_ranks.items():
+        backend = world.pg_map[group][0] if group in world.pg_map else "unknown"
+        if group in world.pg_map and -100 not in ranks and backend != "fake":
+            description = getattr(group, "group_desc", "") or ""
+            found.append(Group(world.pg_names.get(group, ""), members(group), str(backend), description))
+    return tuple(found)
+
+
+def wrappers(parts: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
+    """What the data-parallel wrappers say of themselves, by module name ("" is the root)."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for name, module in part.named_modules():
+            claim = _ddp_claim(module) or _fsdp2_claim(module)
+            if claim:
+                found[plain_fqn(name)] = claim
+    return found
+
+
+def _ddp_claim(module: nn.Module) -> dict[str, Any] | None:
+    if not isinstance(module, nn.parallel.DistributedDataParallel):
+        return None
+    return {"kind": "ddp", "replicate_ranks": list(members(module.process_group))}
+
+
+def _fsdp2_claim(module: nn.Module) -> dict[str, Any] | None:
+    """FSDP2 keeps one parameter group a module, in newer versions a list of them."""
+    get_state = getattr(module, "_get_fsdp_state", None)
+    if get_state is None:
+        return None
+    state = get_state()
+    group = getattr(state, "_fsdp_param_group", None) or next(iter(getattr(state, "_fsdp_param_groups", ())), None)
+    if group is None:
+        return None
+    info = group.mesh_info
+    claim: dict[str, Any] = {"kind": "fsdp2", "reshard_after_forward": bool(group.post_forward_mesh_info)}
+    for axis in ("shard", "replicate"):
+        process_group = getattr(info, f"{axis}_process_group", None)
+        if process_group is not None:
+            claim[f"{axis}_ranks"] = list(members(process_group))
+    return claim

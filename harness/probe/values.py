@@ -1,0 +1,122 @@
+"""Gradients before clipping, parameters after each step, learning rate, memory: read at torch's own seams.
+
+Gradients are copied at the first sign that somebody is about to use them: a call of torch.nn.utils' clipping functions,
+or an optimizer step. Whatever a trainer does to them after that, clipping included, is judged by what it does to the
+parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer, optimizer as torch_optimizer
+
+from harness.probe.clock import Clock
+from harness.probe.structure import as_numpy, local, named_parameters, placements
+
+CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
+
+
+@dataclass
+class StepValues:
+    lr: float | None = None
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    gradient_placements: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    optimizer_state: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+class ValueRecorder:
+    """Fills one StepValues per step for the parameters of `parts`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.steps: dict[int, StepValues] = {}
+        self.parts: tuple[nn.Module, ...] = ()
+        self._clock = clock
+        self._hooks: list[Any] = []
+        self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    def install(self) -> None:
+        self._hooks = [
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
+            torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in CLIP_FUNCTIONS:
+                if hasattr(owner, name):
+                    self._patch(owner, name)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for owner, name, original in reversed(self._patched):
+            setattr(owner, name, original)
+        self._hooks, self._patched = [], []
+
+    def _patch(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            self._copy_gradients()
+            return original(*args, **kwargs)
+
+        self._patched.append((owner, name, original))
+        setattr(owner, name, seen)
+
+    def _step(self) -> StepValues:
+        return self.steps.setdefault(self._clock.step, StepValues())
+
+    def _copy_gradients(self) -> None:
+        step = self._step()
+        if step.gradients or not self.parts:
+            return
+        for fqn, parameter in named_parameters(self.parts):
+            if parameter.grad is not None:
+                step.gradients[fqn] = as_numpy(parameter.grad)
+                step.gradient_placements[fqn] = placements(parameter.grad)
+        step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self._copy_gradients()
+        self._step().lr = float(optimizer.param_groups[0]["lr"])
+        self._clock.enter_optimizer()
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self._clock.leave_optimizer()
+        step = self._step()
+        names = {id(parameter): fqn for fqn, parameter in named_parameters(self.parts)}
+        owned = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        for parameter in owned:
+            step.parameters[names[id(parameter)]] = as_numpy(parameter)
+        step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
+        states = [v for p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
+        step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            step.memory["peak"] = torch.cuda.max_memory_allocated()
+        self._keep_state_of_latest_step(step, {names[id(p)]: optimizer.state.get(p, {}) for p in owned})
+
+    def _keep_state_of_latest_step(self, step: StepValues, states: dict[str, dict[str, Any]]) -> None:
+        """Optimizer state is kept for the last step only: the laws derive the earlier ones from the gradients."""
+        for other in self.steps.values():
+            if other is not step:
+                other.optimizer_state = {}
+        for fqn, state in states.items():
+            step.optimizer_state[fqn] = {k: as_numpy(v) for k, v in state.items() if torch.is_tensor(v)}
+
+
+def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the distinct storages behind the local parts."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = local(tensor).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

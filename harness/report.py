@@ -1,0 +1,75 @@
+"""Judgements as a person reads them: the cause first, then the evidence, then every law."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from harness.trial import Finding, Result, Verdict
+
+if TYPE_CHECKING:
+    from harness.line import Judgement
+
+MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}
+
+
+def headline(judgement: Judgement) -> str:
+    """The first line: verdict, case, cause."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
+    fault = f"+{judgement.fault.rpartition(':')[2]}" if judgement.fault else ""
+    return f"{judgement.verdict} {judgement.case.name}{fault}" + (f"    {cause}" if cause else "")
+
+
+def case_report(judgement: Judgement) -> str:
+    lines = [headline(judgement)]
+    if judgement.fired is False:
+        lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
+    if judgement.diagnosis:
+        lines += _table(judgement.diagnosis.evidence)
+        lines += _table(
+            [
+                ("again", f"harness run {judgement.case.name}" + (f" --fault {judgement.fault}" if judgement.fault else "")),
+                ("evidence", str(judgement.folder)),
+            ]
+        )
+    lines += ["", *(_law_line(result) for result in judgement.results)]
+    for result in judgement.results:
+        if result.findings:
+            lines += ["", f"  {result.check}", *(finding_text(finding, "    ") for finding in result.findings)]
+    return "\n".join(lines)
+
+
+def finding_text(finding: Finding, indent: str = "") -> str:
+    if not finding.expected and not finding.observed:
+        return indent + finding.where
+    bound = f" (bound {finding.bound})" if finding.bound else ""
+    text = f"{finding.where}: expected {finding.expected}, observed {finding.observed}{bound}"
+    first, *rest = text.splitlines()
+    return "\n".join([indent + first, *(textwrap.indent(line, indent + "  ") for line in rest)])
+
+
+def check_text(judgement: Judgement, result: Result) -> str:
+    """What a test runner shows of one law that did not pass."""
+    lines = [headline(judgement)]
+    if judgement.diagnosis:
+        lines += _table(judgement.diagnosis.evidence)
+    lines.append(f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else ""))
+    lines += [finding_text(finding, "  ") for finding in result.findings]
+    lines += _table([("again", f"pytest -k {judgement.case.name}"), ("evidence", str(judgement.folder))])
+    return "\n".join(lines)
+
+
+def _cause_of_unknown(judgement: Judgement) -> str:
+    unknown = [result for result in judgement.results if result.verdict is Verdict.UNKNOWN]
+    return f"{unknown[0].check}: {unknown[0].note}" if judgement.verdict is Verdict.UNKNOWN and unknown else ""
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"  {label:<16}  {text}" for label, text in rows]
+
+
+def _law_line(result: Result) -> str:
+    examined = f"{result.examined} examined" if result.examined else ""
+    detail = ", ".join(text for text in (examined, result.note) if text)
+    return f"  {result.check:<17} {result.verdict:<14}  {detail}"

@@ -1,0 +1,71 @@
+"""Trainers under test: what the harness asks of one, and finding it by name.
+
+A trainer is a module or package in this folder with an `adapter`. Importing it must be cheap: torch and the trainer's
+own code are imported by `start`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from harness.case import Case
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a trainer displays after a step (counted from 1). grad_norm: global, before clipping; None if not shown."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+
+
+class StartedTrainer(Protocol):
+    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step, equal on all ranks."""
+
+    model_parts: list[nn.Module]
+    metrics: list[Metrics]
+
+    def train(self) -> None:
+        """All steps of the recipe."""
+        ...
+
+
+class Adapter(Protocol):
+    """How the harness starts one trainer on one rank."""
+
+    name: str
+
+    def unsupported(self, case: Case) -> str | None:
+        """Why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
+        ...
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        """Join the process group that the environment describes and build. weights: .npz of full tensors by fqn;
+        None means the seed's. device: "cpu" or "cuda". Raises ValueError for a case or world size that does not fit.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        ...
+
+    def fqn(self, name: str) -> str:
+        """The reference's spelling of a name from `named_parameters()` of one of model_parts."""
+        ...
+
+
+def load(name: str) -> Adapter:
+    """The adapter of that name. Raises ValueError with the known ones."""
+    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    if name not in known:
+        raise ValueError(f"no trainer is named {name!r}; known: {', '.join(known)}")
+    return importlib.import_module(f"{__name__}.{name}").adapter

@@ -1,0 +1,66 @@
+"""The default patient: a complete distributed Llama 3 trainer. It is not trusted; it is what the harness examines.
+
+The model is reference/model.py, unmodified; parallelism is applied from outside. Everything else is this folder's:
+
+    parallelize.py   the mesh; tensor parallel, FSDP2, DDP; when and how gradients are reduced
+    data.py          which samples this rank reads
+    recipe.py        optimizer and learning rate
+    clip.py          the global gradient norm and clipping by it
+    checkpoint.py    saving and resuming, also into another layout
+    trainer.py       start-up, the step, the loop
+    __main__.py      the command line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.case import Case
+
+if TYPE_CHECKING:
+    from harness.trainers.llama3.trainer import Trainer
+
+
+class Llama3:
+    """harness.trainers.Adapter of this trainer."""
+
+    name = "llama3"
+
+    def unsupported(self, case: Case) -> str | None:
+        return next(_obstacles(case), None)
+
+    def start(self, case: Case, weights: Path | None, device: str) -> Trainer:
+        from harness.trainers.llama3 import trainer
+
+        if reason := self.unsupported(case):
+            raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
+        return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
+
+    def stop(self) -> None:
+        from harness.trainers.llama3 import trainer
+
+        trainer.leave()
+
+    def fqn(self, name: str) -> str:
+        return name.removeprefix("module.")  # DDP's
+
+
+def _obstacles(case: Case) -> Iterator[str]:
+    dims, features = case.dims, case.features
+    if dims.pp > 1:
+        yield f"pp {dims.pp}: pipeline parallel is not implemented yet"
+    if dims.cp > 1:
+        yield f"cp {dims.cp}: context parallel is not implemented yet"
+    if dims.tp > 1 and dims.dp_replicate > 1 and dims.dp_shard == 1:
+        yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} without dp_shard: torch DDP does not take DTensors"
+    if dims.tp > 1 and case.model.tied_embeddings:
+        yield f"tied_embeddings with tp {dims.tp}: the output projection has no weight of its own to shard"
+    if dims.tp > 1 and case.model.ffn_dim % dims.tp:
+        yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
+    if dims.dp_shard == 1 and (features.param_dtype or features.reduce_dtype):
+        yield "param_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
+
+
+adapter = Llama3()

@@ -1,0 +1,73 @@
+"""Checkpoints in torch's distributed format: model, optimizer, schedule and data position.
+
+Every rank writes what it holds, under the reference's names, so another layout can read it. `step_000004` is complete
+if and only if it contains .metadata, which is written last.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+if TYPE_CHECKING:
+    from harness.trainers.llama3.trainer import Trainer
+
+# Flat keys (state.<fqn>.exp_avg), so that the parts of a pipeline can be merged and split anew.
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save(trainer: Trainer, folder: Path) -> Path:
+    """Write folder/step_NNNNNN. Called on every rank."""
+    target = folder / f"step_{trainer.step:06d}"
+    dcp.save(state_of(trainer), checkpoint_id=target)
+    return target
+
+
+def resume(trainer: Trainer, checkpoint: Path) -> None:
+    """Continue where this checkpoint was written. Called on every rank, before the first step.
+
+    Trap: get_optimizer_state_dict makes a fresh optimizer's state by calling its step() with gradients of zero.
+    """
+    state = state_of(trainer)
+    dcp.load(state, checkpoint_id=checkpoint)
+    for part, optimizer, scheduler in trainer.parts():
+        set_model_state_dict(part, state["model"], options=StateDictOptions(strict=True))
+        set_optimizer_state_dict(part, optimizer, state["optimizer"], options=OPTIONS)
+        scheduler.load_state_dict(state["scheduler"])
+    trainer.step = state["step"]
+    trainer.microbatches.seek(state["samples"])
+
+
+def latest(folder: Path) -> Path:
+    """The complete checkpoint of the highest step. Raises ValueError if there is none."""
+    complete = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    complete = [path for path in complete if (path / ".metadata").exists()]
+    if not complete:
+        raise ValueError(f"{folder}: no complete checkpoint (step_*/.metadata) to resume from")
+    return max(complete, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """Tensors are the trainer's own, not copies: dcp.load writes into them."""
+    model: dict[str, Any] = {}
+    optimizer_state: dict[str, Any] = {}
+    for part, optimizer, _ in trainer.parts():
+        model |= get_model_state_dict(part)
+        optimizer_state |= get_optimizer_state_dict(part, optimizer, options=OPTIONS)
+    return {
+        "model": model,
+        "optimizer": optimizer_state,
+        "scheduler": trainer.schedulers[0].state_dict(),
+        "step": trainer.step,
+        "samples": trainer.microbatches.samples,
+    }

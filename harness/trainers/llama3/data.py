@@ -1,0 +1,61 @@
+"""Which samples this rank reads. One step's samples over all data-parallel ranks are one slice of the epoch's order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness.case import Case
+from reference.data import build_dataset
+
+
+class ResumableSampler(DistributedSampler):
+    """Begins an epoch at this rank's sample number `start` instead of 0, without reading what lies before."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.start, None)
+
+
+def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
+    """This rank's microbatches of one epoch of a map-style dataset: tokens, labels int64 [local_batch, seq_len]."""
+    sampler = ResumableSampler(
+        dataset, num_replicas=case.dims.dp, rank=dp_rank, shuffle=True, seed=case.training.seed, drop_last=True
+    )
+    return DataLoader(dataset, batch_size=case.local_batch, sampler=sampler, drop_last=True)
+
+
+class Microbatches:
+    """This rank's microbatches, epoch after epoch. `samples` counts what all ranks together have drawn.
+
+    The position is a global one, so it holds in another layout; the dataset's length is a multiple of the global batch,
+    so no step straddles two epochs.
+    """
+
+    def __init__(self, case: Case, dp_rank: int) -> None:
+        self.case = case
+        self.dataset = build_dataset(case.training, case.model)
+        self.loader = build_loader(self.dataset, case, dp_rank)
+        self.seek(0)
+
+    def seek(self, samples: int) -> None:
+        """Continue after this many samples; a multiple of the global batch."""
+        epoch, done = divmod(samples, len(self.dataset))
+        self.samples = samples
+        sampler = self.loader.sampler
+        assert isinstance(sampler, ResumableSampler)
+        sampler.set_epoch(epoch)
+        sampler.start = done // self.case.dims.dp
+        self.iterator = iter(self.loader)
+
+    def step(self) -> list[tuple[Tensor, Tensor]]:
+        """The microbatches of the next optimizer step."""
+        if self.samples % len(self.dataset) == 0:
+            self.seek(self.samples)
+        self.samples += self.case.training.global_batch
+        return [next(self.iterator) for _ in range(self.case.features.accumulation)]

@@ -1,0 +1,203 @@
+"""Parallelism applied to an unmodified model, from outside: tensor parallel first, then FSDP2 or DDP around it.
+
+Every function here can be replaced by name, which is how deliberate faults get in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.case import AXES, Case, Features, ParallelDims
+from reference.model import Llama
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different samples
+
+
+# ---- the mesh
+
+
+def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
+    """The rank grid over the axes of degree > 1, outermost first; None where there is nothing to distribute."""
+    axes = [axis for axis in AXES if getattr(dims, axis) > 1]
+    if not axes:
+        return None
+    return init_device_mesh(device_type, tuple(getattr(dims, axis) for axis in axes), mesh_dim_names=tuple(axes))
+
+
+def axes_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or () if mesh is not None else ()
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What fully_shard gets: (dp_replicate, dp_shard) for HSDP, dp_shard alone for FSDP.
+
+    Trap: flattening the two gives FSDP over all of them, with the same numbers (torchtitan #711).
+    """
+    return mesh[tuple(axis for axis in DATA_AXES if axis in axes_of(mesh))]
+
+
+def data_parallel_rank(mesh: DeviceMesh | None) -> int:
+    """Which of the dp shares of a batch is this rank's. Peers along other axes have the same."""
+    rank = 0
+    for axis in DATA_AXES:
+        if mesh is not None and axis in axes_of(mesh):
+            rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
+    return rank
+
+
+def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """In place; afterwards the value is the same on every rank. One all_reduce for each axis that divides the data."""
+    for axis in DATA_AXES:
+        if mesh is not None and axis in axes_of(mesh):
+            dist.all_reduce(value, group=mesh.get_group(axis))
+    return value
+
+
+# ---- the model
+
+
+def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
+    """Make parameters DTensors that hold this rank's slice. The model may be on the meta device."""
+    if mesh is not None and "tp" in axes_of(mesh):
+        apply_tensor_parallel(model, mesh["tp"], case.features)
+    if mesh is not None and "dp_shard" in axes_of(mesh):
+        apply_fsdp(model, data_parallel_mesh(mesh), case)
+
+
+def replicate(model: Llama, mesh: DeviceMesh | None) -> nn.Module:
+    """DDP, unless FSDP looks after the replicas. The model must hold its weights: DDP sends out its first rank's."""
+    if mesh is not None and axes_of(mesh) == ("dp_replicate",):
+        return apply_ddp(model, mesh)
+    return model
+
+
+def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp_replicate"), broadcast_buffers=False)
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) -> None:
+    """Megatron's split: column-wise into heads and SwiGLU, row-wise out, embedding and output over the vocabulary.
+
+    With sequence parallel, what lies between (norms, residual stream) is split over the sequence, dim 1.
+    """
+    parallelize_module(model, mesh, outer_plan(features))
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, layer_plan(features))
+
+
+def outer_plan(features: Features) -> dict[str, ParallelStyle]:
+    """Embedding, final norm, output. With loss parallel the logits stay split over the vocabulary, as DTensors."""
+    between = Shard(1) if features.sequence_parallel else Replicate()
+    logits = Shard(-1) if features.loss_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(
+            input_layouts=between, output_layouts=logits, use_local_output=not features.loss_parallel
+        ),
+    }
+    return plan | ({"norm": SequenceParallel()} if features.sequence_parallel else {})
+
+
+def layer_plan(features: Features) -> dict[str, ParallelStyle]:
+    """One TransformerBlock. Attention is called with (x, positions); positions are None or whole on every rank."""
+    between = Shard(1) if features.sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=between),
+        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=between),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    norms = ("attention_norm", "ffn_norm") if features.sequence_parallel else ()
+    return plan | {norm: SequenceParallel() for norm in norms}
+
+
+def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
+    """Units: tok_embeddings; each block; norm with output, which backward needs first. The root must come last.
+
+    Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then.
+    """
+    policy = mixed_precision(case.features)
+    reshard = case.features.reshard_after_forward
+    units: list[nn.Module | None] = [*model.layers.values()]
+    last: list[nn.Module | None] = [model.norm, model.output]
+    (last if case.model.tied_embeddings else units).insert(0, model.tok_embeddings)
+    for unit in present(units):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard != "never")
+    if together := present(last):
+        fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def present(modules: list[nn.Module | None]) -> list[nn.Module]:
+    """A pipeline stage lacks some."""
+    return [module for module in modules if module is not None]
+
+
+def mixed_precision(features: Features) -> MixedPrecisionPolicy:
+    """None leaves the recipe's dtype."""
+    param, reduce = features.param_dtype, features.reduce_dtype
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[param] if param else None, reduce_dtype=DTYPES[reduce] if reduce else None
+    )
+
+
+# ---- what a forward and backward pass needs
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Gradients are reduced over the data ranks in the last microbatch's backward only.
+
+    Trap: DDP decides in the forward pass, so this must be around both.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def loss_context(mesh: DeviceMesh | None, features: Features) -> Iterator[None]:
+    """cross_entropy over logits split along the vocabulary, never gathered; it must be around backward too."""
+    with loss_parallel() if "tp" in axes_of(mesh) and features.loss_parallel else nullcontext():
+        yield
+
+
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Make every gradient lie as its parameter does.
+
+    FSDP2 does this itself. With TP alone torch leaves two that do not: the norms' under sequence parallel are Partial,
+    each rank holding what its part of the sequence gave, and tok_embeddings' is whole on every rank. Clipping and
+    optimizer still come out right, as they go through DTensor, but local values are not the gradient, memory is
+    wasted, and AdamW sums each norm's gradient three times over.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

@@ -1,0 +1,229 @@
+"""Start-up, the step, the loop.
+
+The law of the loss: the sum over all valid tokens of a step (every microbatch, every data-parallel rank) over their
+number. Averages of averages are something else as soon as ranks have unequally many valid tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from harness.case import Case
+from harness.trainers import Metrics
+from harness.trainers.llama3 import checkpoint, clip, data, parallelize, recipe
+from reference.data import IGNORED
+from reference.model import Llama, at_least_float32, initial_weights
+
+Microbatch = tuple[Tensor, Tensor]  # tokens, labels: int64 [local_batch, seq_len]
+
+
+# ---- joining and leaving
+
+
+def join(case: Case, device: str) -> torch.device:
+    """Enter the process group that RANK, WORLD_SIZE and INIT_METHOD describe; return this rank's device.
+
+    Raises ValueError if the world is not the case's. Without RANK in the environment this is a world of one.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size != case.dims.world_size:
+        raise ValueError(
+            f"case {case.name!r}: {case.dims} = {case.dims.world_size} ranks, but WORLD_SIZE is {world_size};"
+            f" start it with torchrun --nproc-per-node {case.dims.world_size}"
+        )
+    here = torch.device(device)
+    if here.type == "cuda":
+        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(here)
+    if "RANK" in os.environ:
+        dist.init_process_group(
+            "nccl" if here.type == "cuda" else "gloo",
+            init_method=os.environ.get("INIT_METHOD", "env://"),
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+        )
+    return here
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---- the model and its weights
+
+
+def build_model(case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device) -> nn.Module:
+    """Shapes on the meta device, parallelism, memory for this rank's slices only, then the weights."""
+    with torch.device("meta"):
+        model = Llama(case.model).to(parallelize.DTYPES[case.training.dtype])
+    parallelize.shard(model, mesh, case)
+    model.to_empty(device=device)
+    load_weights(model, read_weights(weights, case))
+    return parallelize.replicate(model, mesh)
+
+
+def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
+    """Full tensors by fqn; from a file each is read when asked for. Raises ValueError if names or shapes do not fit."""
+    if weights is None:
+        return initial_weights(case.model, case.training.seed)
+    try:
+        arrays = np.load(weights, allow_pickle=False)
+    except OSError as error:
+        raise ValueError(f"{weights}: cannot be read: {error.strerror or error}") from error
+    expected = case.model.parameter_shapes()
+    if unmatched := sorted(set(arrays) ^ set(expected)):
+        raise ValueError(f"{weights}: {unmatched[0]!r} is {'missing' if unmatched[0] in expected else 'unknown'}")
+    return arrays
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+    """Copy this rank's slice of every full tensor into place. No communication."""
+    for fqn, parameter in model.named_parameters():
+        full = torch.from_numpy(weights[fqn])
+        if full.shape != parameter.shape:
+            raise ValueError(f"weights of {fqn} have shape {tuple(full.shape)}, the model {tuple(parameter.shape)}")
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(local_slice(full, parameter))
+
+
+def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
+    """The part of the full tensor that this rank holds, as torch.chunk splits it: the last ranks may get less, or none.
+
+    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order; its placement
+    says so by being a _StridedShard.
+    """
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    splits = [(axis, p) for axis, p in enumerate(parameter.placements) if isinstance(p, (Shard, _StridedShard))]
+    for axis, placement in sorted(splits, key=lambda split: isinstance(split[1], _StridedShard)):
+        chunks = full.chunk(mesh.size(axis), placement.dim)
+        rank = mesh.get_local_rank(axis)
+        full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+    return full
+
+
+# ---- one step
+
+
+def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
+    """Tokens that the step's loss is averaged over: all microbatches (on the host) of all data-parallel ranks."""
+    count = sum(int((labels != IGNORED).sum()) for _, labels in microbatches)
+    return int(parallelize.sum_over_data_ranks(torch.tensor(count, device=device), mesh))
+
+
+def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the valid tokens' negative log-likelihoods, in at least float32. A microbatch without any gives 0."""
+    logits = at_least_float32(model(tokens))  # [b, s, vocab]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def forward_backward(
+    model: nn.Module, microbatches: list[Microbatch], *, case: Case, mesh: DeviceMesh | None, valid_tokens: int
+) -> Tensor:
+    """Leave in .grad the gradient of the global mean loss; return this rank's sum of token losses, float64 []."""
+    total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
+    for index, (tokens, labels) in enumerate(microbatches):
+        last = index == len(microbatches) - 1
+        with parallelize.gradient_sync(model, last=last), parallelize.loss_context(mesh, case.features):
+            loss = loss_of(model, tokens, labels)
+            scaled(loss, dp=case.dims.dp, valid_tokens=valid_tokens).backward()
+        total += whole(loss.detach())
+    parallelize.settle_gradients(model.parameters())
+    return total
+
+
+def scaled(loss: Tensor, *, dp: int, valid_tokens: int) -> Tensor:
+    """What this rank differentiates. DDP and FSDP2 average over the dp ranks; the factor dp makes that a sum."""
+    return loss * dp / valid_tokens
+
+
+def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) -> float:
+    """The global mean, from every rank's own sum."""
+    return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
+
+
+def whole(value: Tensor) -> Tensor:
+    """The loss as a plain tensor; under loss parallel it is a replicated DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# ---- the loop
+
+
+class Trainer:
+    """One rank's trainer. `step` counts finished optimizer steps; each part has an optimizer and a scheduler."""
+
+    def __init__(self, case: Case, *, weights: Path | None, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.mesh = parallelize.build_mesh(case.dims, device.type)
+        self.model_parts: list[nn.Module] = [build_model(case, self.mesh, weights, device)]
+        self.optimizers = [recipe.build_optimizer(part, case.training) for part in self.model_parts]
+        self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
+        self.microbatches = data.Microbatches(case, parallelize.data_parallel_rank(self.mesh))
+        self.metrics: list[Metrics] = []
+        self.step = 0
+
+    def train(
+        self, last_step: int | None = None, *, checkpoints: Path | None = None, checkpoint_every: int | None = None
+    ) -> None:
+        """Up to `last_step`, by default the recipe's; the schedule is the recipe's all the same."""
+        last_step = self.case.training.steps if last_step is None else last_step
+        for step in range(self.step + 1, last_step + 1):
+            started = time.perf_counter()
+            self.metrics.append(self.train_step())
+            self.display(self.metrics[-1], time.perf_counter() - started)
+            if checkpoints and checkpoint_every and step % checkpoint_every == 0:
+                checkpoint.save(self, checkpoints)
+
+    def train_step(self) -> Metrics:
+        microbatches = self.microbatches.step()
+        valid_tokens = count_valid(microbatches, self.mesh, self.device)
+        microbatches = [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in microbatches]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss_sum = forward_backward(
+            self.model_parts[0], microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
+        )
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm)
+        lr = self.optimizer_step()
+        self.step += 1
+        loss = reported_loss(loss_sum, self.mesh, valid_tokens)
+        return Metrics(step=self.step, loss=loss, grad_norm=grad_norm, lr=lr)
+
+    def optimizer_step(self) -> float:
+        """Returns the learning rate this step was made with."""
+        lr = float(self.schedulers[0].get_last_lr()[0])
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        return lr
+
+    def display(self, metrics: Metrics, seconds: float) -> None:
+        if int(os.environ.get("RANK", 0)) == 0:
+            tokens = self.case.training.global_batch * self.case.training.seq_len
+            print(
+                f"step {metrics.step}  loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.6f}  lr {metrics.lr:.3e}"
+                f"  tokens/s {tokens / seconds:,.0f}",
+                flush=True,
+            )
+
+    def parts(self) -> Iterator[tuple[nn.Module, Optimizer, LRScheduler]]:
+        return zip(self.model_parts, self.optimizers, self.schedulers, strict=True)

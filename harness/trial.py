@@ -1,0 +1,141 @@
+"""Everything the laws may look at, gathered: the case, its plan, what the ranks left, what the reference left.
+
+From here on nothing has effects: a Trial is stored evidence, and what is derived from it is pure arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from harness.case import Case
+from harness.evidence import RankEvidence, Run, StepEvidence
+from harness.golden import Golden
+from harness.plan import Plan, Slice, coordinate, numel
+from reference.record import ReferenceRun, ReferenceStep
+
+
+class Verdict(StrEnum):
+    PASS = "PASS"
+    FAIL = "FAIL"
+    UNKNOWN = "UNKNOWN"
+    NOT_APPLICABLE = "NOT APPLICABLE"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place where a law is broken: where, what was expected, what was observed, and the bound if it is a number."""
+
+    where: str
+    expected: str
+    observed: str
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A law's verdict on a trial. `examined` counts the things compared; a law that examined nothing cannot pass.
+
+    note: what a person should know of a verdict: the reason of UNKNOWN and NOT APPLICABLE, the largest difference of PASS.
+    """
+
+    check: str
+    verdict: Verdict
+    examined: int = 0
+    findings: tuple[Finding, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    case: Case
+    plan: Plan
+    run: Run
+    reference: ReferenceRun
+    repeat: Run | None = None
+    golden: Golden | None = None
+    golden_problem: str = ""
+
+    @property
+    def ranks(self) -> dict[int, RankEvidence]:
+        return self.run.ranks
+
+    @functools.cached_property
+    def holdings(self) -> dict[int, dict[str, Slice | None]]:
+        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere."""
+        return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
+
+    def _holdings_of(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
+        held: dict[str, Slice | None] = {}
+        for tensor in evidence.parameters:
+            full = self.reference.weights.get(tensor.fqn)
+            guess = self.plan.slices[rank].get(tensor.fqn)
+            held[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
+        return held
+
+    def slice_of(self, rank: int, fqn: str) -> Slice | None:
+        """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""
+        held = self.holdings[rank].get(fqn)
+        return held if held is not None else self.plan.slices[rank].get(fqn)
+
+    def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
+        """Every rank's account of every step, beside the reference's."""
+        by_number = {step.step: step for step in self.reference.steps}
+        for rank, evidence in sorted(self.ranks.items()):
+            for step in evidence.steps:
+                if step.step in by_number:
+                    yield rank, step, by_number[step.step]
+
+    def one_rank_per_share(self) -> list[int]:
+        """The ranks that between them saw each sample once: those at tp 0."""
+        return [rank for rank in self.ranks if coordinate(self.case.dims, rank)["tp"] == 0]
+
+
+def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
+    """The slice of `full` whose bytes are those of `value`; `guess` is tried first. None if there is none."""
+    if value.ndim != full.ndim:
+        return None
+    if value.size == 0:
+        return guess if guess is not None and numel(guess) == 0 else tuple((0, 0) for _ in full.shape)
+    if guess is not None and _is_at(value, full, tuple(start for start, _ in guess)):
+        return tuple((start, start + size) for (start, _), size in zip(guess, value.shape, strict=True))
+    for corner in np.argwhere(full == value.flat[0]):
+        if _is_at(value, full, tuple(corner)):
+            return tuple((int(start), int(start) + size) for start, size in zip(corner, value.shape, strict=True))
+    return None
+
+
+def _is_at(value: np.ndarray, full: np.ndarray, corner: tuple[int, ...]) -> bool:
+    region = full[tuple(slice(start, start + size) for start, size in zip(corner, value.shape, strict=True))]
+    return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
+
+
+def take(full: np.ndarray, part: Slice) -> np.ndarray:
+    return full[tuple(slice(start, stop) for start, stop in part)]
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
+    """Ranks as a person writes them: [0-7], [0,8], [0,2,4,6]."""
+    ranks = sorted(ranks)
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"[{ranks[0]}-{ranks[-1]}]"
+    return "[" + ",".join(map(str, ranks)) + "]"
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"
+
+
+def worst_first(findings: list[Finding], most: int = 8) -> tuple[Finding, ...]:
+    """At most `most` findings, and how many more there are; the caller has put the worst in front."""
+    if len(findings) <= most:
+        return tuple(findings)
+    return (*findings[:most], Finding(f"and {len(findings) - most} more", "", ""))

@@ -1,0 +1,1 @@
+"""The oracle: Llama 3 trained on one device in plain torch. Small, trusted, and it never imports torch.distributed."""

@@ -1,0 +1,118 @@
+"""What to compute: the model's shape and the training recipe. Nothing here says how it is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's rescaling of the rotary frequencies (Llama 3 herd of models, section 3.4.2; Meta's `apply_scaling`)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama 3 model. `ffn_dim` is SwiGLU's inner width, spelled out instead of derived from a multiplier."""
+
+    name: str = "debug"
+    dim: int = 64
+    n_layers: int = 2
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    vocab_size: int = 256
+    ffn_dim: int = 192
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % self.n_heads:
+            raise ValueError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} (dim / n_heads) must be even: rotary embedding turns pairs")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's name, in Meta's spelling and in the order the model registers them, and its full shape."""
+        kv_dim = self.n_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
+        for layer in range(self.n_layers):
+            prefix = f"layers.{layer}."
+            shapes |= {
+                prefix + "attention.wq.weight": (self.dim, self.dim),
+                prefix + "attention.wk.weight": (kv_dim, self.dim),
+                prefix + "attention.wv.weight": (kv_dim, self.dim),
+                prefix + "attention.wo.weight": (self.dim, self.dim),
+                prefix + "feed_forward.w1.weight": (self.ffn_dim, self.dim),
+                prefix + "feed_forward.w2.weight": (self.dim, self.ffn_dim),
+                prefix + "feed_forward.w3.weight": (self.ffn_dim, self.dim),
+                prefix + "attention_norm.weight": (self.dim,),
+                prefix + "ffn_norm.weight": (self.dim,),
+            }
+        shapes["norm.weight"] = (self.dim,)
+        if not self.tied_embeddings:
+            shapes["output.weight"] = (self.vocab_size, self.dim)
+        return shapes
+
+
+_LLAMA_31 = RopeScaling(factor=8.0)
+_LLAMA_32 = RopeScaling(factor=32.0)
+
+PRESETS: dict[str, ModelConfig] = {
+    "debug": ModelConfig(),
+    # Published shapes: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B (params.json of Meta's releases).
+    "1B": ModelConfig("1B", 2048, 16, 32, 8, 128_256, 8192, rope_scaling=_LLAMA_32, tied_embeddings=True),
+    "3B": ModelConfig("3B", 3072, 28, 24, 8, 128_256, 8192, rope_scaling=_LLAMA_32, tied_embeddings=True),
+    "8B": ModelConfig("8B", 4096, 32, 32, 8, 128_256, 14336, rope_scaling=_LLAMA_31),
+    "70B": ModelConfig("70B", 8192, 80, 64, 8, 128_256, 28672, rope_scaling=_LLAMA_31),
+    "405B": ModelConfig("405B", 16384, 126, 128, 8, 128_256, 53248, rope_scaling=_LLAMA_31),
+}
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The recipe. The same recipe, on any layout, must give the same losses and gradients.
+
+    `dtype` is the dtype of parameters, activations and optimizer state. `global_batch` counts samples per optimizer
+    step over all ranks and microbatches; `seq_len` counts tokens per sample. The learning rate rises linearly over
+    `warmup_steps`, then follows a cosine down to `final_lr_fraction * lr` at `steps`. `max_norm` None means no
+    clipping. `data` names a file of tokens; None means the dataset made from `seed`.
+    """
+
+    steps: int = 3
+    seed: int = 1234
+    dtype: str = "float64"
+    global_batch: int = 16
+    seq_len: int = 32
+    optimizer: str = "adamw"
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 2
+    final_lr_fraction: float = 0.1
+    max_norm: float | None = 1.0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("adamw", "sgd"):
+            raise ValueError(f"optimizer {self.optimizer!r}: choose adamw or sgd")
+        if self.dtype not in ("float64", "float32", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r}: choose float64, float32 or bfloat16")
+        for key in ("steps", "global_batch", "seq_len"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.max_norm is not None and self.max_norm <= 0:
+            raise ValueError(f"max_norm must be positive, or null for no clipping, got {self.max_norm}")

@@ -1,0 +1,210 @@
+"""Llama 3 as published, on one device: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases.
+
+Parameter names and the rotary layout (adjacent pairs turn together) are Meta's. The model is written so that parallelism
+can be applied to it from outside, without edits: heads are counted from what the projections return, the sequence
+length is read where the whole sequence is, and a pipeline stage may delete layers or set tok_embeddings, norm or output
+to None.
+
+Precision: where the published code computes in float32 (norms, rotary tables and rotation, loss) this one computes in
+*at least* float32, so a float64 model is float64 throughout and 1e-12 means something.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reference.config import ModelConfig, RopeScaling
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or as it is where it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rotary_frequencies(config: ModelConfig, like: Tensor) -> Tensor:
+    """Radians per position of each pair, theta ** (-2i / head_dim), rescaled where the config says so. [head_dim / 2]"""
+    exponents = torch.arange(0, config.head_dim, 2, device=like.device, dtype=like.dtype) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else rescale(frequencies, config.rope_scaling)
+
+
+def rescale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: pairs that turn often keep their frequency, those that turn rarely are slowed by `factor`, linear between.
+
+    `turns` is how often a pair goes round within the original context. Meta's `apply_scaling` spells the two ends as
+    branches; clamping `keep` to [0, 1] is the same.
+    """
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn each adjacent pair (x[2i], x[2i+1]) by its angle. x [b, s, heads, head_dim], angles [(b,) s, head_dim / 2]."""
+    cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)  # [(b,) s, 1, head_dim / 2]
+    even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)  # [b, s, heads, head_dim / 2] each
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, in at least float32; then, in x's dtype, times the weight."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and earlier ones.
+
+    q, k, v [b, heads, s, head_dim]. No parameters: it is a module so that context parallel has something to replace.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Under tensor parallel the projections return this rank's heads only, hence the view with -1.
+
+    Positions travel down to here as integers and become angles here, not in a table beside the model: a buffer is
+    lost between the meta device and to_empty, a float argument is cast by mixed precision, and under sequence parallel
+    only this input is the whole sequence.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.inner_attention = CausalAttention()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        b, s, _ = x.shape
+        heads = (b, s, -1, self.config.head_dim)
+        q, k, v = self.wq(x).view(heads), self.wk(x).view(heads), self.wv(x).view(heads)
+        angles = self.angles(torch.arange(s, device=q.device) if positions is None else positions, at_least_float32(q))
+        q, k = rotate(q, angles), rotate(k, angles)
+        repeats = q.shape[2] // k.shape[2]  # query heads per key head; head i reads key head i // repeats
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        out = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [b, heads, s, head_dim]
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+    def angles(self, positions: Tensor, like: Tensor) -> Tensor:
+        """How far each pair turns at each position, in like's dtype. positions [(b,) s] -> [(b,) s, head_dim / 2]"""
+        return positions.unsqueeze(-1).to(like.dtype) * rotary_frequencies(self.config, like)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class TiedOutput(nn.Module):
+    """The output projection through the embedding's weight, which the caller passes.
+
+    It owns no parameter on purpose: a Parameter shared by two modules is silently untied by to_empty and by
+    parallelize_module. The embedding must therefore be whole (unsharded by FSDP) when this runs.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
+class Llama(nn.Module):
+    """tokens int64 [b, s] -> logits [b, s, vocab].
+
+    positions: int64 [s] or [b, s], where each column sits in the whole sequence; None means 0 .. s-1. On a pipeline
+    stage without tok_embeddings, `tokens` is the previous stage's activations.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
+        linear = nn.Linear(config.dim, config.vocab_size, bias=False) if not config.tied_embeddings else None
+        self.output: nn.Module | None = linear or TiedOutput()
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [b, s, dim]
+        for layer in self.layers.values():
+            x = layer(x, positions)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.project(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        assert self.output is not None
+        if not self.config.tied_embeddings:
+            return self.output(x)
+        assert self.tok_embeddings is not None, "tied embeddings: the stage with the output needs tok_embeddings too"
+        return self.output(x, self.tok_embeddings.weight)
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    """Seed weights by fqn, float64: normal with std 1 / sqrt(columns); norms 1 + 0.1 * normal, so that slices differ.
+
+    At published widths that is the customary 0.02. A fixed 0.02 at debug's 64 columns would leave attention all but
+    uniform: dropping the rotary embedding altogether would then change gradients by less than 1%, now by half.
+    Each parameter has its own generator, seeded by (seed, crc32(fqn)): its values depend on no other parameter.
+    """
+    return {fqn: _initial_weight(fqn, shape, seed) for fqn, shape in config.parameter_shapes().items()}
+
+
+def _initial_weight(fqn: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(fqn.encode())]))
+    normal = generator.standard_normal(shape)
+    return 1 + 0.1 * normal if len(shape) == 1 else normal / math.sqrt(shape[1])
+
+
+def llama_from(
+    weights: Mapping[str, np.ndarray], *, config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
+) -> Llama:
+    """A model that holds these weights, rounded to dtype. No random number is drawn; a missing or extra name raises."""
+    with torch.device("meta"):
+        model = Llama(config)
+    state = {fqn: torch.tensor(value).to(device, dtype) for fqn, value in weights.items()}
+    model.load_state_dict(state, assign=True)
+    return model

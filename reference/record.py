@@ -1,0 +1,45 @@
+"""What the reference leaves behind: plain values and numpy arrays, readable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of the reference, whole tensors by fqn. Gradients are before clipping, the rest after the step.
+
+    grad_norm: before clipping. valid_tokens: the global number the loss is averaged over. optimizer_state: by fqn
+    {"exp_avg", "exp_avg_sq"}, empty for sgd. bfloat16 values are held as float32.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    valid_tokens: int
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+    optimizer_state: dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """The oracle's account of a recipe. weights: before the first step, as the model holds them.
+
+    samples: sample ids of each step, in order, [steps][global_batch]. tokens, labels: int64 [distinct samples, seq_len]
+    in the order of sample_ids. sample_gradients: for step 1, by fqn, each sample's own contribution to the gradient,
+    [global_batch, k], at the k flat positions of sample_positions[fqn]; they sum to the whole gradient there.
+    """
+
+    weights: dict[str, np.ndarray]
+    steps: tuple[ReferenceStep, ...]
+    samples: tuple[tuple[int, ...], ...]
+    sample_ids: tuple[int, ...]
+    tokens: np.ndarray
+    labels: np.ndarray
+    sample_gradients: dict[str, np.ndarray]
+    sample_positions: dict[str, np.ndarray]
+    environment: dict[str, str] = field(default_factory=dict)

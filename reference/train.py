@@ -1,0 +1,180 @@
+"""One plain loop on one device: the whole global batch in one forward pass, one backward pass, clip, step.
+
+The loss is the sum of the valid tokens' negative log-likelihoods over their number in the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reference.config import ModelConfig, TrainingConfig
+from reference.data import IGNORED, Dataset, build_dataset, step_samples
+from reference.model import at_least_float32, initial_weights, llama_from
+from reference.record import ReferenceRun, ReferenceStep
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+POSITIONS = 1024  # per parameter, where each sample's own gradient is kept
+
+
+def train(
+    model_config: ModelConfig,
+    training: TrainingConfig,
+    device: str = "cpu",
+    weights: Mapping[str, np.ndarray] | None = None,
+    steps: int | None = None,
+) -> ReferenceRun:
+    """Train from `weights` (by default the seed's) and tell all. `steps` stops early; the schedule is still the recipe's."""
+    dataset = build_dataset(training, model_config)
+    weights = initial_weights(model_config, training.seed) if weights is None else weights
+    model = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
+    optimizer = build_optimizer(model, training)
+    steps = training.steps if steps is None else steps
+    samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
+    start = by_fqn(model)
+    positions = {fqn: spread_positions(p.numel()) for fqn, p in model.named_parameters()}
+    sample_gradients = gradient_per_sample(model, *batch(dataset, samples[0], device), positions)
+    told = tuple(
+        train_step(model, optimizer, *batch(dataset, ids, device), step=step, training=training)
+        for step, ids in enumerate(samples, start=1)
+    )
+    sample_ids = tuple(dict.fromkeys(i for ids in samples for i in ids))
+    tokens, labels = batch(dataset, sample_ids, "cpu")
+    environment = {"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())}
+    return ReferenceRun(
+        start, told, samples, sample_ids, tokens.numpy(), labels.numpy(), sample_gradients, positions, environment
+    )
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    labels: Tensor,
+    *,
+    step: int,
+    training: TrainingConfig,
+) -> ReferenceStep:
+    """One optimizer step on a global batch [global_batch, seq_len]; `step` counts from 1."""
+    valid_tokens = count_valid(labels)
+    loss = forward_loss(model, tokens, labels) / valid_tokens
+    optimizer.zero_grad()
+    loss.backward()
+    gradients = by_fqn(model, gradients=True)
+    grad_norm = clip_gradients(model.parameters(), training.max_norm)
+    lr = learning_rate(step, training)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    state = optimizer_state(model, optimizer)
+    return ReferenceStep(step, loss.item(), grad_norm, lr, valid_tokens, gradients, by_fqn(model), state)
+
+
+def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the negative log-likelihoods of the valid labels, in at least float32. tokens, labels [b, s] -> []"""
+    logits = at_least_float32(model(tokens))  # [b, s, vocab]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count_valid(labels: Tensor) -> int:
+    return int((labels != IGNORED).sum())
+
+
+def learning_rate(step: int, training: TrainingConfig) -> float:
+    """The learning rate of a step, counted from 1: lr * lr_factor(step)."""
+    return training.lr * lr_factor(step, training)
+
+
+def lr_factor(step: int, training: TrainingConfig) -> float:
+    """step / warmup_steps up to the end of the warm-up (W), then a cosine that reaches final_lr_fraction (f) at `steps` (N).
+
+    f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
+    """
+    warmup, final = training.warmup_steps, training.final_lr_fraction
+    if step <= warmup:
+        return step / warmup
+    progress = min(1.0, (step - warmup) / max(1, training.steps - warmup))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Scale gradients in place by min(1, max_norm / (norm + 1e-6)); return their global norm before that.
+
+    The formula is torch's clip_grad_norm_. The norm is taken in at least float32.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = float(torch.stack([at_least_float32(g).square().sum() for g in gradients]).sum().sqrt())
+    if max_norm is not None:
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW, or SGD without momentum; weight decay on every parameter; one tensor at a time."""
+    if training.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=training.lr, weight_decay=training.weight_decay, foreach=False)
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=training.lr,
+        betas=(training.beta1, training.beta2),
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        foreach=False,
+    )
+
+
+def gradient_per_sample(
+    model: nn.Module, tokens: Tensor, labels: Tensor, positions: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Each sample's part of the batch's gradient at the given flat positions, by fqn [global_batch, k].
+
+    Parts are divided by the valid tokens of the whole batch, not of the sample, so they sum to the batch's gradient.
+    """
+    valid_tokens = count_valid(labels)
+    parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
+    for row_tokens, row_labels in zip(tokens.split(1), labels.split(1)):
+        model.zero_grad()
+        (forward_loss(model, row_tokens, row_labels) / valid_tokens).backward()
+        for fqn, gradient in by_fqn(model, gradients=True).items():
+            parts[fqn].append(gradient.ravel()[positions[fqn]])
+    model.zero_grad()
+    return {fqn: np.stack(rows) for fqn, rows in parts.items()}
+
+
+def spread_positions(n: int) -> np.ndarray:
+    """Up to 1024 flat positions, evenly from first to last. int64 [k], ascending and distinct.
+
+    The spacing (n - 1) / 1023 drifts over the columns; n / 1024 can be a whole number of rows, and visit one column only.
+    """
+    return np.linspace(0, n - 1, min(n, POSITIONS)).astype(np.int64)
+
+
+def batch(dataset: Dataset, ids: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
+    """tokens and labels of these samples, int64 [len(ids), seq_len] each."""
+    tokens, labels = zip(*(dataset[i] for i in ids))
+    return torch.stack(tokens).to(device), torch.stack(labels).to(device)
+
+
+def by_fqn(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
+    """A copy of every parameter, or of its gradient."""
+    named = ((fqn, p.grad if gradients else p) for fqn, p in model.named_parameters())
+    return {fqn: to_numpy(value) for fqn, value in named if value is not None}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, np.ndarray]]:
+    """A copy of AdamW's two moments by fqn; nothing for SGD."""
+    moments = ("exp_avg", "exp_avg_sq")
+    named = ((fqn, optimizer.state.get(p, {})) for fqn, p in model.named_parameters())
+    return {fqn: {key: to_numpy(state[key]) for key in moments} for fqn, state in named if state}
+
+
+def to_numpy(value: Tensor) -> np.ndarray:
+    """A copy on the host. numpy has no bfloat16; float32 holds each of its values exactly."""
+    dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
+    return value.detach().to("cpu", dtype, copy=True).numpy()

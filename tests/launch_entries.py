@@ -1,0 +1,143 @@
+"""What the ranks of tests/test_launch.py run. `all_reduce` and the like note what they issue as the probe would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.launch import current
+
+_issued: dict[str, int] = {}
+
+
+def join() -> int:
+    dist.init_process_group("gloo", init_method=os.environ.get("INIT_METHOD", "env://"), **place())
+    return dist.get_rank()
+
+
+def place() -> dict[str, Any]:
+    return {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+
+
+def note(op: str, size: int, group: dist.ProcessGroup | None = None) -> None:
+    group = group or dist.group.WORLD
+    assert group is not None
+    seq = _issued[group.group_name] = _issued.get(group.group_name, -1) + 1
+    inflight = current()
+    assert inflight is not None
+    inflight.issue(group.group_name, dist.get_process_group_ranks(group), seq, op, size, 1, "forward")
+
+
+def all_reduce(numbers: int = 4, group: dist.ProcessGroup | None = None) -> None:
+    value = torch.ones(numbers)
+    note("all_reduce", 4 * numbers, group)
+    dist.all_reduce(value, group=group)
+    assert value[0].item() == dist.get_world_size(group)
+
+
+def broadcast(numbers: int = 4) -> None:
+    note("broadcast", 4 * numbers)
+    dist.broadcast(torch.ones(numbers), src=0)
+
+
+def reduces(options: dict[str, Any]) -> None:
+    rank = join()
+    for _ in range(options.get("times", 1)):
+        all_reduce()
+    print("the sum is right on rank", rank)
+
+
+def says_its_environment(options: dict[str, Any]) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "COLOUR")
+    print(*(os.environ.get(name) for name in names), torch.get_num_threads(), options)
+
+
+def raises(options: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 1:
+        raise ValueError("no such layer")  # the line that must be named
+    all_reduce()
+
+
+def kills_itself(_: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce()
+
+
+def sleeps(_: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 1:
+        time.sleep(600)
+    all_reduce()
+
+
+def sleeps_before_joining(_: dict[str, Any]) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    join()
+
+
+def leaves_early(_: dict[str, Any]) -> None:
+    rank = join()
+    for _step in range(3 - (rank == 1)):
+        all_reduce()
+
+
+def disagrees(_: dict[str, Any]) -> None:
+    first, second = (all_reduce, broadcast) if join() == 0 else (broadcast, all_reduce)
+    first(1024)
+    second(4)
+
+
+def crosses_groups(_: dict[str, Any]) -> None:
+    """Two groups of the same two ranks, used in opposite order: each waits for the other."""
+    rank = join()
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in groups if rank == 0 else groups[::-1]:
+        all_reduce(group=group)
+
+
+def differs_in_size(_: dict[str, Any]) -> None:
+    all_reduce(4 if join() == 0 else 8)
+
+
+def tells_timeouts(options: dict[str, Any]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    join()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), dist.new_group()]
+    limits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    print("timeouts", sorted(limit.total_seconds() for limit in limits))
+    dist.barrier()  # a rank that exits breaks those that are still connecting the last group
+
+
+def subgroup_hangs(_: dict[str, Any]) -> None:
+    """One mesh axis spans [0,1]; its group must give up after the group timeout."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank = join()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    if rank == 1:
+        time.sleep(600)
+    all_reduce(group=mesh.get_group("b"))
+    time.sleep(0.5)
+
+
+def starts_a_process_and_sleeps(options: dict[str, Any]) -> None:
+    import subprocess
+
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(f"{options['here']}/{os.environ['RANK']}", "w").close()
+    time.sleep(600)

@@ -1,0 +1,204 @@
+"""Who is to blame, from literal accounts of how the ranks of a job ended."""
+
+from harness.evidence import Exit
+from harness.launch.blame import Fate, describe, judge, parse_stack, render, useful
+from harness.launch.inflight import Issued
+
+RESET = {"type": "RuntimeError", "message": "[/x/gloo/tcp/pair.cc:5] Connection reset by peer [::1]", "time": 2.0}
+TIMED_OUT = {"type": "RuntimeError", "message": "[/x/gloo/tcp/unbound_buffer.cc:78] Timed out waiting", "time": 9.0}
+LIMIT = "killed by the harness at the time limit of 5 s"
+
+
+def failure(told: dict, **changes) -> dict:
+    return {**told, "inside": [["/t/train.py", 7, "step"]], **changes}
+
+
+def all_reduce(seq: int, ranks=(0, 1), size=16, op="all_reduce", **more) -> Issued:
+    return Issued("g" + "".join(map(str, ranks)), tuple(ranks), seq, op, size, 2, "backward", **more)
+
+
+def dump(*frames: str) -> str:
+    """A faulthandler dump, innermost frame first: "file:line:function"."""
+    lines = [frame.split(":") for frame in frames]
+    text = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in lines)
+    return f"main thread 0x00000000000000aa\nThread 0x00000000000000aa (most recent call first):\n{text}"
+
+
+SLEEPING = dump("/t/train.py:3:sleepy", "/t/train.py:9:main")
+WAITING = dump("/v/site-packages/torch/distributed/distributed_c10d.py:3252:all_reduce", "/t/train.py:7:step")
+
+
+def blamed(*fates: Fate) -> dict[int, str]:
+    return {exit.rank: exit.error for exit in judge(fates) if exit.blamed}
+
+
+def test_nobody_is_blamed_when_all_is_well():
+    assert judge([Fate(0, 0, log="a"), Fate(1, 0, log="b")]) == [Exit(0, "ok", 0, log="a"), Exit(1, "ok", 0, log="b")]
+
+
+def test_a_rank_that_raised_by_itself_is_blamed_and_those_that_lost_it_are_not():
+    own = failure({"type": "ValueError", "message": "no such\n layer", "time": 3.0})
+    assert judge([Fate(0, 1, failure=failure(RESET)), Fate(1, 1, failure=own)]) == [
+        Exit(0, "raised", 1, error="RuntimeError: gloo/tcp/pair.cc:5 Connection reset by peer [::1]",
+             stack="/t/train.py:7 in step"),
+        Exit(1, "raised", 1, error="ValueError: no such layer", stack="/t/train.py:7 in step", blamed=True),
+    ]  # fmt: skip
+
+
+def test_a_runtime_error_of_the_trainer_that_mentions_a_timeout_is_its_own():
+    own = failure({"type": "RuntimeError", "message": "the data loader timed out", "time": 1.0})
+    assert list(blamed(Fate(0, 1, failure=own), Fate(1, 1, failure=failure(RESET)))) == [0]
+
+
+def test_a_rank_that_died_by_a_signal_is_blamed():
+    fates = Fate(0, -11, log_tail="hello\n"), Fate(1, 1, failure=failure(RESET))
+    assert blamed(*fates) == {0: "died by SIGSEGV, not sent by the harness. hello"}
+
+
+def test_a_rank_that_exits_with_a_code_and_no_exception_is_blamed():
+    assert blamed(Fate(0, 3), Fate(1, -9, killed="late")) == {0: "exited with code 3 without an exception"}
+
+
+def test_in_a_hang_the_rank_whose_sequence_lags_is_blamed():
+    ahead, lags = (all_reduce(3),), (all_reduce(1), all_reduce(2))
+    exits = judge([Fate(0, -9, killed=LIMIT, issued=ahead), Fate(1, -9, killed=LIMIT, issued=lags)])
+    assert [(exit.how, exit.signal, exit.blamed, exit.last_collective) for exit in exits] == [
+        ("killed", "SIGKILL", False, "all_reduce #3 of group [0,1] (step 2, backward, 16 B)"),
+        ("killed", "SIGKILL", True, "all_reduce #2 of group [0,1] (step 2, backward, 16 B)"),
+    ]
+    waited = "rank 0 waited for it in all_reduce #3 of group [0,1] (step 2, backward, 16 B)"
+    assert [exit.error for exit in exits] == [LIMIT, f"{LIMIT}; {waited}"]
+
+
+def test_a_rank_that_lags_because_it_waits_for_another_is_a_victim():
+    """0 waits for 1 in [0,1]; 1 waits for 2 in [1,2]; 2 sleeps."""
+    one_two = (1, 2)
+    fates = (
+        Fate(0, -9, killed=LIMIT, issued=(all_reduce(5),)),
+        Fate(1, -9, killed=LIMIT, issued=(all_reduce(4), all_reduce(8, one_two))),
+        Fate(2, -9, killed=LIMIT, issued=(all_reduce(7, one_two),)),
+    )
+    assert list(blamed(*fates)) == [2]
+
+
+def test_the_rank_that_others_timed_out_on_is_blamed_though_they_raised_first():
+    fates = Fate(0, 1, failure=failure(TIMED_OUT), issued=(all_reduce(1),)), Fate(1, -9, killed="later", issued=())
+    assert list(blamed(*fates)) == [1]
+
+
+def test_ranks_that_wait_for_each_other_are_all_blamed_and_both_collectives_named():
+    first, second = Issued("a", (0, 1), 0, "all_reduce", 16), Issued("b", (0, 1), 0, "all_gather", 32)
+    fates = Fate(0, -9, killed=LIMIT, issued=(first,)), Fate(1, -9, killed=LIMIT, issued=(second,))
+    told = (
+        f"{LIMIT}; each waits for the other: rank 0 in all_reduce #0 of group [0,1] (step 0, 16 B) named 'a'; "
+        "rank 1 in all_gather #0 of group [0,1] (step 0, 32 B) named 'b'"
+    )
+    assert blamed(*fates) == {0: told, 1: told}
+
+
+def test_in_a_ring_the_rank_that_computes_is_blamed_alone():
+    """Rank 1 issued an asynchronous collective and then fell asleep: it is ahead in a group, but does not wait."""
+    first, second = Issued("a", (0, 1), 0, "all_reduce", 16), Issued("b", (0, 1), 0, "all_gather", 32)
+    waits = Fate(0, -9, killed=LIMIT, issued=(first,), stack=WAITING)
+    assert list(blamed(waits, Fate(1, -9, killed=LIMIT, issued=(second,), stack=SLEEPING))) == [1]
+
+
+def test_another_size_at_the_same_place_blames_the_odd_rank_not_the_one_gloo_aborted():
+    three = (0, 1, 2)
+    fates = (
+        Fate(0, -6, log_tail="what(): mismatch", issued=(all_reduce(4, three),)),
+        Fate(1, 1, failure=failure(RESET), issued=(all_reduce(4, three, 32),)),
+        Fate(2, 1, failure=failure(RESET), issued=(all_reduce(4, three),)),
+    )
+    found = blamed(*fates)
+    assert list(found) == [1]
+    assert found[1].endswith(
+        "issued all_reduce #4 of group [0,1,2] (step 2, backward, 32 B) "
+        "where rank 0 issued all_reduce #4 of group [0,1,2] (step 2, backward, 16 B)"
+    )
+
+
+def test_of_two_ranks_that_issue_different_operators_neither_is_right():
+    fates = [
+        Fate(r, -9, killed=LIMIT, issued=(all_reduce(0, op=op),)) for r, op in enumerate(["all_reduce", "broadcast"])
+    ]
+    assert list(blamed(*fates)) == [0, 1]
+
+
+def test_two_groups_of_one_name_with_other_members_are_not_compared():
+    issued = [
+        Issued("1", ranks, seq, "all_reduce", 16) for ranks, seq in (((0, 1), 3), ((0, 1), 2), ((2, 3), 9), ((2, 3), 9))
+    ]
+    assert list(blamed(*(Fate(r, -9, killed=LIMIT, issued=(each,)) for r, each in enumerate(issued)))) == [1]
+
+
+def test_a_rank_that_exited_0_one_step_early_is_blamed():
+    stayed = Fate(0, 1, failure=failure(RESET), issued=(all_reduce(2),))
+    left = judge([stayed, Fate(1, 0, ended=1.0, issued=(all_reduce(1),))])[1]
+    told = "exited while rank 0 waited for it in all_reduce #2 of group [0,1] (step 2, backward, 16 B)"
+    assert (left.how, left.blamed, left.error) == ("ok", True, told)
+
+
+def test_a_rank_that_exited_0_early_is_blamed_also_without_a_record_of_collectives():
+    assert list(blamed(Fate(0, 1, failure=failure(RESET)), Fate(1, 0, ended=1.0))) == [1]
+
+
+def test_in_a_pipeline_the_stage_that_computes_is_blamed_whatever_its_counts():
+    """Point-to-point calls are not one sequence per group: only who receives from whom, and the stacks, tell."""
+
+    def recv(seq: int, peer: int) -> tuple[Issued, ...]:
+        return (all_reduce(seq, (0, 1, 2), op="recv", peer=peer),)
+
+    fates = (
+        Fate(0, -9, killed=LIMIT, issued=recv(9, 1), stack=WAITING),
+        Fate(1, -9, killed=LIMIT, issued=recv(4, 0), stack=SLEEPING),
+        Fate(2, -9, killed=LIMIT, issued=recv(2, 1), stack=WAITING),
+    )
+    assert list(blamed(*fates)) == [1]
+
+
+def test_without_any_record_the_stacks_tell_who_computes():
+    fates = Fate(0, -9, killed=LIMIT, stack=WAITING), Fate(1, -9, killed=LIMIT, stack=SLEEPING)
+    assert list(blamed(*fates)) == [1]
+
+
+def test_nccls_watchdog_abort_is_a_victims_death():
+    watchdog = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"
+    fates = (
+        Fate(0, -6, log_tail=watchdog, issued=(all_reduce(5),)),
+        Fate(1, -9, killed="later", issued=(all_reduce(4),)),
+    )
+    assert list(blamed(*fates)) == [1]
+
+
+def test_ranks_of_a_dead_server_are_lost_and_nobody_is_blamed():
+    assert judge([Fate(0, None, trouble="the rank server ended")]) == [
+        Exit(0, "lost", error="nothing was heard of its end. the rank server ended")
+    ]
+
+
+def test_only_the_main_threads_last_dump_is_shown_and_the_launchers_frames_are_not():
+    text = (
+        dump("/t/old.py:1:old")
+        + '\nThread 0x00000000000000bb (most recent call first):\n  File "/t/other.py", line 1 in other\n\n'
+        + "Current thread 0x00000000000000aa (most recent call first):\n"
+        + "".join(
+            f'  File "{file}", line {line} in f\n'
+            for file, line in [
+                ("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 5),
+                ("/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", 6),
+                ("/t/train.py", 7),
+                ("/repo/harness/launch/rank.py", 8),
+            ]
+        )
+    )
+    assert render(useful(parse_stack(text))) == "torch/distributed/distributed_c10d.py:5 in f\n/t/train.py:7 in f"
+
+
+def test_a_collective_is_told_in_one_phrase():
+    assert describe(all_reduce(12, (0, 1, 2, 3), 16_400)) == (
+        "all_reduce #12 of group [0,1,2,3] (step 2, backward, 16.4 KB)"
+    )
+    assert describe(all_reduce(1, tuple(range(16)), 8, op="send", peer=3)) == (
+        "send #1 to rank 3 of group [0-15] (step 2, backward, 8 B)"
+    )

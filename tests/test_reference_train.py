@@ -1,0 +1,213 @@
+"""The reference loop learns, clips, schedules and tells what it did."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from reference.config import ModelConfig, TrainingConfig
+from reference.data import build_dataset
+from reference.model import initial_weights, llama_from
+from reference.train import (
+    ReferenceRun,
+    ReferenceStep,
+    batch,
+    clip_gradients,
+    forward_loss,
+    learning_rate,
+    lr_factor,
+    spread_positions,
+    train,
+)
+
+DEBUG, RECIPE = ModelConfig(), TrainingConfig()
+
+
+@pytest.fixture(scope="module")
+def run() -> ReferenceRun:
+    return train(DEBUG, RECIPE)
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def same(one: ReferenceRun, two: ReferenceRun) -> bool:
+    """Bitwise: repr of a float is exact, arrays are compared by their bytes."""
+
+    def flat(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, dict):
+            return {key: flat(item) for key, item in value.items()}
+        return [flat(item) for item in value] if isinstance(value, (tuple, list)) else repr(value)
+
+    return all(
+        flat(getattr(one, name)) == flat(getattr(two, name))
+        for name in ("weights", "samples", "sample_ids", "tokens", "labels", "sample_gradients", "sample_positions")
+    ) and all(flat(vars(a)) == flat(vars(b)) for a, b in zip(one.steps, two.steps, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_falls_by_a_nat_in_thirty_steps(dtype: str) -> None:
+    losses = [step.loss for step in train(DEBUG, TrainingConfig(steps=30, dtype=dtype)).steps]
+    assert np.mean(losses[:3]) - np.mean(losses[-3:]) > 1.0
+
+
+def test_training_twice_is_bitwise_equal(run: ReferenceRun) -> None:
+    assert same(run, train(DEBUG, RECIPE))
+
+
+def test_another_seed_is_another_run(run: ReferenceRun) -> None:
+    assert not same(run, train(DEBUG, replace(RECIPE, seed=1)))
+
+
+def test_training_draws_no_global_random_number() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    train(DEBUG, RECIPE, steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_first_loss_is_the_mean_over_the_valid_tokens_of_the_whole_batch(run: ReferenceRun) -> None:
+    dataset = build_dataset(RECIPE, DEBUG)
+    _, labels = zip(*(dataset[i] for i in run.samples[0]))
+    assert run.steps[0].valid_tokens == sum(int((row != -100).sum()) for row in labels)
+    assert abs(run.steps[0].loss - math.log(256)) < 1  # untrained: near a uniform guess
+
+
+def test_the_samples_own_gradients_sum_to_the_step_1_gradient(run: ReferenceRun) -> None:
+    gradients = run.steps[0].gradients
+    assert run.sample_gradients.keys() == gradients.keys() == DEBUG.parameter_shapes().keys()
+    for fqn, parts in run.sample_gradients.items():
+        assert parts.shape == (16, min(1024, gradients[fqn].size))
+        assert relative(parts.sum(axis=0), gradients[fqn].ravel()[run.sample_positions[fqn]]) < 1e-12
+
+
+def test_sample_positions_are_distinct_and_visit_every_sixteenth_of_rows_and_columns() -> None:
+    assert spread_positions(5).tolist() == [0, 1, 2, 3, 4]
+    for rows, columns in ((256, 64), (64, 64), (64, 192), (4096, 4096)):
+        positions = spread_positions(rows * columns)
+        assert len(np.unique(positions)) == 1024 and (positions[0], positions[-1]) == (0, rows * columns - 1)
+        assert len(np.unique(positions // columns // (rows // 16))) == 16
+        assert len(np.unique(positions % columns // (columns // 16))) == 16
+
+
+def test_sgd_takes_the_clipped_gradient_and_weight_decay_off_the_weights(run: ReferenceRun) -> None:
+    training = replace(RECIPE, optimizer="sgd", warmup_steps=0)
+    first = train(DEBUG, training).steps[0]
+    weights = {fqn: value - first.lr * change(first, fqn, value, training) for fqn, value in run.weights.items()}
+    assert all(relative(first.parameters[fqn], weights[fqn]) < 1e-14 for fqn in weights)
+    assert first.optimizer_state == {}
+
+
+def change(step: ReferenceStep, fqn: str, value: np.ndarray, training: TrainingConfig) -> np.ndarray:
+    """SGD: the clipped gradient plus weight decay times the weight."""
+    assert training.max_norm is not None
+    scale = min(1.0, training.max_norm / (step.grad_norm + 1e-6))
+    return scale * step.gradients[fqn] + training.weight_decay * value
+
+
+def test_each_step_starts_from_the_parameters_the_last_one_left(run: ReferenceRun) -> None:
+    dataset = build_dataset(RECIPE, DEBUG)
+    for before, after, ids in zip(run.steps, run.steps[1:], run.samples[1:]):
+        model = llama_from(before.parameters, config=DEBUG, dtype=torch.float64)
+        loss = forward_loss(model, *batch(dataset, ids, "cpu")) / after.valid_tokens
+        assert loss.item() == after.loss
+
+
+def test_adamws_moments_and_step_are_the_published_ones(run: ReferenceRun) -> None:
+    step = run.steps[0]
+    scale = min(1.0, 1.0 / (step.grad_norm + 1e-6))
+    for fqn, weight in run.weights.items():
+        gradient = scale * step.gradients[fqn]
+        assert relative(step.optimizer_state[fqn]["exp_avg"], 0.1 * gradient) < 1e-14
+        assert relative(step.optimizer_state[fqn]["exp_avg_sq"], 0.05 * gradient**2) < 1e-14
+        stepped = weight * (1 - step.lr * 0.1) - step.lr * gradient / (np.abs(gradient) + 1e-8)
+        assert relative(step.parameters[fqn], stepped) < 1e-14
+
+
+def test_the_displayed_gradient_norm_is_that_of_the_gradients_before_clipping(run: ReferenceRun) -> None:
+    for step in run.steps:
+        assert step.grad_norm == pytest.approx(math.sqrt(sum((g**2).sum() for g in step.gradients.values())), rel=1e-13)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 5.0, 100.0, None])
+def test_clipping_scales_down_to_max_norm_and_never_up(max_norm: float | None) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([6.0, 0.0]).double(), torch.tensor([0.0, 8.0]).double()
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    for parameter, other in zip(parameters, theirs):
+        assert parameter.grad is not None
+        other.grad = parameter.grad.clone()
+    assert clip_gradients(parameters, max_norm) == 10.0
+    torch.nn.utils.clip_grad_norm_(theirs, max_norm or math.inf)
+    for parameter, other in zip(parameters, theirs):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-15, atol=0)
+    expected = 10.0 if max_norm in (100.0, None) else max_norm
+    assert clip_gradients(parameters, None) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_learning_rate_rises_linearly_then_follows_a_cosine_to_its_final_fraction() -> None:
+    training = TrainingConfig(steps=10, lr=1.0, warmup_steps=2, final_lr_fraction=0.1)
+    assert [round(learning_rate(step, training), 6) for step in range(1, 13)] == [
+        0.5,
+        1.0,
+        0.965746,
+        0.868198,
+        0.722208,
+        0.55,
+        0.377792,
+        0.231802,
+        0.134254,
+        0.1,
+        0.1,
+        0.1,
+    ]
+
+
+def test_the_schedule_holds_at_its_edges() -> None:
+    assert lr_factor(1, TrainingConfig(steps=1, warmup_steps=0)) == pytest.approx(0.1)
+    assert [lr_factor(s, TrainingConfig(steps=3, warmup_steps=4)) for s in (1, 2, 3)] == [0.25, 0.5, 0.75]
+
+
+def test_the_run_reports_the_recipes_learning_rates_also_when_stopped_early(run: ReferenceRun) -> None:
+    assert [step.lr for step in run.steps] == [0.0015, 0.003, pytest.approx(0.0003)]
+    short = train(DEBUG, RECIPE, steps=2)
+    assert [(s.step, s.loss, s.lr) for s in short.steps] == [(s.step, s.loss, s.lr) for s in run.steps[:2]]
+
+
+def test_the_run_starts_from_the_weights_it_is_given(run: ReferenceRun) -> None:
+    weights = initial_weights(DEBUG, 99)
+    given = train(DEBUG, RECIPE, weights=weights, steps=1)
+    assert all(np.array_equal(given.weights[fqn], weights[fqn]) for fqn in weights)
+    assert given.samples[0] == run.samples[0] and given.steps[0].loss != run.steps[0].loss
+
+
+def test_tokens_and_labels_are_those_of_the_samples_each_once(run: ReferenceRun) -> None:
+    assert [len(ids) for ids in run.samples] == [16, 16, 16]
+    assert run.sample_ids == tuple(i for ids in run.samples for i in ids)
+    assert run.tokens.shape == run.labels.shape == (48, 32)
+    repeated = train(DEBUG, replace(RECIPE, steps=65, dtype="float32", seq_len=8, global_batch=2))
+    assert len(repeated.sample_ids) == len(set(repeated.sample_ids)) == len(repeated.tokens) == 128
+
+
+@pytest.mark.parametrize("dtype, held_as", [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")])
+def test_arrays_have_the_recipes_dtype_and_bfloat16_is_held_as_float32(dtype: str, held_as: str) -> None:
+    run = train(DEBUG, replace(RECIPE, dtype=dtype), steps=1)
+    step = run.steps[0]
+    arrays = [*run.weights.values(), *step.gradients.values(), *step.parameters.values()]
+    arrays += [value for state in step.optimizer_state.values() for value in state.values()]
+    assert {str(array.dtype) for array in arrays} == {held_as}
+    if dtype == "bfloat16":
+        assert all(np.array_equal(a, torch.tensor(a).bfloat16().float().numpy()) for a in arrays)
+
+
+def test_tied_embeddings_train_as_one_parameter() -> None:
+    run = train(ModelConfig(tied_embeddings=True), RECIPE, steps=1)
+    assert "output.weight" not in run.steps[0].gradients
+    assert (np.abs(run.steps[0].gradients["tok_embeddings.weight"]).max(axis=1) > 0).all()
