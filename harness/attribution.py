@@ -81,7 +81,7 @@ def expected_if_averaged_locally(trial: Trial, per_microbatch: bool) -> dict[int
         for ids in fed.values()
         for piece in (_microbatches(trial, ids) if per_microbatch else [ids])
     ]
-    weights = {}
+    weights: dict[int, float] = {}
     for piece in pieces:
         own = sum(int(tokens[i]) for i in piece)
         weights |= {i: total / (len(pieces) * own) if own else 0.0 for i in piece}

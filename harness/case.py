@@ -118,6 +118,7 @@ def to_json(case: Case) -> dict[str, Any]:
 
 def from_json(record: Mapping[str, Any]) -> Case:
     """The inverse of to_json. Raises CaseError where the record has unknown keys or values."""
+    record = _mapping(record, "case")
     return _build_case(record, file=record.get("file", ""))
 
 
@@ -126,10 +127,13 @@ def load_cases(path: Path) -> list[Case]:
     shown = _shown(path)
     document = _read_yaml(path, shown)
     _refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
-    defaults = document.get("defaults") or {}
-    cases = []
+    defaults = _mapping(document.get("defaults"), f"{shown}: defaults")
+    cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
-        case = _build_case(_merge(defaults, fragment) | {"name": name}, file=shown)
+        fragment = _merge(defaults, _mapping(fragment, f"{shown}: case {name!r}"))
+        for key in {"name", "file"} & set(fragment):
+            raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case: its key is its name")
+        case = _build_case(fragment | {"name": name}, file=shown)
         if any(case.name == other.name for other in cases):
             raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
         cases.append(case)
@@ -167,11 +171,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=deep) for key, _ in node.value]
+    written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
+    keys = [loader.construct_object(key, deep=deep) for key in written]
     for position, key in enumerate(keys):
         if key in keys[:position]:
-            line = node.value[position][0].start_mark.line + 1
-            raise yaml.YAMLError(f"line {line}: key {key!r} is written twice")
+            raise yaml.YAMLError(f"line {written[position].start_mark.line + 1}: key {key!r} is written twice")
     return yaml.SafeLoader.construct_mapping(loader, node, deep)
 
 
@@ -183,7 +187,7 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
         document = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise CaseError(f"{shown}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CaseError(f"{shown}: not valid YAML: {error}") from error
     if not isinstance(document, dict):
         raise CaseError(f"{shown}: expected a mapping with 'cases:' or 'matrix:' at the top level")
@@ -192,7 +196,7 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
 
 def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from _mapping(document.get("cases"), f"{shown}: cases").items()
-    for number, product in enumerate(document.get("matrix") or [], start=1):
+    for number, product in enumerate(_list(document.get("matrix"), f"{shown}: matrix"), start=1):
         yield from _cross_product(product, f"{shown}: matrix entry {number}")
 
 
@@ -207,32 +211,33 @@ def _cross_product(product: Any, where: str) -> Iterator[tuple[str, dict[str, An
     axes = {axis: _mapping(labels, f"{where}: {axis}") for axis, labels in _mapping(product.get("each"), where).items()}
     if not axes:
         raise CaseError(f"{where}: 'each' must name at least one axis with labels")
-    excluded = [_labels(chosen, axes, f"{where}: exclude") for chosen in product.get("exclude") or []]
+    patterns = _list(product.get("exclude"), f"{where}: exclude")
+    excluded = [_labels(pattern, axes, f"{where}: exclude") for pattern in patterns]
     for labels in itertools.product(*axes.values()):
         chosen = dict(zip(axes, labels, strict=True))
         if not any(chosen.items() >= pattern.items() for pattern in excluded):
-            yield "".join(map(str, labels)), _combined(chosen, axes)
-    for extra in product.get("include") or []:
+            yield "".join(map(str, labels)), _combined(chosen, axes, where)
+    for extra in _list(product.get("include"), f"{where}: include"):
         extra = _mapping(extra, f"{where}: include")
         chosen = _labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{where}: include")
         rest = {key: value for key, value in extra.items() if key not in axes}
         name = rest.pop("name", "".join(map(str, chosen.values())))
-        yield name, _merge(_combined(chosen, axes), rest)
+        yield name, _merge(_combined(chosen, axes, where), rest)
 
 
 def _labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
     for axis, label in _mapping(chosen, where).items():
         if axis not in axes:
             raise CaseError(f"{where}: unknown axis {axis!r}{_nearest(axis, axes)}")
-        if label not in axes[axis]:
+        if label not in list(axes[axis]):  # a list, because a label that somebody wrote may be unhashable
             raise CaseError(f"{where}: axis {axis!r} has no label {label!r}{_nearest(label, axes[axis])}")
     return dict(chosen)
 
 
-def _combined(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _combined(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
     fragment: dict[str, Any] = {}
     for axis, label in chosen.items():
-        fragment = _merge(fragment, axes[axis][label] or {})
+        fragment = _merge(fragment, _mapping(axes[axis][label], f"{where}: {axis}: {label}"))
     return fragment
 
 
@@ -253,9 +258,9 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
     name = fragment.get("name", "")
     where = f"{file}: case {name!r}"
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
-        raise CaseError(f"{where}: a name is made of letters, digits and underscores only, so that `pytest -k` takes it")
+        raise CaseError(f"{where}: a name is made of letters, digits and underscores, so that `pytest -k` takes it")
     _refuse_unknown(fragment, [f.name for f in dataclasses.fields(Case)] + ["world_size"], where)
-    if not fragment.get("why"):
+    if not fragment.get("why") or not isinstance(fragment["why"], str):
         raise CaseError(f"{where}: 'why' is missing: one sentence that says what this case is here to catch")
     case = Case(
         name=name,
@@ -274,10 +279,13 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
 def _model(value: Any, where: str) -> ModelConfig:
     value = {"preset": value} if isinstance(value, str) else dict(_mapping(value, where))
     preset = value.pop("preset", "debug")
-    if preset not in PRESETS:
+    if preset not in list(PRESETS):
         raise CaseError(f"{where}: unknown preset {preset!r}{_nearest(preset, PRESETS)}; known: {', '.join(PRESETS)}")
     if isinstance(value.get("rope_scaling"), Mapping):
         value["rope_scaling"] = _record(RopeScaling, value["rope_scaling"], f"{where}: rope_scaling")
+    for key, given in value.items():
+        if isinstance(given, int) and given < 1 and not isinstance(given, bool):
+            raise CaseError(f"{where}: {key} must be at least 1, got {given}")
     return _record(ModelConfig, value, where, base=PRESETS[preset])
 
 
@@ -297,7 +305,8 @@ def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
 
 def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
     wanted = [part.strip() for part in annotation.split("|")]
-    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool, "RopeScaling": RopeScaling, "None": type(None)}
+    kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    kinds |= {"RopeScaling": RopeScaling, "None": type(None)}
     for kind in wanted:
         if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
             return
@@ -305,11 +314,11 @@ def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
     raise CaseError(f"{where}: expected {annotation}, got {given!r}{hint}; the default is {default!r}")
 
 
-def _validate(case: Case, world_size: int | None, where: str) -> None:
+def _validate(case: Case, world_size: Any, where: str) -> None:
     """What no single part can know: that the degrees fit the world, the model, the batch and the sequence."""
     dims, model, training = case.dims, case.model, case.training
     if world_size is not None and world_size != dims.world_size:
-        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size asks for {world_size}")
+        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size asks for {world_size!r}")
     for key in ("n_heads", "n_kv_heads"):
         if getattr(model, key) % dims.tp:
             raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
@@ -326,7 +335,7 @@ def _validate(case: Case, world_size: int | None, where: str) -> None:
         )
     if dims.pp > model.n_layers:
         raise CaseError(f"{where}: pp {dims.pp} stages, but the model has only {model.n_layers} layers")
-    if case.runs not in (1, 2):
+    if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
         raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
 
 
@@ -335,6 +344,14 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise CaseError(f"{where}: expected a mapping of keys to values, got {value!r}")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise CaseError(f"{where}: expected a list (lines that begin with '-'), got {value!r}")
     return value
 
 

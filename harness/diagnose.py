@@ -55,11 +55,14 @@ def _process_died(trial: Trial, broken: dict[str, Result]) -> Diagnosis | None:
     victims = [exit.rank for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
         return None
-    first = blamed[0]
-    ended = {"signal": f"died by {first.signal}", "raised": "raised", "killed": "hung", "lost": "was lost"}
-    names = "rank " + ", ".join(str(exit.rank) for exit in blamed)
-    cause = f"{names} {ended.get(first.how, 'left early')}: {first.error}" if first.error else f"{names} {ended.get(first.how, first.how)}"
-    lines = [(f"rank {exit.rank}", f"last collective {exit.last_collective}") for exit in blamed if exit.last_collective]
+    first, names = blamed[0], ranks_text([exit.rank for exit in blamed])
+    who = f"rank {first.rank}" if len(blamed) == 1 else f"ranks {names}"
+    did = {"signal": f"died by {first.signal}", "raised": "raised", "killed": "hung", "ok": "left early"}
+    ended = did.get(first.how, first.how)
+    told = first.error.removeprefix(ended).lstrip(", ").rstrip(".")
+    cause = f"{who} {ended}" + (f": {told}" if told else "")
+    lines = [(f"rank {exit.rank}", f"last collective {exit.last_collective}") for exit in blamed[:2] if exit.last_collective]
+    lines += [("stack" if not i else "", line.strip()) for i, line in enumerate(first.stack.splitlines()[:4])]
     if victims:
         lines.append(("not to blame", f"ranks {ranks_text(victims)} only waited"))
     return Diagnosis(cause, tuple(lines))
@@ -329,9 +332,10 @@ def _name_weights(trial: Trial, weights: attribution.Weights) -> str:
         if all(math.isclose(weights.by_sample[i], local.get(i, 0.0), rel_tol=1e-6, abs_tol=1e-9) for i in weights.by_sample):
             return f"the loss is averaged per {unit}: each divides by its own number of valid tokens, not by the global one"
     values = weights.values
-    lost = int(np.sum(np.abs(values) < 1e-9))
-    lost_text = f", {lost} of {len(values)} do not count at all" if lost else ""
-    return f"samples count unequally in the gradient: weights {values.min():.4g} to {values.max():.4g}{lost_text}, each should have 1"
+    none = int(np.sum(np.abs(values) < 1e-9))
+    more = f", {none} of {len(values)} do not count at all" if none else ""
+    span = f"{values.min():.4g} to {values.max():.4g}"
+    return f"samples count unequally in the gradient: weights {span}{more}, each should have 1"
 
 
 def _factor_text(trial: Trial, scale: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,8 @@ def load(case: Case, folder: Path = FOLDER) -> Golden:
             record["environment"],
         )
     except FileNotFoundError as error:
-        raise GoldenError(f"{path}: no golden for this recipe; make it with `harness golden --accept`, review it") from error
+        remedy = "make it with `harness golden --accept`, review it"
+        raise GoldenError(f"{path}: no golden for this recipe; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GoldenError(f"{path}: damaged golden ({error!r}); restore it from git or accept it anew") from error
     if record.get("recipe") != json.loads(json.dumps(recipe(case))):
@@ -88,6 +90,8 @@ def accept(case: Case, reference: ReferenceRun, folder: Path = FOLDER) -> str:
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
     new = from_reference(reference)
+    if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
+        raise GoldenError(f"{path_of(case, folder)}: the reference has a loss or norm that is no number, not accepted")
     old: Golden | None
     try:
         old = load(case, folder)
@@ -103,8 +107,11 @@ def describe(name: str, old: Golden | None, new: Golden) -> str:
     if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
         return f"{name}: unchanged"
     lines = [f"{name}: largest relative difference {largest_difference(old, new):.2e}"]
-    for step, (before, after) in enumerate(zip(old.losses, new.losses, strict=False), start=1):
-        lines.append(f"  step {step}  loss {before!r} -> {after!r}")
+    for what, before, after in (("loss", old.losses, new.losses), ("grad_norm", old.grad_norms, new.grad_norms)):
+        for step, (was, is_now) in enumerate(zip(before, after, strict=False), start=1):
+            lines += [f"  step {step}  {what} {was!r} -> {is_now!r}"] if was != is_now else []
+    if len(old.losses) != len(new.losses):
+        lines.append(f"  {len(old.losses)} -> {len(new.losses)} steps")
     return "\n".join(lines)
 
 
@@ -112,4 +119,11 @@ def largest_difference(old: Golden, new: Golden) -> float:
     if len(old.losses) != len(new.losses):
         return float("inf")
     pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)
-    return max(abs(after - before) / abs(before) for before, after in pairs)
+    return max((_relative(before, after) for before, after in pairs), default=0.0)
+
+
+def _relative(before: float, after: float) -> float:
+    if before == after:
+        return 0.0
+    difference = abs(after - before) / abs(before) if before else math.inf
+    return difference if math.isfinite(difference) else math.inf

@@ -92,7 +92,6 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
     """Judges stored evidence: reads, computes, starts nothing. Writes report.txt and verdict.json where it can."""
     trial = load_trial(folder)
     results = judge(trial)
-    fired = [evidence.fault for evidence in trial.ranks.values()]
     judgement = Judgement(
         case=trial.case,
         folder=folder,
@@ -100,10 +99,19 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         diagnosis=diagnose(trial, results),
         seconds=trial.run.seconds if seconds is None else seconds,
         fault=trial.run.fault,
-        fired=any(fired) if trial.run.fault and fired else None,
+        fired=_fired(trial),
     )
     _store(judgement)
     return judgement
+
+
+def _fired(trial: Trial) -> bool | None:
+    """Whether the fault's code ran on some rank; None without a fault, or if a rank that left no evidence may know."""
+    if trial.run.fault is None:
+        return None
+    if any(evidence.fault for evidence in trial.ranks.values()):
+        return True
+    return False if len(trial.ranks) == trial.run.world_size else None
 
 
 def load_trial(folder: Path) -> Trial:

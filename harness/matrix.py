@@ -58,7 +58,7 @@ def _holds(expression: str, name: str) -> bool:
 
 
 def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Progress) -> list[Outcome]:
-    """Every case, `jobs` at a time; outcomes in the order of `cases`. KeyboardInterrupt leaves with ranks still alive."""
+    """Every case, `jobs` at a time; outcomes in the order of `cases`. KeyboardInterrupt leaves ranks still alive."""
     if options.launcher == "local":
         default_server()
     outcomes: dict[str, Outcome] = {}
@@ -99,7 +99,10 @@ def grid(outcomes: Sequence[Outcome]) -> str:
     width = max(len(outcome.case.name) for outcome in outcomes)
     checks = list(all_checks())
     header = [" " * (width + 2) + "| " * column + check for column, check in enumerate(checks)]
-    legend = " ".join([" " * (width + 1), *("|" for _ in checks)]) + "  P pass  F fail  ? could not be judged  - not applicable"
+    legend = (
+        " ".join([" " * (width + 1), *("|" for _ in checks)])
+        + "  P pass  F fail  ? could not be judged  - not applicable"
+    )
     return "\n".join([*header, legend, *(f"{outcome.case.name:<{width}}  {_row(outcome)}" for outcome in outcomes)])
 
 

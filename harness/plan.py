@@ -42,7 +42,7 @@ class Flow:
 
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
     neither on bucketing nor on the algorithm behind the collective. optional: a trainer may as well do this outside of
-    forward and backward, where it cannot be told from other small collectives; if it is done inside, then with these bytes.
+    forward and backward, where it cannot be told from other small collectives; done inside, it has these bytes.
     """
 
     axis: str
@@ -160,13 +160,15 @@ def fsdp_units(case: Case) -> list[tuple[list[str], bool]]:
     """Parameters gathered together, and whether they are freed after forward and gathered again for backward.
 
     The default policy keeps the last unit (final norm and output): its backward follows at once (torchtitan's policy).
+    A tied embedding is the output's weight and belongs to that unit.
     """
     names = list(case.model.parameter_shapes())
     policy = case.features.reshard_after_forward
     blocks = [[n for n in names if n.startswith(f"layers.{layer}.")] for layer in range(case.model.n_layers)]
-    last = [name for name in names if name in ("norm.weight", "output.weight")]
+    last = ["norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight"]
+    first = [name for name in ("tok_embeddings.weight",) if name not in last]
     again = policy != "never"
-    return [(["tok_embeddings.weight"], again), *((block, again) for block in blocks), (last, policy == "always")]
+    return [(unit, again) for unit in (first, *blocks) if unit] + [(last, policy == "always")]
 
 
 def _flows(case: Case, rank: int) -> tuple[Flow, ...]:
@@ -205,7 +207,7 @@ def _data_parallel_flows(case: Case, tp_index: int) -> Iterable[Flow]:
 
 
 def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
-    """Every residual-stream crossing: into and out of attention and feed-forward, out of the embedding, into the output.
+    """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
     is an all_reduce, forward of what comes out, backward of what went in.

@@ -24,7 +24,9 @@ def plan_text(case: Case, plan: Plan) -> str:
     parts += ["", "slices that a rank holds", *_table(_slices(plan))]
     parts += ["", "bytes of rank 0 in every step", *(_table(_flows(plan)) or ["  none"])]
     least, most = plan.parameter_bytes[0]
-    return "\n".join([*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"])
+    return "\n".join(
+        [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]
+    )
 
 
 def _grid(plan: Plan) -> Iterator[list[str]]:
@@ -54,7 +56,13 @@ def _slices(plan: Plan) -> Iterator[list[str]]:
 
 def _flows(plan: Plan) -> Iterator[list[str]]:
     for flow in plan.flows[0]:
-        yield [flow.axis, flow.role, flow.op, flow.phase, bytes_text(flow.bytes) + (" (optional)" if flow.optional else "")]
+        yield [
+            flow.axis,
+            flow.role,
+            flow.op,
+            flow.phase,
+            bytes_text(flow.bytes) + (" (optional)" if flow.optional else ""),
+        ]
 
 
 def _table(rows: Iterator[list[str]]) -> list[str]:
@@ -62,4 +70,8 @@ def _table(rows: Iterator[list[str]]) -> list[str]:
     lines = list(rows)
     cells = [row for row in lines if len(row) > 1]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() if len(row) > 1 else "  " + row[0] for row in lines]  # fmt: skip
+    return ["  " + "  ".join(_padded(row, widths)).rstrip() for row in lines]
+
+
+def _padded(row: list[str], widths: list[int]) -> list[str]:
+    return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] if len(row) > 1 else row

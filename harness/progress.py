@@ -1,4 +1,4 @@
-"""What a person sees while cases run: one line that changes on a terminal, one line for each finished case elsewhere."""
+"""What a person sees while cases run: on a terminal one line that changes, elsewhere a line for each finished case."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class Progress:
         self.running.remove(outcome.case.name)
         self.done.append(outcome.case.name)
         if not self.terminal:
-            print(f"{self.count()}  {outcome.verdict:<8} {outcome.case.name}  {outcome.seconds:.1f} s", file=self.stream, flush=True)
+            print(
+                f"{self.count()}  {outcome.verdict:<8} {outcome.case.name}  {outcome.seconds:.1f} s",
+                file=self.stream,
+                flush=True,
+            )
 
     def draw(self) -> None:
         if self.terminal:

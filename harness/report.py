@@ -33,7 +33,7 @@ def case_report(judgement: Judgement) -> str:
                 ("evidence", str(judgement.folder)),
             ]
         )
-    lines += ["", *(_law_line(result) for result in judgement.results)]
+    lines += ["", *_law_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
             lines += ["", f"  {result.check}", *(finding_text(finding, "    ") for finding in result.findings)]
@@ -67,6 +67,14 @@ def _cause_of_unknown(judgement: Judgement) -> str:
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"  {label:<16}  {text}" for label, text in rows]
+
+
+def _law_lines(results: Sequence[Result]) -> list[str]:
+    """A line a law; laws that could not be judged for one and the same reason share a line."""
+    reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
+    shared = {note for note in reasons if reasons.count(note) > 2}
+    lines = [_law_line(result) for result in results if result.note not in shared]
+    return lines + [f"  {f'{reasons.count(note)} other laws':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)]
 
 
 def _law_line(result: Result) -> str:

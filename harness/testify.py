@@ -6,6 +6,7 @@ Both are entries for harness.launch and take plain options, so that local and to
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def reference(options: dict[str, Any]) -> None:
     case, directory = from_json(options["case"]), Path(options["directory"])
     told = train(case.model, case.training, options["device"])
     partial = directory / ".weights.partial.npz"
-    np.savez(partial, **told.weights)
+    np.savez(partial, **told.weights)  # type: ignore[arg-type]
     os.replace(partial, directory / "weights.npz")
     save(directory / "reference.npz", told)
 
@@ -58,7 +59,7 @@ def _apply_fault(spec: str | None) -> list[bool]:
     return fired
 
 
-def _note_inflight():  # type: ignore[no-untyped-def]
+def _note_inflight() -> Callable[[Collective], None]:
     """Every collective is put on record before it is issued, so that a hang can be explained from outside."""
     record = inflight.current()
 

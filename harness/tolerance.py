@@ -62,6 +62,8 @@ def bounds(case: Case, reference: ReferenceRun) -> Bounds:
             moved = {fqn: _parameter_noise(step, fqn, both, case.training) for fqn in step.gradients}
             loss_drift += sum(float(np.sum(np.abs(following.gradients[f]) * moved[f])) for f in moved) / following.loss
             gradient_drift += _curvature(step, following) * math.sqrt(sum(float(np.sum(m * m)) for m in moved.values()))
+    if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
+        raise ArithmeticError("no finite bound: the reference's own path has a NaN, or a gradient that was all zero")
     return Bounds(loss, gradient)
 
 

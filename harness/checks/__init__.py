@@ -37,9 +37,9 @@ def judge(trial: Trial) -> tuple[Result, ...]:
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
     """The law's result, made honest."""
-    missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
+    missing = _missing(trial)
     if name != "completed" and missing:
-        return Result(name, Verdict.UNKNOWN, note=f"no evidence from {_some(missing)}; see `completed`")
+        return Result(name, Verdict.UNKNOWN, note=f"no evidence {missing}; see `completed`")
     try:
         result = check(trial)
     except Exception as error:
@@ -58,6 +58,20 @@ def verdict_of(name: str, findings: list[Finding], examined: int, note: str = ""
     """FAIL with findings, PASS without."""
     verdict = Verdict.FAIL if findings else Verdict.PASS
     return Result(name, verdict, examined, worst_first(findings), note)
+
+
+def _missing(trial: Trial) -> str:
+    """Whose account is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
+    ranks = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
+    if ranks:
+        return f"from {_some(ranks)}"
+    wanted = set(range(1, trial.case.training.steps + 1))
+    accounts = {f"rank {rank}": evidence.steps for rank, evidence in sorted(trial.ranks.items())}
+    for who, steps in (("the reference", trial.reference.steps), *accounts.items()):
+        lacking = sorted(wanted - {step.step for step in steps})
+        if lacking:
+            return f"from {who} of step {', '.join(map(str, lacking))}"
+    return ""
 
 
 def _some(ranks: list[int]) -> str:

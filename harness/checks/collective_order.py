@@ -35,7 +35,7 @@ def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, list[Collective
     for index in range(longest):
         calls = {rank: _call(by_rank.get(rank, []), index) for rank in ranks}
         if len(set(calls.values())) > 1:
-            majority = max(set(calls.values()), key=list(calls.values()).count)
+            majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             odd = {rank: call for rank, call in calls.items() if call != majority}
             observed = "; ".join(f"rank {rank}: {call}" for rank, call in odd.items())
             return [Finding(f"group {ranks_text(ranks)}, collective {index}", f"every rank: {majority}", observed)]

@@ -12,8 +12,15 @@ STAGE = "process"
 def check(trial: Trial) -> Result:
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
     findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
+    if trial.run.world_size != trial.plan.dims.world_size:
+        asked, ran = trial.plan.dims.world_size, trial.run.world_size
+        findings.append(Finding("launch", f"{asked} ranks", f"{ran} ranks"))
+    exited = {exit.rank for exit in trial.run.exits}
     for rank in range(trial.run.world_size):
+        if rank not in exited:
+            findings.append(Finding(f"rank {rank}", "exit code 0", "nothing is known of its end"))
         if rank in trial.ranks:
+            findings += _wrong_identity(trial, rank)
             findings += _evidence_findings(trial, trial.ranks[rank])
         elif not any(exit.rank == rank and exit.how != "ok" for exit in trial.run.exits):
             findings.append(Finding(f"rank {rank}", "an evidence file", trial.run.unreadable.get(rank, "none")))
@@ -22,12 +29,21 @@ def check(trial: Trial) -> Result:
 
 def _exit_finding(exit: Exit) -> Finding:
     ended = {"signal": f"died by {exit.signal}", "ok": "left early"}.get(exit.how, exit.how)
-    observed = ": ".join(text for text in (ended, exit.error) if text)
+    observed = exit.error if exit.error.startswith(ended) else ": ".join(text for text in (ended, exit.error) if text)
     if exit.last_collective:
         observed += f"; last collective {exit.last_collective}"
     if exit.blamed and exit.stack:
         observed += "\n" + exit.stack.rstrip()
     return Finding(f"rank {exit.rank}" + ("" if exit.blamed else " (only waited)"), "exit code 0", observed)
+
+
+def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
+    """Ranks that never met each train alone, each the whole batch, and all agree."""
+    evidence, world_size = trial.ranks[rank], trial.plan.dims.world_size
+    if (evidence.rank, evidence.world_size) == (rank, world_size):
+        return []
+    observed = f"it says rank {evidence.rank} of {evidence.world_size}"
+    return [Finding(f"rank {rank}", f"rank {rank} of {world_size}", observed)]
 
 
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.checks import not_applicable, verdict_of
-from harness.evidence import StepEvidence
+from harness.evidence import Run, StepEvidence
 from harness.trial import Finding, Result, Trial, Verdict
 
 STAGE = "numbers"
@@ -12,7 +12,7 @@ STAGE = "numbers"
 def check(trial: Trial) -> Result:
     if trial.case.runs < 2:
         return not_applicable("determinism", "the case asks for one run (runs: 2 repeats it)")
-    if trial.repeat is None or set(trial.repeat.ranks) != set(trial.ranks):
+    if trial.repeat is None or set(trial.repeat.ranks) != set(trial.ranks) or _failed(trial.repeat):
         return Result("determinism", Verdict.UNKNOWN, note="the repeat left no complete evidence")
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
@@ -21,12 +21,18 @@ def check(trial: Trial) -> Result:
             differing = _differing(one, other)
             if differing:
                 where = f"rank {rank}, step {one.step}"
-                findings.append(Finding(where, "the bytes of the first run", f"{len(differing)} differ: {', '.join(differing[:3])}"))
+                observed = f"{len(differing)} differ: {', '.join(differing[:3])}"
+                findings.append(Finding(where, "the bytes of the first run", observed))
     return verdict_of("determinism", findings, examined)
 
 
+def _failed(run: Run) -> bool:
+    return any(exit.how != "ok" for exit in run.exits)
+
+
 def _differing(one: StepEvidence, other: StepEvidence) -> list[str]:
-    names = [f"loss of microbatch {i}" for i, (a, b) in enumerate(zip(one.microbatches, other.microbatches, strict=True)) if a.loss_sum != b.loss_sum]
+    pairs = enumerate(zip(one.microbatches, other.microbatches, strict=True))
+    names = [f"loss of microbatch {i}" for i, (a, b) in pairs if a.loss_sum != b.loss_sum]
     for what in ("gradients", "parameters"):
         mine, theirs = getattr(one, what), getattr(other, what)
         names += [f"{what} of {fqn}" for fqn in mine if mine[fqn].tobytes() != theirs[fqn].tobytes()]

@@ -95,7 +95,8 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
     if by_wrapper or by_tensor:
         return []
-    return [Finding(f"rank {rank}, dp_replicate", f"something replicated over {ranks_text(wanted)}", "nothing claims it")]
+    expected = f"something replicated over {ranks_text(wanted)}"
+    return [Finding(f"rank {rank}, dp_replicate", expected, "nothing claims it")]
 
 
 def _text(claim: Claim) -> str:

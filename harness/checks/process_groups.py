@@ -34,7 +34,7 @@ def _disagreements(trial: Trial) -> list[Finding]:
     for rank, evidence in sorted(trial.ranks.items()):
         for group in evidence.groups:
             for other in group.ranks:
-                if other > rank and other in trial.ranks and group not in trial.ranks[other].groups:
-                    where = f"group {group.name!r} of rank {rank}"
-                    findings.append(Finding(where, f"known to rank {other}", f"{ranks_text(group.ranks)} unknown there"))
+                if other != rank and other in trial.ranks and group not in trial.ranks[other].groups:
+                    where, members = f"group {group.name!r} of rank {rank}", ranks_text(group.ranks)
+                    findings.append(Finding(where, f"known to rank {other}", f"{members} unknown there"))
     return findings

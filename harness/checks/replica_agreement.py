@@ -47,7 +47,8 @@ def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -
     if not odd:
         return []
     where = f"step {step}, {what} of {fqn}, ranks {ranks_text(ranks)}"
-    return [Finding(where, f"the bytes of rank {ranks[0]}", f"rank {odd[0]} differs by {_distance(values[odd[0]], first)}")]
+    observed = f"rank {odd[0]} differs by {_distance(values[odd[0]], first)}"
+    return [Finding(where, f"the bytes of rank {ranks[0]}", observed)]
 
 
 def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarray | None:
@@ -55,11 +56,15 @@ def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarra
 
 
 def _same_bytes(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    return one is None or other is None or (one.shape == other.shape and one.tobytes() == other.tobytes())
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def _distance(one: np.ndarray | None, other: np.ndarray | None) -> str:
-    if one is None or other is None or one.shape != other.shape:
+    if one is None or other is None:
+        return "having one, where the other has none"
+    if one.shape != other.shape:
         return "its shape"
     scale = float(np.max(np.abs(other))) or 1.0
     return f"{float(np.max(np.abs(one - other))) / scale:.2e} of the largest entry"

@@ -23,5 +23,6 @@ def check(trial: Trial) -> Result:
         worst = max(worst, difference)
         if not difference <= bounds[step.step]:
             found = "nothing" if shown is None else f"{shown!r} (off by {difference:.2e})"
-            findings.append(Finding(f"rank {rank}, step {step.step}", repr(reference.loss), found, f"{bounds[step.step]:.1e}"))
+            where = f"rank {rank}, step {step.step}"
+            findings.append(Finding(where, repr(reference.loss), found, f"{bounds[step.step]:.1e}"))
     return verdict_of("reported_loss", findings, examined, f"largest difference {worst:.1e}")

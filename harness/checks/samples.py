@@ -1,5 +1,6 @@
 """In every step the data-parallel ranks partition the global batch of the recipe, and tp peers are fed the same.
 
+Each rank is fed as many microbatches as accumulation asks for, all of one size.
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed.
 """
 
@@ -22,7 +23,7 @@ def check(trial: Trial) -> Result:
     for step, wanted in enumerate(trial.reference.samples, start=1):
         fed = fed_samples(trial, step)
         examined += sum(len(ids) for ids in fed.values())
-        findings += _not_a_partition(trial, fed, step, wanted)
+        findings += _not_a_partition(trial, fed, step, wanted) + _wrong_microbatches(trial, step)
         findings += _strangers(fed, step) + _differing_peers(trial, fed, step) + _wrong_labels(trial, step)
     return verdict_of("samples", findings, examined)
 
@@ -52,7 +53,8 @@ def _differing_peers(trial: Trial, fed: dict[int, list[int | None]], step: int) 
         first = fed.get(peers[0])
         for rank in peers[1:]:
             if fed.get(rank) != first:
-                findings.append(Finding(f"rank {rank}, step {step}", f"the samples of tp peer {peers[0]}: {first}", f"{fed.get(rank)}"))
+                expected = f"the samples of tp peer {peers[0]}: {first}"
+                findings.append(Finding(f"rank {rank}, step {step}", expected, f"{fed.get(rank)}"))
     return findings
 
 
@@ -74,6 +76,18 @@ def _twins(trial: Trial, fed: dict[int, list[int | None]]) -> str:
     shares = trial.one_rank_per_share()
     same = [rank for rank in shares[1:] if fed.get(rank) and fed[rank] == fed.get(shares[0])]
     return f"; ranks {[shares[0], *same]} were fed the same" if same else ""
+
+
+def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
+    """Accumulation must leave a trace: the same batch in one piece gives the same gradient."""
+    wanted = [trial.case.local_batch] * trial.case.features.accumulation
+    findings = []
+    for rank, evidence in sorted(trial.ranks.items()):
+        for record in evidence.steps:
+            sizes = [len(microbatch.tokens) for microbatch in record.microbatches]
+            if record.step == step and sizes != wanted:
+                findings.append(Finding(f"rank {rank}, step {step}", f"microbatches of {wanted} samples", f"{sizes}"))
+    return findings
 
 
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:

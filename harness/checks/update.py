@@ -130,7 +130,8 @@ def _compare(
         return Finding(where, "moved by the optimizer", "not changed at all")
     at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
     moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
-    found = f"moved by {moved:.6g} (ratio {moved / should:.10g}); {int(wrong.sum())} of {wrong.size} entries wrong"
+    ratio = moved / should if should else math.inf
+    found = f"moved by {moved:.6g} (ratio {ratio:.10g}); {int(wrong.sum())} of {wrong.size} entries wrong"
     return Finding(where, f"entry {tuple(map(int, at))} moved by {should:.6g}", found, f"{float(bound[at]):.1e}")
 
 

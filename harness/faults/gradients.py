@@ -114,22 +114,19 @@ def replicated_parameters_clipped_on_tp_rank_0_only(fired: Fired) -> None:
     named="gradient reduction missing over dp_replicate",
 )
 def replicas_not_reduced(fired: Fired) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    from harness.trainers.llama3 import parallelize
+    import torch
+    import torch.distributed as dist
 
     def make(original: Any) -> Any:
-        @contextmanager
-        def shard_only(model: Any, *, last: bool) -> Any:
-            with original(model, last=last):
-                assert isinstance(model, FSDPModule)
-                fired()
-                model.set_requires_all_reduce(False)
-                yield
+        def outside_backward_only(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch._C._current_graph_task_id() == -1:
+                return original(tensor, *args, **kwargs)
+            fired()  # in backward it is FSDP2's, over the replicas
+            return None
 
-        return shard_only
+        return outside_backward_only
 
-    replace(parallelize, "gradient_sync", make)
+    replace(dist, "all_reduce", make)
 
 
 @fault(

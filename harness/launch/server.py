@@ -37,9 +37,12 @@ PRELOAD = (
     "torch._dynamo",
     "numpy",
     "yaml",
-    "harness.evidence",
+    "torch.distributed.checkpoint.state_dict",
+    "harness.testify",
     "harness.launch.rank",
-    "reference.model",
+    "harness.probe",
+    "harness.trainers.llama3.trainer",
+    "reference.train",
 )
 
 

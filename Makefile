@@ -1,0 +1,25 @@
+# make test             all tests, with all cases            make test K=hsdp     those that K selects, as pytest -k
+# make matrix           all cases, as a grid                 make matrix K=hsdp   those that K selects
+# make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
+PYTHON ?= python3
+SELECT = $(if $(K),-k "$(K)")
+INSTALLED := .venv/.installed
+
+.PHONY: matrix test lint
+matrix: $(INSTALLED)
+	.venv/bin/harness matrix $(SELECT)
+
+test: $(INSTALLED)
+	.venv/bin/python -m pytest -n 2 $(SELECT)
+
+lint: $(INSTALLED)
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+# torch goes first and alone, by its exact version: any other request may bring gigabytes of another build.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,57 @@
+"""The same cases through this launcher and through one torchrun a case, side by side in one run.
+
+    python benchmarks/launchers.py [--only hsdp_2x8 ...] [--sgd]
+
+Each case is run by both, one after the other, so a machine that drifts drifts for both. Evidence, laws and verdicts are
+the same; what differs is how the ranks come to life. Prints seconds for every case, the sum of each, and the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from harness.case import Case, load_all
+from harness.line import Options, run_case
+from harness.trial import Verdict
+
+LISTED = (
+    "single ddp_2 ddp_4 fsdp_2 fsdp_4 fsdp_8 hsdp_2x2 hsdp_2x4 hsdp_4x2 hsdp_2x8 tp_2 tp_4 fsdp_2_tp_2 fsdp_4_tp_2"
+    " hsdp_2x2_tp_2"
+).split()
+
+
+def seconds(case: Case, options: Options) -> float:
+    started = time.monotonic()
+    judgement = run_case(case, options)
+    if judgement.verdict is not Verdict.PASS:
+        raise SystemExit(f"{case.name} through {options.launcher}: {judgement.verdict}; see {judgement.folder}")
+    return time.monotonic() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sgd", action="store_true", help="the SGD half of the list too")
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    chosen = parser.parse_args()
+    names = chosen.only or [*LISTED, *(f"{name}_sgd" for name in LISTED if chosen.sgd)]
+    cases = [case for case in load_all() if case.name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        local = Options(out=Path(folder))
+        run_case(cases[0], local)  # starts the server and computes the reference, for both
+        totals = {"local": 0.0, "torchrun": 0.0}
+        print(f"{'case':<20}{'forked':>10}{'torchrun':>10}{'ratio':>8}")
+        for case in cases:
+            took = {launcher: seconds(case, replace(local, launcher=launcher)) for launcher in totals}
+            for launcher in totals:
+                totals[launcher] += took[launcher]
+            row = f"{took['local']:>9.2f}s{took['torchrun']:>9.2f}s{took['torchrun'] / took['local']:>8.1f}"
+            print(f"{case.name:<20}{row}", flush=True)
+    print(f"{'all':<20}{totals['local']:>9.2f}s{totals['torchrun']:>9.2f}s{totals['torchrun'] / totals['local']:>8.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What the probe costs a training step: the same trainer, with and without it in turn, in one run.
+
+    python benchmarks/probe_cost.py [--ranks 2] [--rounds 5]
+
+Blocks of steps alternate (without, with, without, ...) in the same processes, so a machine that drifts drifts for both.
+Prints the median step of each and the median of the ratios of neighbouring blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.case import from_json, to_json
+from harness.launch import Job, launch
+
+STEPS = 4  # a block; its first step is not counted
+
+
+def measure(options: dict[str, Any]) -> None:
+    """On every rank: step times of alternating blocks; rank 0 writes them down."""
+    from harness import trainers
+    from harness.probe import Probe
+
+    case = from_json(options["case"])
+    adapter = trainers.load("llama3")
+    trainer = adapter.start(case, None, "cpu")
+    blocks: list[tuple[bool, list[float]]] = []
+    _block(trainer)  # warm-up
+    for index in range(2 * options["rounds"]):
+        probe = Probe(int(os.environ["RANK"]), case.dims.world_size) if index % 2 else None
+        if probe:
+            probe.install()
+            probe.attach(trainer.model_parts)
+        blocks.append((probe is not None, _block(trainer)))
+        if probe:
+            probe.remove()
+    if os.environ["RANK"] == "0":
+        Path(options["result"]).write_text(json.dumps(blocks))
+    adapter.stop()
+
+
+def _block(trainer: Any) -> list[float]:
+    times = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        trainer.metrics.append(trainer.train_step())
+        times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    chosen = parser.parse_args()
+    model = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "vocab_size": 1024}
+    training = {"dtype": "float32", "seq_len": 128, "global_batch": 8 * chosen.ranks, "steps": 1000}
+    case = from_json(
+        {"name": "cost", "why": "benchmark", "dims": {"dp_shard": chosen.ranks}, "model": model, "training": training}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        options = {"case": to_json(case), "rounds": chosen.rounds, "result": str(result)}
+        exits = launch(Job(Path(folder) / "job", chosen.ranks, "probe_cost:measure", options, timeout=600))
+        failed = [exit for exit in exits if exit.how != "ok"]
+        if failed:
+            raise SystemExit(f"rank {failed[0].rank} {failed[0].how}: {failed[0].error}\n{failed[0].stack}")
+        blocks = json.loads(result.read_text())
+    without = [statistics.median(times) for probed, times in blocks if not probed]
+    probed = [statistics.median(times) for probed, times in blocks if probed]
+    ratios = [b / a for a, b in zip(without, probed, strict=True)]
+    print(f"{chosen.ranks} ranks, FSDP2, {chosen.rounds} pairs of blocks of {STEPS - 1} steps")
+    print(f"median step without the probe {statistics.median(without) * 1e3:.1f} ms, with {statistics.median(probed) * 1e3:.1f} ms")
+    print(f"ratio with / without: median {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The command line: harness run | check | matrix | golden | plan.
+
+Exit codes: 0 every law holds, 1 a law is broken, 2 something could not be judged (bad input, UNKNOWN, all skipped, a
+fault that never fired), 130 interrupted. With --bisect 2 becomes 125: `git bisect run` skips that commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, golden, matrix, trainers
+from harness.case import Case, CaseError, find_case, load_all
+from harness.checks import golden as golden_law
+from harness.checks import run_check
+from harness.evidence import EvidenceError, Run, load
+from harness.faults import FaultError, load_fault
+from harness.golden import GoldenError
+from harness.launch import LaunchError
+from harness.line import Judgement, Options, Unsupported, judge_folder, reference_folder, run_case
+from harness.plan import make_plan
+from harness.plan_text import plan_text
+from harness.progress import Progress
+from harness.report import case_report, finding_text
+from harness.trial import Result, Trial, Verdict
+from reference.record import ReferenceRun
+
+PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
+JOBS = {"cpu": 2, "cuda": 1}  # by device; measured on two cores: 2 halves the waiting, 4 gains nothing more
+
+
+class BadInput(Exception):
+    """What was typed cannot be done. The message is for the person who typed it."""
+
+
+EXPECTED = (BadInput, CaseError, EvidenceError, FaultError, GoldenError, LaunchError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    code = _main(argv)
+    return SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
+
+
+def _main(argv: Sequence[str]) -> int:
+    try:
+        args = parser().parse_args(argv)
+        return args.command(args)
+    except SystemExit as stop:  # argparse's: it has said what was wrong
+        return NOT_JUDGED if stop.code else PASSED
+    except EXPECTED as error:
+        print(f"harness: {error}", file=sys.stderr)
+    except Unsupported as reason:
+        print(f"harness: skipped, nothing was judged: {reason}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("harness: interrupted; nothing was judged, the ranks are killed", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:  # a mistake of ours must not look like a broken law
+        traceback.print_exc()
+    return NOT_JUDGED
+
+
+# ---- the commands
+
+
+def run(args: argparse.Namespace) -> int:
+    case, options = find_case(args.case, load_all(args.cases)), options_of(args)
+    judgement = run_case(case, options)
+    print(case_report(judgement))
+    return exit_code(judgement)
+
+
+def check(args: argparse.Namespace) -> int:
+    judgements = [judge_folder(folder) for folder in _case_folders(args.folders)]
+    print("\n\n".join(map(case_report, judgements)))
+    return worst(map(exit_code, judgements))
+
+
+def run_matrix(args: argparse.Namespace) -> int:
+    cases = matrix.matching(load_all(args.cases), args.expression)
+    if args.list:
+        print(listing(cases))
+        return PASSED
+    progress = Progress(cases, sys.stderr)
+    try:
+        outcomes = matrix.run_all(cases, options_of(args), jobs=args.jobs or JOBS[args.device], progress=progress)
+    except KeyboardInterrupt:
+        abandon(progress)
+    print(matrix.matrix_report(outcomes, progress.elapsed()))
+    return matrix_code(outcomes)
+
+
+def goldens(args: argparse.Namespace) -> int:
+    every = load_all(args.cases)
+    chosen = matrix.matching(every, args.expression)
+    recipes = {golden.recipe_name(case): case for case in chosen}
+    options = Options(out=args.out)
+    code = worst(_golden(case, options, accept=args.accept) for case in recipes.values())
+    for path in sorted(set(golden.FOLDER.glob("*.json")) - {golden.path_of(case) for case in every}):
+        print(f"{path.name}: no case uses it; delete it")
+    return code
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    case = find_case(args.case, load_all(args.cases))
+    print(plan_text(case, make_plan(case)))
+    return PASSED
+
+
+# ---- their parts
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """Raises BadInput and FaultError, before anything is started."""
+    try:
+        trainers.load(args.trainer)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+    fault = checked_fault(args.fault) if getattr(args, "fault", None) else None
+    return Options(args.out, args.trainer, args.launcher, args.device, args.timeout, fault)
+
+
+def checked_fault(spec: str) -> str:
+    """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
+    try:
+        load_fault(spec)
+    except FaultError:
+        raise
+    except Exception as error:
+        raise FaultError(f"--fault {spec}: cannot be loaded: {error!r}") from error
+    file, _, name = spec.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if file else name
+
+
+def exit_code(judgement: Judgement) -> int:
+    if judgement.fired is False:
+        return NOT_JUDGED
+    return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(judgement.verdict, NOT_JUDGED)
+
+
+def worst(codes: Iterable[int]) -> int:
+    """A broken law outweighs what could not be judged, which outweighs a pass."""
+    found = set(codes)
+    return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in found), NOT_JUDGED)
+
+
+def matrix_code(outcomes: Sequence[matrix.Outcome]) -> int:
+    """Cases that were skipped count for nothing; if no other is left, nothing was judged."""
+    ran = [outcome for outcome in outcomes if not outcome.skipped]
+    return worst(exit_code(outcome.judgement) if outcome.judgement else NOT_JUDGED for outcome in ran)
+
+
+def abandon(progress: Progress) -> None:
+    """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
+    progress.clear()
+    print(
+        f"harness: interrupted after {len(progress.done)} of {len(progress.weights)} cases", file=sys.stderr, flush=True
+    )
+    os._exit(INTERRUPTED)
+
+
+def listing(cases: Sequence[Case]) -> str:
+    width = max(len(case.name) for case in cases)
+    lines = []
+    for file in dict.fromkeys(case.file for case in cases):
+        lines.append(file)
+        lines += [
+            f"  {case.name:<{width}}  {case.dims.world_size:>2} ranks  {case.why}"
+            for case in cases
+            if case.file == file
+        ]
+    return "\n".join(lines)
+
+
+def _case_folders(folders: Sequence[Path]) -> list[Path]:
+    """The folders themselves, or for a folder of such folders those in it."""
+    found = []
+    for folder in folders:
+        inside = sorted(path.parent for path in folder.glob("*/case.json"))
+        found += inside if inside and not (folder / "case.json").exists() else [folder]
+    return found
+
+
+def _golden(case: Case, options: Options, *, accept: bool) -> int:
+    """Compare one recipe's reference with its golden, or accept it, which is never a pass."""
+    reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)
+    if accept:
+        print(golden.accept(case, reference) + "\n  accepted, not judged: review `git diff golden/`")
+        return NOT_JUDGED
+    result = _against_golden(case, reference)
+    print(f"{golden.path_of(case).name}: {result.verdict}" + (f": {result.note}" if result.note else ""))
+    for finding in result.findings:
+        print(finding_text(finding, "  "))
+    return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(result.verdict, NOT_JUDGED)
+
+
+def _against_golden(case: Case, reference: ReferenceRun) -> Result:
+    """The law `golden`, which looks at no rank."""
+    accepted, problem = None, ""
+    try:
+        accepted = golden.load(case)
+    except GoldenError as error:
+        problem = str(error)
+    trial = Trial(case, make_plan(case), Run("", 0, (), {}), reference, golden=accepted, golden_problem=problem)
+    return run_check("golden", golden_law.check, trial)
+
+
+# ---- what can be typed
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    one = _command(commands, "run", run, "run one case and judge it")
+    one.add_argument("case", metavar="CASE")
+    one.add_argument("--fault", metavar="FILE.py:NAME", help="a deliberate mistake to make, or a NAME of the catalogue")
+    one.add_argument(
+        "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
+    )
+    _how_to_run(one)
+    stored = commands.add_parser("check", help="judge stored evidence; starts nothing")
+    stored.set_defaults(command=check)
+    stored.add_argument(
+        "folders", metavar="DIR", nargs="+", type=Path, help="what `harness run` wrote, or a folder of such"
+    )
+    many = _command(commands, "matrix", run_matrix, "run and judge all cases, or those that -k selects")
+    _selection(many)
+    many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; default {JOBS}")
+    many.add_argument("--list", action="store_true", help="only list the cases")
+    _how_to_run(many)
+    gold = _command(commands, "golden", goldens, "compare the reference with its accepted curves, or accept it")
+    _selection(gold)
+    gold.add_argument("--accept", action="store_true", help="rewrite the goldens; never a pass, refused in CI")
+    gold.add_argument("--out", type=Path, default=Path("out"), metavar="DIR")
+    _command(commands, "plan", show_plan, "show what a case's layout must look like").add_argument(
+        "case", metavar="CASE"
+    )
+    return top
+
+
+def _command(commands: Any, name: str, function: Callable, help: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=help)
+    command.set_defaults(command=function)
+    command.add_argument("--cases", type=Path, default=ROOT / "cases", metavar="DIR", help="folder of YAML files")
+    return command
+
+
+def _selection(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-k", dest="expression", default="", metavar="EXPR", help='as in pytest: "hsdp and not sgd"')
+
+
+def _how_to_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trainer", default="llama3")
+    command.add_argument("--launcher", default="local", choices=("local", "torchrun"))
+    command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    command.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="DIR", help="where evidence goes; default out"
+    )
+    command.add_argument(
+        "--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one launch; default 120"
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return int(_positive(str(int(text))))

@@ -1,0 +1,286 @@
+"""Literal evidence: the trial that a correct run of a tiny case would leave, and ways to alter one thing in it.
+
+No process, no torch. Slices and bytes come from the plan (tests/test_plan.py judges that by literals); samples, losses,
+gradients, parameters, claims and groups are made here, the optimizer in closed form instead of step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from harness import golden
+from harness.case import Case, Features, ParallelDims
+from harness.checks import all_checks, run_check
+from harness.evidence import Collective, Exit, Group, Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
+from harness.plan import make_plan, tp_dim
+from harness.trial import Result, Trial
+from reference.config import ModelConfig, TrainingConfig
+from reference.record import ReferenceRun, ReferenceStep
+
+TINY = ModelConfig(name="tiny", dim=4, n_layers=1, n_heads=2, n_kv_heads=2, vocab_size=8, ffn_dim=8)
+UNEVEN = replace(TINY, vocab_size=7, ffn_dim=5)  # no degree divides them
+ADAMW = TrainingConfig(steps=3, global_batch=8, seq_len=4, optimizer="adamw", lr=0.01)
+SGD = replace(ADAMW, optimizer="sgd", lr=0.05)
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+LAYOUTS = {
+    "single": ParallelDims(),
+    "ddp_2": ParallelDims(dp_replicate=2),
+    "fsdp_2": ParallelDims(dp_shard=2),
+    "hsdp_2x2": ParallelDims(dp_replicate=2, dp_shard=2),
+    "tp_2": ParallelDims(tp=2),
+    "fsdp_2_tp_2": ParallelDims(dp_shard=2, tp=2),
+}
+
+
+def tiny_case(layout: str | ParallelDims, training: TrainingConfig = ADAMW, **changes: Any) -> Case:
+    """A case of the tiny model; keywords of Features go there, all others to the Case."""
+    dims = LAYOUTS[layout] if isinstance(layout, str) else layout
+    known = {f.name for f in dataclasses.fields(Features)}
+    features = Features(**{key: value for key, value in changes.items() if key in known})
+    rest = {key: value for key, value in changes.items() if key not in known}
+    return Case(**({"name": "tiny", "why": "-", "model": TINY} | rest), dims=dims, training=training, features=features)
+
+
+# ---- the oracle's account
+
+
+def reference_of(case: Case) -> ReferenceRun:
+    """Random weights and gradients (none near zero), random losses of samples; everything else follows from them."""
+    draw = np.random.default_rng(0)
+    shapes, training = case.model.parameter_shapes(), case.training
+    weights = {fqn: draw.standard_normal(shape) for fqn, shape in shapes.items()}
+    gradients = [{fqn: _away_from_zero(draw, shape) for fqn, shape in shapes.items()} for _ in range(training.steps)]
+    batch = training.global_batch
+    samples = tuple(tuple(range(step * batch, (step + 1) * batch)) for step in range(training.steps))
+    ids = tuple(id_ for step in samples for id_ in step)
+    tokens = np.array([[(id_ + 1) // 5**place % 5 for place in range(training.seq_len)] for id_ in ids], np.int64)
+    labels = np.where(draw.random(tokens.shape) < 0.3, -100, tokens + 1)
+    steps = tuple(_reference_step(case, number, weights, gradients, labels) for number in range(1, training.steps + 1))
+    return ReferenceRun(weights, steps, samples, ids, tokens, labels, {}, {}, {"torch": "none"})
+
+
+def _away_from_zero(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.uniform(0.05, 0.15, shape) * draw.choice([-1.0, 1.0], shape)
+
+
+def sample_loss(id_: int) -> float:
+    """Sum of the losses of a sample's valid tokens: any number, but another one for each."""
+    return 5.0 + math.sin(id_)
+
+
+def _reference_step(case: Case, number: int, weights: Any, gradients: list[Any], labels: np.ndarray) -> ReferenceStep:
+    batch = case.training.global_batch
+    ids = range((number - 1) * batch, number * batch)
+    valid = int((labels[list(ids)] != -100).sum())
+    norms = [math.sqrt(math.fsum(x * x for g in step.values() for x in g.ravel().tolist())) for step in gradients]
+    parameters, state = {}, {}
+    for fqn, start in weights.items():
+        seen = [clip(norm, case.training) * step[fqn] for norm, step in zip(norms, gradients, strict=True)]
+        parameters[fqn], state[fqn] = optimize(start, seen[:number], case.training)
+    loss = math.fsum(map(sample_loss, ids)) / valid
+    return ReferenceStep(
+        number, loss, norms[number - 1], rate(number, case.training), valid, gradients[number - 1], parameters, state
+    )
+
+
+def rate(step: int, training: TrainingConfig) -> float:
+    return training.lr * (0.5, 1.0, 0.75)[step - 1]
+
+
+def clip(norm: float, training: TrainingConfig) -> float:
+    if training.max_norm is None or norm + 1e-6 <= training.max_norm:
+        return 1.0
+    return training.max_norm / (norm + 1e-6)
+
+
+def optimize(
+    start: np.ndarray, gradients: list[np.ndarray], training: TrainingConfig
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The parameter after all these clipped gradients; averages as the sums they are: (1 - b) sum b^(t-i) g_i."""
+    value, state = start, {}
+    for step in range(1, len(gradients) + 1):
+        lr, past = rate(step, training), gradients[:step]
+        if training.optimizer == "sgd":
+            value = value - lr * past[-1] - lr * training.weight_decay * value
+            continue
+        first, second = _average(past, training.beta1), _average([g**2 for g in past], training.beta2)
+        unbiased = first / (1 - training.beta1**step), second / (1 - training.beta2**step)
+        decayed = value - lr * training.weight_decay * value
+        value = decayed - lr * unbiased[0] / (np.sqrt(unbiased[1]) + training.eps)
+        state = {"exp_avg": first, "exp_avg_sq": second}
+    return value, state
+
+
+def _average(values: list[np.ndarray], beta: float) -> np.ndarray:
+    return (1 - beta) * sum(beta ** (len(values) - 1 - i) * value for i, value in enumerate(values))
+
+
+# ---- what a correct run leaves
+
+
+def trial_of(asked: Case, ran: Case | None = None) -> Trial:
+    """A correct run of `ran`, judged as `asked`. The groups of both exist: meshes are made, then not used."""
+    ran, reference = ran or asked, reference_of(asked)
+    world = ran.dims.world_size
+    ranks = {rank: _rank_evidence(asked, ran, rank, reference) for rank in range(world)}
+    run = Run("run", world, tuple(Exit(rank, "ok", 0) for rank in range(world)), ranks)
+    repeat = run if asked.runs > 1 else None
+    return Trial(asked, make_plan(asked), run, reference, repeat, golden.from_reference(reference))
+
+
+def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
+    part = {fqn: _cut(part) for fqn, part in make_plan(ran).slices[rank].items()}
+    return RankEvidence(
+        rank=rank,
+        world_size=ran.dims.world_size,
+        parameters=tuple(_tensor(ran, fqn, full, full[part[fqn]]) for fqn, full in reference.weights.items()),
+        groups=_groups(asked, ran, rank),
+        collectives=_collectives(ran, rank),
+        steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps),
+        structure=_structure(ran, rank),
+    )
+
+
+def _cut(part: Any) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in part)
+
+
+def _tensor(case: Case, fqn: str, full: np.ndarray, value: np.ndarray) -> TensorEvidence:
+    dims, mesh, placements = case.dims, None, ()
+    if dims.dp_shard > 1 or dims.tp > 1:
+        degrees = {axis: getattr(dims, axis) for axis in ("dp_replicate", "dp_shard", "tp")}
+        axes = [axis for axis in degrees if degrees[axis] > 1]
+        mesh = np.arange(dims.world_size).reshape([degrees[axis] for axis in axes]).tolist()
+        cut = tp_dim(fqn) if dims.tp > 1 else None
+        words = {
+            "dp_replicate": "Replicate",
+            "dp_shard": "StridedShard(0)" if cut == 0 else "Shard(0)",
+            "tp": "Replicate" if cut is None else f"Shard({cut})",
+        }
+        placements = tuple(words[axis] for axis in axes)
+    return TensorEvidence(fqn, full.shape, value.shape, str(full.dtype), mesh, placements, value.nbytes, value.copy())
+
+
+def _groups(asked: Case, ran: Case, rank: int) -> tuple[Group, ...]:
+    world = tuple(range(ran.dims.world_size))
+    lines = {line for case in (asked, ran) for lines in make_plan(case).groups.values() for line in lines}
+    mine = sorted({line for line in lines if rank in line} | {world})
+    return tuple(Group(str(line), line, "gloo") for line in mine)
+
+
+def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
+    groups = make_plan(case)
+    used = {axis: list(groups.group_of(rank, axis)) for axis in DATA_AXES if axis in groups.groups}
+    keys = {"dp_shard": "shard_ranks", "dp_replicate": "replicate_ranks"}
+    kind = "fsdp2" if "dp_shard" in used else "ddp"
+    return {"layers.0": {"kind": kind} | {keys[axis]: ranks for axis, ranks in used.items()}} if used else {}
+
+
+def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
+    """The plan's bytes in two buckets each, and a loss summed over all ranks outside of forward and backward."""
+    plan, found, world = make_plan(case), [], tuple(range(case.dims.world_size))
+    for step in range(1, case.training.steps + 1) if len(world) > 1 else ():
+        for flow in plan.flows[rank]:
+            ranks = plan.group_of(rank, flow.axis)
+            for count in (8, flow.bytes - 8):
+                found.append(Collective(flow.op, ranks, str(ranks), "float64", count, flow.phase, step, 0))
+        found.append(Collective("all_reduce", world, str(world), "float64", 8, "other", step, 0))
+    return tuple(replace(call, seq=index) for index, call in enumerate(found))
+
+
+def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, part: Any) -> StepEvidence:
+    parameters = {fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}
+    last = step.step == case.training.steps
+    state = {f: {key: full[part[f]].copy() for key, full in s.items()} for f, s in step.optimizer_state.items()}
+    held = sum(value.nbytes for value in parameters.values())
+    return StepEvidence(
+        step=step.step,
+        microbatches=_microbatches(case, rank, step.step, reference),
+        reported_loss=step.loss,
+        grad_norm=step.grad_norm,
+        lr=step.lr,
+        gradients={fqn: full[part[fqn]].copy() for fqn, full in step.gradients.items()},
+        gradient_placements={},
+        parameters=parameters,
+        optimizer_state=state if last else {},
+        memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
+    )
+
+
+def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> tuple[Microbatch, ...]:
+    share = rank // case.dims.tp  # tp is innermost, so its peers are neighbours and have one share
+    size, times = case.local_batch, case.features.accumulation
+    ids = reference.samples[step - 1][share * size * times : (share + 1) * size * times]
+    return tuple(microbatch_of(reference, ids[i * size : (i + 1) * size]) for i in range(times))
+
+
+def microbatch_of(reference: ReferenceRun, ids: Iterable[int]) -> Microbatch:
+    rows = list(ids)
+    labels = reference.labels[rows]
+    return Microbatch(reference.tokens[rows], labels, math.fsum(map(sample_loss, rows)), int((labels != -100).sum()))
+
+
+# ---- altering one thing
+
+
+def judged(check: str, trial: Trial) -> Result:
+    return run_check(check, all_checks()[check].check, trial)
+
+
+def with_rank(trial: Trial, rank: int, /, **changes: Any) -> Trial:
+    ranks = trial.ranks | {rank: replace(trial.ranks[rank], **changes)}
+    return replace(trial, run=replace(trial.run, ranks=ranks))
+
+
+def with_every_rank(trial: Trial, change: Callable[[Trial, int], Trial]) -> Trial:
+    for rank in trial.ranks:
+        trial = change(trial, rank)
+    return trial
+
+
+def without_rank(trial: Trial, rank: int) -> Trial:
+    ranks = {other: evidence for other, evidence in trial.ranks.items() if other != rank}
+    return replace(trial, run=replace(trial.run, ranks=ranks))
+
+
+def with_step(trial: Trial, rank: int, step: int, /, **changes: Any) -> Trial:
+    steps = trial.ranks[rank].steps
+    return with_rank(trial, rank, steps=tuple(replace(s, **changes) if s.step == step else s for s in steps))
+
+
+def without_step(trial: Trial, rank: int, step: int) -> Trial:
+    return with_rank(trial, rank, steps=tuple(s for s in trial.ranks[rank].steps if s.step != step))
+
+
+def with_value(
+    trial: Trial, rank: int, step: int, what: str, fqn: str, change: Callable[[np.ndarray], np.ndarray]
+) -> Trial:
+    """what: gradients or parameters."""
+    values = getattr(trial.ranks[rank].steps[step - 1], what)
+    return with_step(trial, rank, step, **{what: values | {fqn: change(values[fqn])}})
+
+
+def with_parameter(trial: Trial, rank: int, fqn: str, /, **changes: Any) -> Trial:
+    """What a rank holds, or claims of it, before the first step."""
+    tensors = trial.ranks[rank].parameters
+    return with_rank(trial, rank, parameters=tuple(replace(t, **changes) if t.fqn == fqn else t for t in tensors))
+
+
+def with_collectives(trial: Trial, rank: int, change: Callable[[Collective], Iterable[Collective]]) -> Trial:
+    """Each call of a rank replaced by none, one or several."""
+    calls = [new for call in trial.ranks[rank].collectives for new in change(call)]
+    return with_rank(trial, rank, collectives=tuple(calls))
+
+
+def last_bit(array: np.ndarray) -> np.ndarray:
+    """The array with its first entry's last bit flipped."""
+    changed = array.copy()
+    changed.reshape(-1).view(np.uint64)[0] ^= 1
+    return changed

@@ -1,0 +1,190 @@
+"""What all laws share: a correct run passes every one of them, and nothing that was not seen ever passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal import (
+    ADAMW,
+    LAYOUTS,
+    SGD,
+    UNEVEN,
+    judged,
+    tiny_case,
+    trial_of,
+    with_every_rank,
+    with_step,
+    without_rank,
+    without_step,
+)
+
+from harness.case import ParallelDims
+from harness.checks import all_checks, judge, law, run_check, verdict_of
+from harness.trial import Finding, Result, Verdict
+
+NAMES = [
+    "completed",
+    *("collective_order", "memory", "placements", "process_groups", "shard_contents", "traffic"),
+    *("initial_weights", "samples"),
+    *("determinism", "golden", "grad_norm", "gradients", "loss", "replica_agreement", "reported_loss", "update"),
+]
+VARIANTS = {
+    "plain": {},
+    "accumulation": {"accumulation": 2},
+    "uneven": {"model": UNEVEN},
+    "twice": {"runs": 2},
+    "never resharded, no sequence parallel": {"reshard_after_forward": "never", "sequence_parallel": False},
+}
+HAS_REPLICAS = {"ddp_2", "hsdp_2x2", "tp_2", "fsdp_2_tp_2"}
+
+
+def test_the_laws_are_these_in_this_order() -> None:
+    assert set(NAMES) <= set(all_checks())
+    assert [name for name in all_checks() if name in NAMES] == NAMES
+
+
+def test_every_law_is_one_sentence() -> None:
+    for name in NAMES:
+        assert law(name)[0].isupper() and law(name).endswith("."), name
+
+
+@pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_correct_run_passes_every_law_and_each_examines_something(layout: str, variant: str, training) -> None:
+    results = {result.check: result for result in judge(trial_of(tiny_case(layout, training, **VARIANTS[variant])))}
+    silent = {"collective_order", "process_groups", "traffic"} if layout == "single" else set()
+    silent |= set() if layout in HAS_REPLICAS else {"replica_agreement"}
+    silent |= set() if variant == "twice" else {"determinism"}
+    for name in NAMES:
+        expected = Verdict.NOT_APPLICABLE if name in silent else Verdict.PASS
+        assert results[name].verdict == expected, results[name]
+        assert (results[name].examined > 0) == (name not in silent), results[name]
+        assert results[name].findings == ()
+
+
+def test_with_a_rank_missing_only_completed_judges_and_it_fails() -> None:
+    results = {result.check: result for result in judge(without_rank(trial_of(tiny_case("hsdp_2x2")), 3))}
+    assert results["completed"] == Result(
+        "completed", Verdict.FAIL, 4, (Finding("rank 3", "an evidence file", "none"),)
+    )
+    for name in NAMES[1:]:
+        assert results[name] == Result(name, Verdict.UNKNOWN, note="no evidence from rank 3; see `completed`")
+
+
+def test_with_several_ranks_missing_the_first_are_named() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    for rank in (0, 1, 3):
+        trial = without_rank(trial, rank)
+    assert judged("loss", trial).note == "no evidence from 3 ranks (0, 1, 3...); see `completed`"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_with_a_step_missing_on_one_rank_nothing_passes(step: int) -> None:
+    results = {result.check: result for result in judge(without_step(trial_of(tiny_case("fsdp_2")), 1, step))}
+    left = [number for number in (1, 2, 3) if number != step]
+    assert results["completed"].findings == (Finding("rank 1", "steps [1, 2, 3]", f"steps {left}"),)
+    for name in NAMES[1:]:
+        assert results[name] == Result(
+            name, Verdict.UNKNOWN, note=f"no evidence from rank 1 of step {step}; see `completed`"
+        )
+
+
+def test_with_a_step_missing_in_the_reference_nothing_passes() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = replace(trial, reference=replace(trial.reference, steps=trial.reference.steps[:2]))
+    for name in NAMES[1:]:
+        note = "no evidence from the reference of step 3; see `completed`"
+        assert judged(name, trial) == Result(name, Verdict.UNKNOWN, note=note)
+
+
+def test_a_law_that_raises_is_unknown_and_says_where() -> None:
+    def law_with_a_bug(_):
+        raise KeyError("oops")
+
+    result = run_check("loss", law_with_a_bug, trial_of(tiny_case("single")))
+    line = law_with_a_bug.__code__.co_firstlineno + 1
+    assert result == Result(
+        "loss", Verdict.UNKNOWN, note=f"the law itself raised KeyError('oops') at law_with_a_bug:{line}"
+    )
+
+
+def test_a_law_that_examined_nothing_is_unknown() -> None:
+    result = run_check("loss", lambda _: verdict_of("loss", [], 0), trial_of(tiny_case("single")))
+    assert result == Result("loss", Verdict.UNKNOWN, note="nothing was examined")
+
+
+def test_only_the_worst_eight_findings_are_kept_and_the_rest_counted() -> None:
+    findings = [Finding(f"rank {rank}", "a", "b") for rank in range(10)]
+    assert verdict_of("loss", findings, 10).findings == (*findings[:8], Finding("and 2 more", "", ""))
+
+
+def test_evidence_that_is_not_a_number_never_passes_a_law_of_numbers() -> None:
+    def spoil(trial, rank):
+        for step in trial.ranks[rank].steps:
+            trial = with_step(
+                trial,
+                rank,
+                step.step,
+                microbatches=tuple(replace(m, loss_sum=float("nan")) for m in step.microbatches),
+                reported_loss=float("nan"),
+                grad_norm=float("nan"),
+                gradients={fqn: np.full_like(g, np.nan) for fqn, g in step.gradients.items()},
+                parameters={fqn: np.full_like(p, np.nan) for fqn, p in step.parameters.items()},
+            )
+        return trial
+
+    trial = with_every_rank(trial_of(tiny_case("fsdp_2")), spoil)
+    for name in ("loss", "reported_loss", "grad_norm", "gradients", "update"):
+        assert judged(name, trial).verdict == Verdict.FAIL, name
+
+
+# ---- the mistake that defines the project
+
+
+@pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_numbers(training) -> None:
+    asked, ran = tiny_case("hsdp_2x2", training), tiny_case(ParallelDims(dp_shard=4), training)
+    verdicts = {result.check: str(result.verdict) for result in judge(trial_of(asked, ran)) if result.check in NAMES}
+    assert verdicts == {
+        "completed": "PASS",
+        "collective_order": "PASS",
+        "memory": "FAIL",
+        "placements": "FAIL",
+        "process_groups": "PASS",
+        "shard_contents": "FAIL",
+        "traffic": "FAIL",
+        "initial_weights": "PASS",
+        "samples": "PASS",
+        "determinism": "NOT APPLICABLE",
+        "golden": "PASS",
+        "grad_norm": "PASS",
+        "gradients": "PASS",
+        "loss": "PASS",
+        "replica_agreement": "NOT APPLICABLE",
+        "reported_loss": "PASS",
+        "update": "PASS",
+    }
+
+
+def test_hsdp_that_ran_as_fsdp_is_described_by_its_shards_and_its_traffic() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"), tiny_case(ParallelDims(dp_shard=4)))
+    assert judged("shard_contents", trial).findings[0] == Finding(
+        "rank 0, tok_embeddings.weight", "1/2 of dim 0 [0:4]", "1/4 of dim 0 [0:2]"
+    )
+    assert judged("memory", trial).findings[0] == Finding("rank 0, step 1, parameters", "944 B", "472 B")
+    gathers, scatters = "forward all_gather over", "backward reduce_scatter over"
+    of_step_1 = [f for f in judged("traffic", trial).findings if f.where.startswith("rank 0, step 1, ")]
+    assert of_step_1 == [
+        Finding("rank 0, step 1, backward all_gather over dp_shard [0,1]", "1.6 kB (1600)", "nothing"),
+        Finding(
+            "rank 0, step 1, backward all_gather over [0-3] (no axis of the plan)", "nothing", "1.6 kB (1600)"
+        ),
+        Finding("rank 0, step 1, backward all_reduce over dp_replicate [0,2]", "944 B (944)", "nothing"),
+        Finding(f"rank 0, step 1, {scatters} dp_shard [0,1]", "1.888 kB (1888)", "nothing"),
+        Finding(f"rank 0, step 1, {scatters} [0-3] (no axis of the plan)", "nothing", "1.888 kB (1888)"),
+        Finding(f"rank 0, step 1, {gathers} dp_shard [0,1]", "1.888 kB (1888)", "nothing"),
+        Finding(f"rank 0, step 1, {gathers} [0-3] (no axis of the plan)", "nothing", "1.888 kB (1888)"),
+    ]

@@ -1,0 +1,347 @@
+"""The command line says what is wrong in one message, exits with a code that scripts can trust, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import ROOT
+from harness.case import Case
+from harness.cli import main
+from harness.matrix import Outcome, grid, matching, summary
+
+FAULTS = """
+import time
+from pathlib import Path
+from harness.faults import fault
+
+told = dict(breaks="nothing", bug="none", case="pair", caught_by="completed", named="")
+
+@fault(**told)
+def silent(fired):
+    pass
+
+@fault(**told)
+def fatal(fired):
+    fired()
+    raise RuntimeError("on purpose")
+
+@fault(**told)
+def endless(fired):
+    Path("alive").touch()
+    time.sleep(600)
+"""
+PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
+NEW_RECIPE = "cases: {single: {why: a test, training: {steps: 1, seed: 7}}}"
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of evidence that `harness run` left, and its exit code and output beside it."""
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "cases").mkdir()
+    (folder / "cases" / "pair.yaml").write_text(PAIR)
+    assert main(["run", "pair", "--cases", str(folder / "cases"), "--out", str(folder / "out")]) == 0
+    return folder / "out" / "pair"
+
+
+@pytest.fixture
+def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Writes a YAML file and answers the arguments that point to it, in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.py").write_text(FAULTS)
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "cases").mkdir()
+        (tmp_path / "cases" / "some.yaml").write_text(text)
+        return ["--cases", "cases"]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("cases: {pair: {why: x, dim: {tp: 2}}}", "case 'pair': unknown key 'dim'; did you mean 'dims'?; known: "),
+        (
+            "cases: {pair: {why: x, dims: {dp_shard: 4, tp: 2}, world_size: 16}}",
+            "case 'pair': pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 2 = 8 ranks, but world_size asks for 16",
+        ),
+        ("cases: {pair: {why: x, dims: {tp: 3}}}", "case 'pair': n_heads 8 is not divisible by tp 3"),
+        ("cases: {pair: {dims: {tp: 2}}}", "case 'pair': 'why' is missing"),
+        ("cases: [", "not valid YAML"),
+    ],
+)
+def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
+    cases: Any, capsys: Any, text: str, problem: str
+) -> None:
+    assert main(["run", "pair", *cases(text)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("harness: ") and "some.yaml: " + problem in told.err
+    assert "Traceback" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ["run", "hsdp_2x9"],
+            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x8'?; `harness matrix --list` lists them",
+        ),
+        (
+            ["plan", "hsdp_2x9"],
+            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x8'?; `harness matrix --list` lists them",
+        ),
+        (["run", "single", "--trainer", "lama"], "--trainer: no trainer is named 'lama'; known: llama3"),
+        (["run", "single", "--fault", "nowhere.py:x"], "nowhere.py: no such file; a fault is given as FILE.py:NAME"),
+        (["run", "single", "--fault", "nonsense"], "no fault is named 'nonsense'; known: "),
+        (["matrix", "-k", "nonsense"], "-k 'nonsense' selects no case; `harness matrix --list` lists them"),
+        (["matrix", "-k", "tp and"], "-k 'tp and': expected words joined by and, or, not and parentheses"),
+        (
+            ["check", "nowhere"],
+            "nowhere/case.json: no such file; `harness check` wants a folder that `harness run` wrote",
+        ),
+    ],
+)
+def test_what_was_mistyped_is_named(capsys: Any, arguments: list[str], problem: str) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.splitlines()[0][: len("harness: " + problem)]) == ("", "harness: " + problem)
+    assert "Traceback" not in told.err
+
+
+def test_a_usage_error_can_not_be_taken_for_a_broken_law(capsys: Any) -> None:
+    assert main(["run"]) == 2
+    assert main(["run", "--bisect"]) == 125
+    assert main(["run", "no_such_case", "--bisect"]) == 125
+    assert main(["run", "single", "--timeout", "-1"]) == 2
+    assert "argument --timeout: must be above 0, got -1" in capsys.readouterr().err
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    assert main(["run", "single", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert capsys.readouterr().err == (
+        f"harness: {tmp_path}/file/out/.reference: cannot be written: Not a directory; choose another --out\n"
+    )
+
+
+def test_a_full_disk_is_a_message_and_not_a_verdict(tmp_path: Path) -> None:
+    """A limit on file sizes stands for the full disk: both fail in the middle of a write."""
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    done = harness("run", "single", "--out", str(tmp_path), preexec_fn=small)
+    assert done.returncode == 2
+    assert done.stderr.startswith("harness: ") and "File too large" in done.stderr
+
+
+def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
+    monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr("harness.line.visible_gpus", lambda: 0)
+    reason = "needs 2 GPUs, 0 visible (CUDA_VISIBLE_DEVICES or more machines)"
+    assert main(["run", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"
+    assert main(["matrix", "-k", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().out
+    assert f"ddp_2_sgd    SKIPPED: {reason}\n" in told
+    assert told.splitlines()[-1].endswith("s: 4 SKIPPED")
+
+
+def test_a_missing_golden_is_unknown_and_says_how_to_make_it(cases: Any, capsys: Any) -> None:
+    assert main(["run", "single", *cases(NEW_RECIPE), "--bisect"]) == 125
+    assert "no golden for this recipe; make it with `harness golden --accept`" in capsys.readouterr().out
+
+
+def test_a_golden_is_not_accepted_in_ci(cases: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("CI", "true")
+    assert main(["golden", "--accept", *cases(NEW_RECIPE)]) == 2
+    assert capsys.readouterr().err.startswith("harness: goldens are not accepted in CI")
+
+
+def test_accepting_a_golden_is_no_pass_and_comparing_it_afterwards_is(project: Path) -> None:
+    def golden(*arguments: str) -> tuple[int, str]:
+        done = harness("golden", *arguments, cwd=project)
+        return done.returncode, done.stdout
+
+    file = "debug-adamw-float64-"
+    assert golden()[0] == 2
+    code, told = golden("--accept")
+    assert code == 2 and told.startswith(file) and "accepted, not judged: review `git diff golden/`" in told
+    assert golden()[0] == 0
+    (path,) = (project / "golden").glob("*.json")
+    path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
+    shutil.copy(path, project / "golden" / "old.json")
+    code, told = golden()
+    assert code == 1 and "step 1, loss: expected 1" in told and "old.json: no case uses it; delete it" in told
+    code, told = golden("--accept")
+    assert code == 2 and "largest relative difference" in told and " -> " in told
+
+
+def test_stored_evidence_gets_the_verdict_it_got_when_it_was_made(stored: Path) -> None:
+    """Without torch, and without starting anything: an audit hook would refuse."""
+    verdict = json.loads((stored / "verdict.json").read_text())
+    watch = """
+import sys
+from harness.cli import main
+def refuse(event, details):
+    assert event not in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"), event
+sys.addaudithook(refuse)
+code = main(["check", sys.argv[1]])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", watch, str(stored)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("PASS pair\n")
+    assert json.loads((stored / "verdict.json").read_text()) == verdict
+
+
+def test_a_folder_of_case_folders_is_checked_whole(stored: Path, capsys: Any) -> None:
+    assert main(["check", str(stored.parent)]) == 0
+    assert capsys.readouterr().out.startswith("PASS pair\n")
+
+
+def test_a_corrupt_evidence_file_is_named_and_no_pass(stored: Path, tmp_path: Path, capsys: Any) -> None:
+    copy = shutil.copytree(stored, tmp_path / "copy")
+    rank = copy / "run" / "ranks" / "rank_01.npz"
+    rank.write_bytes(rank.read_bytes()[: rank.stat().st_size // 2])
+    assert main(["check", str(copy)]) in (1, 2)
+    assert f"{rank}: damaged evidence" in capsys.readouterr().out
+    (copy / "reference.npz").write_bytes(b"nonsense")
+    assert main(["check", str(copy)]) == 2
+    assert capsys.readouterr().err.startswith(f"harness: {copy}/reference.npz: damaged evidence")
+
+
+def test_a_fault_that_did_not_fire_proves_nothing(cases: Any, capsys: Any) -> None:
+    assert main(["run", "pair", *cases(PAIR), "--fault", "wrong.py:silent"]) == 2
+    assert "UNFIRED" in capsys.readouterr().out
+
+
+def test_a_broken_law_exits_with_1_also_under_bisect(cases: Any, capsys: Any) -> None:
+    assert main(["run", "pair", *cases(PAIR), "--fault", "wrong.py:fatal", "--bisect"]) == 1
+    assert "on purpose" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_a_run_leaves_no_process(cases: Any, tmp_path: Path) -> None:
+    arguments = ["run", "pair", *cases(PAIR), "--fault", "wrong.py:endless"]
+    code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path)
+    assert (code, told) == (130, "harness: interrupted; nothing was judged, the ranks are killed\n")
+
+
+def test_ctrl_c_in_a_matrix_says_what_was_finished_and_leaves_no_process(cases: Any, tmp_path: Path) -> None:
+    arguments = ["matrix", *cases("cases: {long: {why: a test, training: {steps: 100000}}}")]
+    code, told = interrupt(
+        arguments, when=lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log")), cwd=tmp_path
+    )
+    assert (code, told) == (130, "harness: interrupted after 0 of 1 cases\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "hsdp_2x8"], ["matrix", "--list"]])
+def test_what_needs_no_ranks_imports_no_torch(arguments: list[str]) -> None:
+    watch = (
+        "import sys; from harness.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", watch, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_plan_shows_grid_groups_slices_and_bytes(capsys: Any) -> None:
+    assert main(["plan", "hsdp_2x2"]) == 0
+    told = capsys.readouterr().out
+    for line in (
+        "  3     1             1",
+        "  dp_replicate  [0,2] [1,3]",
+        "  dp_shard      [0,1] [2,3]",
+        "    [1,3]  1/2 of dim 0 [128:256]",
+        "  dp_replicate  gradients   all_reduce      backward  525.6 kB",
+    ):
+        assert line in told.splitlines()
+
+
+def test_a_selection_reads_as_in_pytest() -> None:
+    cases = [Case("hsdp_2x2", "x"), Case("hsdp_2x2_sgd", "x"), Case("tp_2", "x")]
+
+    def names(expression: str) -> list[str]:
+        return [case.name for case in matching(cases, expression)]
+
+    assert names("HSDP and not sgd") == ["hsdp_2x2"]
+    assert names("tp or (sgd and 2x2)") == ["hsdp_2x2_sgd", "tp_2"]
+    assert names("") == ["hsdp_2x2", "hsdp_2x2_sgd", "tp_2"]
+
+
+def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None:
+    outcomes = [
+        Outcome(Case("tp_2", "x"), 0.0, skipped="no GPU"),
+        Outcome(Case("ddp_2", "x"), 0.0, problem="disk full"),
+    ]
+    lines = grid(outcomes).splitlines()
+    assert lines[:2] == ["       completed", "       | collective_order"]
+    assert lines[-2:] == ["tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
+    assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
+
+
+# ---- processes
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the harness with one case and no golden: what is accepted there is nobody's golden."""
+    for folder in ("harness", "reference"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "some.yaml").write_text(NEW_RECIPE)
+    return tmp_path
+
+
+def harness(*arguments: str, cwd: Path = ROOT, **how: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CI": "", "PYTHONPATH": str(cwd)}
+    command = [sys.executable, "-m", "harness", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, **how)
+
+
+def interrupt(arguments: list[str], *, when: Callable[[], bool], cwd: Path, module: str = "harness") -> tuple[int, str]:
+    """Ctrl-C once `when` is true. Exit code and stderr; fails if a process of this run is left in /proc."""
+    mark = f"HARNESS_TEST={uuid.uuid4()}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), mark.split("=")[0]: mark.split("=")[1]}
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert eventually(when, seconds=40)
+    assert len(marked(mark)) >= 3  # the harness, its server, a rank
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=20)
+    assert eventually(lambda: not marked(mark), seconds=2), marked(mark)
+    return process.returncode, told
+
+
+def marked(mark: str) -> list[int]:
+    """Processes with this in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()

@@ -1,0 +1,106 @@
+"""Every fault of the catalogue, on real ranks: it fires, the laws that should catch it do, the first line names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.case import find_case, load_all
+from harness.faults import Fault, FaultError, catalogue, load_fault
+from harness.line import Judgement, Options, judge_folder, run_case
+from harness.report import case_report, headline
+from harness.trial import Verdict
+
+CASES = load_all()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+def run(fault: str, case: str, out: Path) -> Judgement:
+    return run_case(find_case(case, CASES), Options(out=out, fault=fault, timeout=30))
+
+
+def broken(judgement: Judgement) -> set[str]:
+    return {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
+
+
+def passed(judgement: Judgement) -> set[str]:
+    return {result.check for result in judgement.results if result.verdict is Verdict.PASS}
+
+
+@pytest.mark.parametrize("fault", catalogue(), ids=lambda fault: fault.name)
+def test_a_fault_is_caught_by_its_laws_and_named(fault: Fault, out: Path) -> None:
+    judgement = run(fault.name, fault.case, out)
+    assert judgement.fired is not False, "the fault never fired"
+    assert set(fault.caught_by) <= broken(judgement), case_report(judgement)
+    assert fault.named in headline(judgement)
+
+
+@pytest.mark.parametrize("case", sorted({fault.case for fault in catalogue()}))
+def test_the_case_of_a_fault_passes_without_it(case: str, out: Path) -> None:
+    judgement = run_case(find_case(case, CASES), Options(out=out))
+    assert judgement.verdict is Verdict.PASS, case_report(judgement)
+
+
+def test_hsdp_run_as_fsdp_over_16_ranks_is_named_although_losses_gradients_and_groups_pass(out: Path) -> None:
+    judgement = run("hsdp_runs_as_fsdp", "hsdp_2x8", out)
+    assert broken(judgement) == {"shard_contents", "placements", "traffic", "memory"}
+    assert {"loss", "reported_loss", "gradients", "grad_norm", "update", "process_groups"} <= passed(judgement)
+    report = case_report(judgement).splitlines()
+    assert report[0] == (
+        "FAIL hsdp_2x8+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 16 ranks, asked for 8,"
+        " replicated 2 times"
+    )
+    assert report[1:3] == [
+        "  shard groups      expected [0-7] [8-15]   observed [0-15]",
+        "  replicate groups  expected [0,8] [1,9] .. [7,15]   observed none in use (the groups exist, no collective ran"
+        " over them)",
+    ]
+    assert any("a loss-curve test passes here" in line for line in report)
+    assert any("a listing of process groups passes here" in line for line in report)
+
+
+def test_stored_evidence_of_a_fault_is_judged_the_same_again(out: Path) -> None:
+    judgement = run("hsdp_runs_as_fsdp", "hsdp_2x2", out)
+    again = judge_folder(judgement.folder)
+    assert (again.results, again.diagnosis, again.fired) == (judgement.results, judgement.diagnosis, judgement.fired)
+
+
+OWN_FAULTS = """
+from harness.faults import fault
+
+@fault(breaks="nothing", bug="none", case="fsdp_2", caught_by="loss", named="")
+def changes_nothing(fired):
+    fired()
+
+@fault(breaks="what is never called", bug="none", case="fsdp_2", caught_by="loss", named="")
+def never_fires(fired):
+    pass
+"""
+
+
+def test_a_fault_of_ones_own_that_changes_nothing_passes(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_FAULTS)
+    judgement = run(f"{tmp_path}/own.py:changes_nothing", "fsdp_2", out)
+    assert (judgement.verdict, judgement.fired) == (Verdict.PASS, True)
+
+
+def test_a_fault_that_did_not_fire_is_reported(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_FAULTS)
+    judgement = run(f"{tmp_path}/own.py:never_fires", "fsdp_2", out)
+    assert judgement.fired is False
+    assert "UNFIRED" in case_report(judgement)
+
+
+def test_an_unknown_fault_is_refused_with_the_known_names() -> None:
+    with pytest.raises(FaultError, match="no fault is named 'hsdp_as_fsdp'; known: .*hsdp_runs_as_fsdp"):
+        load_fault("hsdp_as_fsdp")
+
+
+def test_names_of_faults_are_unique() -> None:
+    names = [fault.name for fault in catalogue()]
+    assert len(names) == len(set(names))

@@ -1,0 +1,303 @@
+"""The plan by literals worked out by hand, and torch's own arithmetic as an independent oracle."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal import ADAMW, TINY, UNEVEN, tiny_case
+
+from harness.case import AXES, CaseError, ParallelDims
+from harness.plan import (
+    Flow,
+    chunk,
+    coordinate,
+    groups,
+    make_plan,
+    numel,
+    rank_grid,
+    slice_text,
+    slices_of_rank,
+    tp_dim,
+)
+
+EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
+
+SOME_DIMS = [
+    ParallelDims(pp, replicate, shard, cp, tp)
+    for pp, replicate, shard, cp, tp in itertools.product((1, 2), (1, 3), (1, 2), (1, 2), (1, 4))
+]
+
+
+# ---- rank grid and groups
+
+
+def test_the_rank_grid_of_two_replicas_of_two_shards_of_two_tp_ranks() -> None:
+    grid = rank_grid(ParallelDims(dp_replicate=2, dp_shard=2, tp=2))
+    assert np.squeeze(grid).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_the_groups_of_two_replicas_of_two_shards_of_two_tp_ranks() -> None:
+    assert make_plan(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, tp=2))).groups == {
+        "dp_replicate": ((0, 4), (1, 5), (2, 6), (3, 7)),
+        "dp_shard": ((0, 2), (1, 3), (4, 6), (5, 7)),
+        "tp": ((0, 1), (2, 3), (4, 5), (6, 7)),
+    }
+
+
+def test_groups_over_several_axes_are_the_data_parallel_worlds() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2)
+    assert groups(dims, "dp_replicate", "dp_shard") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert groups(dims, *AXES) == ((0, 1, 2, 3, 4, 5, 6, 7),)
+
+
+def test_the_coordinate_of_the_last_but_one_rank() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2)
+    assert coordinate(dims, 6) == {"pp": 0, "dp_replicate": 1, "dp_shard": 1, "cp": 0, "tp": 0}
+
+
+def test_the_groups_of_every_axis_partition_the_world() -> None:
+    for dims in SOME_DIMS:
+        for axis in AXES:
+            lines = groups(dims, axis)
+            assert sorted(rank for line in lines for rank in line) == list(range(dims.world_size))
+            assert {len(line) for line in lines} == {getattr(dims, axis)}
+
+
+def test_groups_are_those_of_torchs_device_mesh() -> None:
+    """DeviceMesh's own layout arithmetic, without processes: rows of its rank tensor along an axis."""
+    torch = pytest.importorskip("torch")
+    for dims in SOME_DIMS:
+        mesh = torch.arange(dims.world_size).view(dims.degrees)
+        for index, axis in enumerate(AXES):
+            rows = mesh.movedim(index, -1).reshape(-1, dims.degrees[index])  # as DeviceMesh.__init__ cuts its groups
+            assert sorted(map(tuple, rows.tolist())) == sorted(groups(dims, axis)), (dims, axis)
+
+
+def test_the_groups_of_16384_ranks_are_listed_at_once() -> None:
+    dims = ParallelDims(pp=16, dp_replicate=4, dp_shard=32, tp=8)
+    assert dims.world_size == 16384
+    started = time.perf_counter()
+    lines = {axis: groups(dims, axis) for axis in AXES}
+    assert time.perf_counter() - started < 2.0  # about 0.05 s on an idle core
+    assert {axis: len(found) for axis, found in lines.items()} == {
+        "pp": 1024, "dp_replicate": 4096, "dp_shard": 512, "cp": 16384, "tp": 2048
+    }  # fmt: skip
+    assert lines["tp"][-1] == tuple(range(16376, 16384))
+
+
+# ---- slices
+
+
+def rows_of(dims: ParallelDims, fqn: str, model=TINY) -> list[tuple]:
+    """What each rank holds of a parameter, as (rows, columns)."""
+    shapes = model.parameter_shapes()
+    return [slices_of_rank(dims, rank, shapes)[fqn] for rank in range(dims.world_size)]
+
+
+def test_hsdp_shards_within_a_replica_and_repeats_over_replicas() -> None:
+    assert rows_of(ParallelDims(dp_replicate=2, dp_shard=2), EMBEDDING) == [
+        ((0, 4), (0, 4)), ((4, 8), (0, 4)), ((0, 4), (0, 4)), ((4, 8), (0, 4))
+    ]  # fmt: skip
+
+
+def test_tensor_parallel_cuts_columns_of_row_parallel_weights_and_never_norms() -> None:
+    dims = ParallelDims(tp=2)
+    assert rows_of(dims, WQ) == [((0, 2), (0, 4)), ((2, 4), (0, 4))]
+    assert rows_of(dims, WO) == [((0, 4), (0, 2)), ((0, 4), (2, 4))]
+    assert rows_of(dims, "layers.0.feed_forward.w2.weight") == [((0, 4), (0, 4)), ((0, 4), (4, 8))]
+    assert rows_of(dims, "norm.weight") == [((0, 4),), ((0, 4),)]
+
+
+def test_fsdp_cuts_what_tensor_parallel_left() -> None:
+    """Ranks 0 and 1 are tp peers: the vocabulary's first half is theirs to share with 2 and 3 of the same tp index."""
+    dims = ParallelDims(dp_shard=2, tp=2)
+    assert rows_of(dims, EMBEDDING) == [
+        ((0, 2), (0, 4)), ((4, 6), (0, 4)), ((2, 4), (0, 4)), ((6, 8), (0, 4))
+    ]  # fmt: skip
+    assert rows_of(dims, WO) == [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((2, 4), (0, 2)), ((2, 4), (2, 4))]
+
+
+def test_uneven_rows_leave_the_last_ranks_less_or_nothing() -> None:
+    assert [chunk((0, 7), 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert [chunk((0, 5), 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [chunk((0, 1), 3, index) for index in range(3)] == [(0, 1), (1, 1), (1, 1)]
+
+
+def test_a_vocabulary_of_259_on_two_tp_ranks_of_two_shards() -> None:
+    model = replace(TINY, vocab_size=259)
+    assert [part[0] for part in rows_of(ParallelDims(dp_shard=2, tp=2), EMBEDDING, model)] == [
+        (0, 65), (130, 195), (65, 130), (195, 259)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [TINY, UNEVEN], ids=["even", "uneven"])
+def test_slices_tile_every_tensor_exactly_once_per_replica(model) -> None:
+    shapes = model.parameter_shapes()
+    for replicate, shard, tp in itertools.product((1, 2), (1, 2, 3, 8), (1, 2)):
+        dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
+        counts = {fqn: np.zeros(shape, int) for fqn, shape in shapes.items()}
+        for rank in range(dims.world_size):
+            for fqn, part in slices_of_rank(dims, rank, shapes).items():
+                counts[fqn][tuple(slice(*interval) for interval in part)] += 1
+        for fqn, count in counts.items():
+            times = replicate * (tp if tp_dim(fqn) is None else 1)
+            assert (count == times).all(), (dims, fqn)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (259, 3), (1, 2), (5,)])
+def test_slices_are_torchs_chunks_of_chunks(shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    numbered = torch.arange(int(np.prod(shape))).view(shape)
+    for shard, tp in itertools.product((1, 2, 3, 8), (1, 2, 4)):
+        dims = ParallelDims(dp_shard=shard, tp=tp)
+        for fqn in (WQ, WO, "norm.weight"):
+            cut = tp_dim(fqn)
+            if cut is not None and cut >= len(shape):
+                continue
+            for rank in range(dims.world_size):
+                at = coordinate(dims, rank)
+                local = numbered if cut is None else nth_chunk(torch, numbered, tp, cut, at["tp"])
+                local = nth_chunk(torch, local, shard, 0, at["dp_shard"])
+                part = slices_of_rank(dims, rank, {fqn: shape})[fqn]
+                mine = numbered.numpy()[tuple(slice(*interval) for interval in part)]
+                assert mine.tolist() == local.tolist(), (dims, fqn, rank)
+
+
+def nth_chunk(torch, tensor, parts: int, dim: int, index: int):
+    """torch.chunk gives fewer chunks where rows run out; DTensor gives those ranks empty ones."""
+    chunks = torch.chunk(tensor, parts, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def test_a_slice_is_shown_as_a_person_reads_it() -> None:
+    assert slice_text(((0, 4), (0, 4)), (8, 4)) == "1/2 of dim 0 [0:4]"
+    assert slice_text(((0, 8), (0, 4)), (8, 4)) == "whole"
+    assert slice_text(((2, 4), (2, 4)), (8, 4)) == "1/4 of dim 0 [2:4], 1/2 of dim 1 [2:4]"
+    assert slice_text(((8, 8), (0, 4)), (8, 4)) == "nothing of dim 0 [8:8]"
+    assert numel(((2, 4), (1, 4))) == 6 and numel(((8, 8), (0, 4))) == 0
+
+
+# ---- traffic
+#
+# The tiny model in elements, 8 bytes each:
+#   tok_embeddings 8x4 = 32        layer: wq wk wv wo 4x4 = 64, w1 w3 8x4 and w2 4x8 = 96, two norms of 4 = 8: 168
+#   last unit: norm 4 + output 8x4 = 36        all: 32 + 168 + 36 = 236, 1888 bytes
+#   all but the last unit: 200, 1600 bytes
+
+
+def flows(layout, rank: int = 0, **changes) -> list[tuple]:
+    plan = make_plan(tiny_case(layout, **changes))
+    return [(f.axis, f.op, f.phase, f.bytes) for f in plan.flows[rank]]
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert flows("single") == []
+
+
+def test_ddp_all_reduces_all_gradients_once() -> None:
+    assert flows("ddp_2") == [("dp_replicate", "all_reduce", "backward", 1888)]
+    assert flows("ddp_2", accumulation=4) == [("dp_replicate", "all_reduce", "backward", 1888)]
+
+
+@pytest.mark.parametrize(("policy", "again"), [("default", [1600]), ("always", [1888]), ("never", [])])
+def test_fsdp_gathers_again_in_backward_what_it_resharded(policy: str, again: list[int]) -> None:
+    assert flows("fsdp_2", reshard_after_forward=policy) == [
+        ("dp_shard", "all_gather", "forward", 1888),
+        *(("dp_shard", "all_gather", "backward", count) for count in again),
+        ("dp_shard", "reduce_scatter", "backward", 1888),
+    ]
+
+
+def test_accumulation_gathers_for_every_microbatch_and_reduces_once() -> None:
+    assert flows("fsdp_2", accumulation=4) == [
+        ("dp_shard", "all_gather", "forward", 4 * 1888),
+        ("dp_shard", "all_gather", "backward", 4 * 1600),
+        ("dp_shard", "reduce_scatter", "backward", 1888),
+    ]
+
+
+def test_hsdp_all_reduces_only_its_shard_of_the_gradients() -> None:
+    assert flows("hsdp_2x2", rank=3) == [
+        ("dp_shard", "all_gather", "forward", 1888),
+        ("dp_shard", "all_gather", "backward", 1600),
+        ("dp_shard", "reduce_scatter", "backward", 1888),
+        ("dp_replicate", "all_reduce", "backward", 944),
+    ]
+
+
+def test_uneven_chunks_are_moved_padded() -> None:
+    # 7 rows of the vocabulary count as 8, 5 of the feed-forward as 6; w2 is 4x5:
+    # 8x4 + (64 + 6x4 + 6x4 + 4x5 + 8) + (4 + 8x4) = 32 + 140 + 36 = 208 elements
+    assert flows("fsdp_2", model=UNEVEN)[0] == ("dp_shard", "all_gather", "forward", 208 * 8)
+
+
+def test_narrow_parameters_and_wide_reduction_count_their_own_bytes() -> None:
+    training = replace(ADAMW, dtype="float32")
+    assert flows("fsdp_2", training=training, param_dtype="bfloat16", reduce_dtype="float32") == [
+        ("dp_shard", "all_gather", "forward", 236 * 2),
+        ("dp_shard", "all_gather", "backward", 200 * 2),
+        ("dp_shard", "reduce_scatter", "backward", 236 * 4),
+    ]
+
+
+def test_sequence_parallel_gathers_and_scatters_every_crossing_of_the_residual_stream() -> None:
+    # activation: 8 samples x 4 positions x 4 wide x 8 bytes = 1024; crossings: attention, feed-forward, output = 3
+    plan = make_plan(tiny_case("tp_2"))
+    assert plan.flows[1] == (
+        Flow("tp", "activations", "all_gather", "forward", 3072),
+        Flow("tp", "activations", "reduce_scatter", "forward", 3072),
+        Flow("tp", "activations", "all_gather", "backward", 3072),
+        Flow("tp", "activations", "reduce_scatter", "backward", 3072),
+        Flow("tp", "norm gradients", "all_reduce", "backward", 3 * 4 * 8, optional=True),
+    )
+
+
+def test_tensor_parallel_without_sequence_parallel_all_reduces_every_crossing() -> None:
+    assert flows("tp_2", sequence_parallel=False) == [
+        ("tp", "all_reduce", "forward", 3072),
+        ("tp", "all_reduce", "backward", 3072),
+    ]
+
+
+def test_logits_that_are_not_kept_in_parts_are_gathered() -> None:
+    # 8 samples x 4 positions x 8 tokens x 8 bytes; 7 tokens are gathered as 2 x 4
+    assert flows("tp_2", loss_parallel=False)[-1] == ("tp", "all_gather", "forward", 2048)
+    assert flows("tp_2", loss_parallel=False, model=replace(TINY, vocab_size=7))[-1][-1] == 2048
+
+
+def test_fsdp_over_tensor_parallel_moves_this_tp_ranks_part() -> None:
+    # half of all but the norms: (236 - 12) / 2 + 12 = 124 elements; without the last unit (4 + 16): 104
+    # 4 samples x 4 x 4 x 8 = 512 a crossing
+    assert flows("fsdp_2_tp_2", rank=1) == [
+        ("dp_shard", "all_gather", "forward", 124 * 8),
+        ("dp_shard", "all_gather", "backward", 104 * 8),
+        ("dp_shard", "reduce_scatter", "backward", 124 * 8),
+        ("tp", "all_gather", "forward", 3 * 512),
+        ("tp", "reduce_scatter", "forward", 3 * 512),
+        ("tp", "all_gather", "backward", 3 * 512),
+        ("tp", "reduce_scatter", "backward", 3 * 512),
+        ("tp", "all_reduce", "backward", 96),
+    ]
+
+
+def test_tensor_parallel_activations_do_not_depend_on_accumulation() -> None:
+    assert flows("tp_2", accumulation=4)[0] == ("tp", "all_gather", "forward", 3072)
+
+
+# ---- memory and what is not planned
+
+
+def test_a_rank_may_keep_its_slices_and_their_padding() -> None:
+    assert make_plan(tiny_case("hsdp_2x2")).parameter_bytes == dict.fromkeys(range(4), (944, 944))
+    # rows 4 + 3 of 7 and 3 + 2 of 5; w2 4x5: rank 0 holds 104 elements, rank 1 one row of 4 less in each of four
+    assert make_plan(tiny_case("fsdp_2", model=UNEVEN)).parameter_bytes == {0: (832, 832), 1: (704, 832)}
+
+
+def test_axes_that_are_not_planned_are_refused_with_the_remedy() -> None:
+    with pytest.raises(CaseError) as error:
+        make_plan(replace(tiny_case(ParallelDims(cp=2)), file="cases/a.yaml"))
+    assert str(error.value) == "cases/a.yaml: case 'tiny': pp and cp are not planned yet; leave both at 1"
