@@ -9,6 +9,7 @@ keeps the true one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -183,7 +184,8 @@ def save(path: Path, record: Any) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise EvidenceError(_unwritable(path, error)) from error
 
 
@@ -271,7 +273,8 @@ RUN_FILE = "run.json"
 
 def save_run(run: Run) -> None:
     """The part of a Run that is not in the ranks' own files."""
-    record: dict[str, Any] = {"format": FORMAT, "world_size": run.world_size, "seconds": run.seconds, "fault": run.fault}
+    record: dict[str, Any] = {"format": FORMAT, "world_size": run.world_size}
+    record |= {"seconds": run.seconds, "fault": run.fault}
     record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
     write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
 
@@ -308,5 +311,6 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text)
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise EvidenceError(_unwritable(path, error)) from error

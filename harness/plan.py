@@ -7,6 +7,7 @@ left; both cut as torch.chunk does: equal chunks of ceil(n / parts), the last on
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.case import AXES, Case, CaseError, ParallelDims
+from reference.config import ModelConfig
 
 Interval = tuple[int, int]
 Slice = tuple[Interval, ...]
@@ -177,9 +179,15 @@ def _flows(case: Case, rank: int) -> tuple[Flow, ...]:
     return tuple(flow for flow in flows if flow.bytes)
 
 
+@functools.cache
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Asked for once a parameter and rank: made anew each time it took 25 s for 405B on 32 ranks."""
+    return model.parameter_shapes()
+
+
 def _padded_numel(case: Case, fqn: str, tp_index: int) -> int:
     """Elements FSDP2 moves for a parameter: its tp part with dim 0 padded to a multiple of the shard degree."""
-    shape = list(case.model.parameter_shapes()[fqn])
+    shape = list(_shapes(case.model)[fqn])
     dim = tp_dim(fqn)
     if dim is not None:
         start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)

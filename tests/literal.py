@@ -45,7 +45,8 @@ def tiny_case(layout: str | ParallelDims, training: TrainingConfig = ADAMW, **ch
     known = {f.name for f in dataclasses.fields(Features)}
     features = Features(**{key: value for key, value in changes.items() if key in known})
     rest = {key: value for key, value in changes.items() if key not in known}
-    return Case(**({"name": "tiny", "why": "-", "model": TINY} | rest), dims=dims, training=training, features=features)
+    defaults: dict[str, Any] = {"name": "tiny", "why": "-", "model": TINY, "file": "cases/tiny.yaml"}
+    return Case(**(defaults | rest), dims=dims, training=training, features=features)
 
 
 # ---- the oracle's account

@@ -139,6 +139,13 @@ def test_an_uneven_split_over_ranks_is_named() -> None:
     )
 
 
+def test_a_sample_fed_twice_beside_all_the_others_is_named() -> None:
+    assert findings("samples", feeding(trial_of(tiny_case("ddp_2")), 1, 1, [4, 5, 6, 7, 0])) == (
+        Finding("step 1", "each of 8 samples fed to one dp rank", "1 fed more than once (0)"),
+        Finding("rank 1, step 1", "microbatches of [4] samples", "[5]"),
+    )
+
+
 def test_a_step_without_any_microbatch_does_not_pass() -> None:
     trial = with_step(trial_of(tiny_case("ddp_2")), 1, 2, microbatches=())
     assert findings("samples", trial)[-1] == Finding("rank 1, step 2", "microbatches of [4] samples", "[]")
@@ -488,6 +495,12 @@ def test_a_golden_that_is_no_number_never_passes() -> None:
 def test_a_missing_golden_is_unknown_with_the_remedy() -> None:
     result = judged("golden", replace(trial_of(tiny_case("single")), golden=None, golden_problem="make one"))
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, "make one")
+
+
+def test_a_case_of_no_file_has_no_golden() -> None:
+    result = judged("golden", trial_of(tiny_case("single", file="")))
+    note = "the case is in no file (it was given another seed), so it has no golden"
+    assert (result.verdict, result.note) == (Verdict.NOT_APPLICABLE, note)
 
 
 # ---- the exact tier only

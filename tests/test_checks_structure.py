@@ -23,7 +23,7 @@ from literal import (
 
 from harness.case import ParallelDims
 from harness.evidence import Collective, Exit, Group
-from harness.trial import Finding, Verdict
+from harness.trial import Finding, Verdict, locate
 
 EMBEDDING = "tok_embeddings.weight"
 
@@ -155,6 +155,12 @@ def test_swapped_mesh_axes_are_named_by_the_ranks_they_join() -> None:
     assert findings("placements", trial) == (Finding(f"rank 0, {EMBEDDING}", "dim 0 over [0,1]", "dim 0 over [0,2]"),)
 
 
+def test_a_mesh_axis_of_one_rank_claims_nothing() -> None:
+    claim = {"mesh": [[[0], [1]]], "placements": ("Shard(0)", "Shard(0)", "Shard(1)")}
+    trial = with_parameter(trial_of(tiny_case("fsdp_2")), 0, EMBEDDING, **claim)
+    assert judged("placements", trial).verdict == Verdict.PASS
+
+
 def test_a_wrapper_that_replicates_over_nothing_is_named() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
     trial = with_rank(trial, 2, structure={"layers.0": {"kind": "fsdp2", "shard_ranks": [2, 3]}})
@@ -206,6 +212,11 @@ def test_other_bytes_than_the_seeds_are_found_nowhere(change) -> None:
     assert findings("shard_contents", trial) == (
         Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "bytes that are nowhere in the seed weight"),
     )
+
+
+def test_minus_zero_is_another_weight_than_zero() -> None:
+    assert locate(np.array([-0.0, 2.0]), np.array([0.0, 2.0, 3.0])) is None
+    assert locate(np.array([0.0, 2.0]), np.array([3.0, 0.0, 2.0])) == ((1, 3),)
 
 
 def test_an_empty_slice_where_there_should_be_rows_is_named() -> None:

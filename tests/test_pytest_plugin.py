@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_cli import interrupt
+from test_cli import FAULTS, interrupt
 
 from harness import ROOT
 from harness.checks import all_checks
@@ -27,6 +28,12 @@ def noted(case, options):
     return run_case(case, options)
 conftest.run_case = noted
 '''
+BREAKING = """
+import dataclasses
+import conftest
+options = conftest.options
+conftest.options = lambda config: dataclasses.replace(options(config), fault="wrong.py:fatal")
+"""
 TWO = "cases: {one: {why: a test}, pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
@@ -89,14 +96,18 @@ def test_one_law_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: P
 
 
 def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
-    """The ranks are stopped by a time limit that none of them can keep."""
-    done = in_project("-k", "pair and (completed or gradients)", "--case-timeout", "0.001")
+    (tmp_path / "wrong.py").write_text(FAULTS)
+    (tmp_path / "breaking.py").write_text(BREAKING)
+    arguments = ("-p", "breaking", "-k", "pair and (completed or gradients)", "--case-timeout", "77")
+    done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 1, cause(done)
-    assert "FAIL pair" in done.stdout and "time limit of 0.001 s" in done.stdout
-    assert "gradients UNKNOWN: no evidence from " in done.stdout  # unknown fails too
+    assert done.stdout.count("FAIL pair") == 2 + 2  # each law's account, and its line in the summary
+    assert "on purpose" in done.stdout
+    assert "gradients UNKNOWN: no evidence from 2 ranks" in done.stdout  # unknown fails too
     assert "again             pytest -k pair" in done.stdout
-    assert "conftest.py:" not in done.stdout and "Error" not in done.stdout.replace("LaunchError", "")
+    assert "excinfo" not in done.stdout and "def runtest" not in done.stdout
     assert "2 failed" in done.stdout
+    assert json.loads((tmp_path / "out/pair+fatal/run/job.json").read_text())["timeout"] == 77
 
 
 def test_only_skips_are_not_green(in_project: Pytest) -> None:

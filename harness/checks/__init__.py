@@ -66,9 +66,10 @@ def _missing(trial: Trial) -> str:
     if ranks:
         return f"from {_some(ranks)}"
     wanted = set(range(1, trial.case.training.steps + 1))
-    accounts = {f"rank {rank}": evidence.steps for rank, evidence in sorted(trial.ranks.items())}
-    for who, steps in (("the reference", trial.reference.steps), *accounts.items()):
-        lacking = sorted(wanted - {step.step for step in steps})
+    told = {"the reference": {step.step for step in trial.reference.steps}}
+    told |= {f"rank {rank}": {step.step for step in trial.ranks[rank].steps} for rank in sorted(trial.ranks)}
+    for who, steps in told.items():
+        lacking = sorted(wanted - steps)
         if lacking:
             return f"from {who} of step {', '.join(map(str, lacking))}"
     return ""

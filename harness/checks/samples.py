@@ -40,8 +40,9 @@ def fed_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
 
 
 def _strangers(fed: dict[int, list[int | None]], step: int) -> list[Finding]:
+    expected, found = "samples of the recipe's steps", "rows of tokens that are none of them"
     return [
-        Finding(f"rank {rank}, step {step}", "samples of the recipe's steps", f"{ids.count(None)} rows of tokens that are none of them")
+        Finding(f"rank {rank}, step {step}", expected, f"{ids.count(None)} {found}")
         for rank, ids in fed.items()
         if None in ids
     ]

@@ -1,0 +1,350 @@
+"""Saving and loading: what was written comes back byte for byte, and damage is named with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from literal import reference_of, tiny_case, trial_of
+
+from harness import ROOT, evidence
+from harness.evidence import (
+    Collective,
+    EvidenceError,
+    Exit,
+    Group,
+    Microbatch,
+    RankEvidence,
+    Run,
+    StepEvidence,
+    TensorEvidence,
+    load,
+    load_run,
+    rank_file,
+    save,
+    save_run,
+    write_text,
+)
+from reference.record import ReferenceRun
+
+SMALL = RankEvidence(
+    rank=0,
+    world_size=1,
+    parameters=(TensorEvidence("w", (2,), (2,), "float64", [[0]], ("Shard(0)",), 16, np.array([0.1, -0.0])),),
+    groups=(Group("0", (0,), "gloo"),),
+    collectives=(),
+    steps=(),
+)
+
+
+def assert_same(one, other) -> None:
+    """Equal records, arrays byte for byte with their dtype and shape."""
+    assert type(one) is type(other), (one, other)
+    if dataclasses.is_dataclass(one):
+        for field in dataclasses.fields(one):
+            assert_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (tuple, list)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    else:
+        assert one == other or (one != one and other != other)
+
+
+# ---- round trips
+
+
+def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
+    awkward = {
+        "0-dim": np.array(3.5),
+        "empty": np.zeros((0, 4)),
+        "bool": np.array([True, False, True]),  # three bytes: what follows is not aligned
+        "NaN, inf, -0.0": np.array([np.nan, np.inf, -0.0]),
+        "int64": np.arange(6).reshape(2, 3),
+        "float32": np.array([0.1], np.float32),
+        "not contiguous": np.arange(12.0).reshape(3, 4).T,
+    }
+    step = StepEvidence(
+        step=1,
+        microbatches=(
+            Microbatch(np.zeros((1, 4), np.int64), None, None, None),
+            Microbatch(np.ones((2, 2), np.int64), np.ones((2, 2), np.int64), 0.1, 3),
+        ),
+        reported_loss=None,
+        grad_norm=float("nan"),
+        lr=1e-3,
+        gradients=awkward,
+        gradient_placements={"w": ("Replicate", "Shard(0)"), "v": ()},
+        parameters={},
+        optimizer_state={"w": {"exp_avg": np.array(2.0)}, "v": {}},
+        memory={"parameters": 2**40},
+    )
+    record = replace(
+        SMALL,
+        parameters=(
+            TensorEvidence("w", (4, 4), (2, 4), "bfloat16", [[0, 1], [2, 3]], ("A", "B"), 16, np.ones((2, 4), "f4")),
+            TensorEvidence("v", (), (), "float64", None, (), 8, np.array(1.0)),
+        ),
+        collectives=(
+            Collective("send", (0, 3), "g", "float64", 8, "forward", 1, 0, peer=3),
+            Collective("barrier", (0,), "g", "none", 0, "other", 0, 1),
+        ),
+        steps=(step,),
+        structure={"": {"kind": "ddp", "replicate_ranks": [0, 1], "flag": True, "none": None}},
+        environment={"torch": "2", "umlaut": "ü"},
+        fault=False,
+    )
+    save(tmp_path / "rank.npz", record)
+    assert_same(load(tmp_path / "rank.npz", RankEvidence), record)
+
+
+def test_the_references_account_comes_back_as_it_was(tmp_path: Path) -> None:
+    record = replace(reference_of(tiny_case("single")), sample_positions={"w": np.arange(3)}, sample_gradients={})
+    save(tmp_path / "new" / "reference.npz", record)
+    assert_same(load(tmp_path / "new" / "reference.npz", ReferenceRun), record)
+
+
+def test_a_whole_run_comes_back_as_it_was(tmp_path: Path) -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    exits = (Exit(0, "killed", 9, "SIGKILL", "err", "stack", "all_reduce", True, "log"), *trial.run.exits[1:])
+    run = replace(trial.run, directory=str(tmp_path), seconds=1.5, fault="a fault", exits=exits)
+    save_run(run)
+    for rank, record in run.ranks.items():
+        save(rank_file(tmp_path, rank), record)
+    assert_same(load_run(tmp_path), run)
+
+
+def test_saving_again_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "rank.npz"
+    save(path, SMALL)
+    save(path, replace(SMALL, rank=7))
+    assert load(path, RankEvidence).rank == 7
+    assert os.listdir(tmp_path) == ["rank.npz"]
+
+
+# ---- damage
+
+AGAIN = "delete it and run the case again"
+
+
+def refusal(path: Path, kind: type = RankEvidence) -> str:
+    with pytest.raises(EvidenceError) as error:
+        load(path, kind)
+    return str(error.value)
+
+
+def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "x.npz") == f"{tmp_path}/x.npz: no such evidence; run the case again"
+
+
+def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "rank.npz"
+    save(path, SMALL)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 41):
+        path.write_bytes(whole[:length])
+        message = refusal(path)
+        assert message.startswith(f"{path}: damaged evidence (") and message.endswith(f"); {AGAIN}"), message
+
+
+def test_a_flipped_byte_is_damage_or_changes_nothing(tmp_path: Path) -> None:
+    """Every byte of a small file. Some bytes of a zip mean nothing (dates); none may change what is read."""
+    path = tmp_path / "rank.npz"
+    save(path, SMALL)
+    whole, noticed = path.read_bytes(), 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :])
+        try:
+            assert_same(load(path, RankEvidence), SMALL)
+        except EvidenceError as error:
+            noticed += 1
+            assert str(error).startswith(f"{path}: ")
+    assert noticed > len(whole) / 2
+
+
+def test_a_record_of_another_kind_or_format_is_named(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "rank.npz"
+    save(path, SMALL)
+    assert refusal(path, ReferenceRun) == (
+        f"{path}: holds format 1 RankEvidence, expected format 1 ReferenceRun; run the case again"
+    )
+    monkeypatch.setattr(evidence, "FORMAT", 2)
+    assert refusal(path) == (
+        f"{path}: holds format 1 RankEvidence, expected format 2 RankEvidence; run the case again"
+    )
+
+
+def write_foreign(path: Path, what: str) -> None:
+    if what == "a plain array":
+        with open(path, "wb") as file:
+            np.save(file, np.zeros(3))
+    elif what == "text":
+        path.write_text("hello")
+    elif what == "nothing":
+        path.write_bytes(b"")
+    elif what == "another npz":
+        np.savez(path, a=np.zeros(3))
+    elif what == "a pickle":
+        path.write_bytes(b"\x80\x04K\x01.")
+    elif what == "no record":
+        save_header(path, [1, 2])
+    elif what == "fields of another version":
+        save_header(path, {"format": 1, "type": "RankEvidence", "record": {"rank": 0, "colour": "red"}})
+    elif what == "fewer bytes than promised":
+        header = {"format": 1, "type": "Microbatch", "record": {"tokens": ["int64", [99]]}}
+        save_header(path, header)
+
+
+def save_header(path: Path, header) -> None:
+    np.savez(path, header=np.frombuffer(json.dumps(header).encode(), np.uint8), blob=np.zeros(0, np.uint8))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("a plain array", "text", "nothing", "another npz", "a pickle", "no record"),
+        *("fields of another version", "fewer bytes than promised"),
+    ],
+)
+def test_a_foreign_file_is_damaged_evidence(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "rank.npz"
+    write_foreign(path, what)
+    message = refusal(path, Microbatch if what == "fewer bytes than promised" else RankEvidence)
+    assert message.startswith(f"{path}: damaged evidence (") and message.endswith(f"); {AGAIN}"), message
+
+
+# ---- a run that is not whole
+
+
+def stored(tmp_path: Path) -> Path:
+    trial = trial_of(tiny_case("ddp_2"))
+    save_run(replace(trial.run, directory=str(tmp_path)))
+    for rank, record in trial.run.ranks.items():
+        save(rank_file(tmp_path, rank), record)
+    return tmp_path
+
+
+def test_a_missing_and_a_damaged_rank_are_told_and_the_others_read(tmp_path: Path) -> None:
+    path = rank_file(stored(tmp_path), 1)
+    path.unlink()
+    run = load_run(tmp_path)
+    assert (list(run.ranks), run.unreadable) == ([0], {1: f"{path}: no such evidence; run the case again"})
+    path.write_bytes(rank_file(tmp_path, 0).read_bytes()[:-500])
+    run = load_run(tmp_path)
+    assert list(run.ranks) == [0]
+    assert run.unreadable[1].startswith(f"{path}: damaged evidence (")
+
+
+def test_a_folder_that_is_no_run_is_answered_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError) as error:
+        load_run(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/run.json: no such file; `harness check` wants the folder that `harness run` wrote"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"exits": [{"colour": 1}]}', '{"exits": 3}'])
+def test_a_damaged_run_file_is_answered_with_the_remedy(tmp_path: Path, text: str) -> None:
+    (stored(tmp_path) / "run.json").write_text(text)
+    with pytest.raises(EvidenceError) as error:
+        load_run(tmp_path)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path}/run.json: damaged (") and message.endswith("); run the case again")
+
+
+# ---- a full disk
+
+FULL = "cannot be written: No space left on device; free the disk or choose another --out"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_nothing_half_written_stays_on_a_full_disk(tmp_path: Path, monkeypatch, call: str) -> None:
+    save(tmp_path / "rank.npz", SMALL)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(EvidenceError) as error:
+        save(tmp_path / "rank.npz", replace(SMALL, rank=5))
+    assert str(error.value) == f"{tmp_path}/rank.npz: {FULL}"
+    assert os.listdir(tmp_path) == ["rank.npz"]
+    assert load(tmp_path / "rank.npz", RankEvidence).rank == 0  # the old one is whole
+
+
+def test_no_half_written_text_stays_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(EvidenceError) as error:
+        write_text(tmp_path / "a.json", "{}")
+    assert str(error.value) == f"{tmp_path}/a.json: {FULL}"
+    assert os.listdir(tmp_path) == []
+
+
+FILE_TOO_LARGE = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from harness.evidence import EvidenceError, Microbatch, save
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    save(Path(sys.argv[1]), Microbatch(np.zeros((100, 100), np.int64), None, None, None))
+except EvidenceError as error:
+    print(error)
+"""
+
+
+def test_nothing_half_written_stays_when_the_kernel_refuses_more_bytes(tmp_path: Path) -> None:
+    """A real refusal in the middle of the file, in a process of its own: the limit cannot be raised again."""
+    path = tmp_path / "rank.npz"
+    command = [sys.executable, "-c", FILE_TOO_LARGE, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f"{path}: cannot be written: File too large; free the disk or choose another --out\n"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine does not let tests mount a tmpfs; the limit on file size stands in for it")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_nothing_half_written_stays_on_a_really_full_disk(tiny_disk: Path) -> None:
+    save(tiny_disk / "small.npz", SMALL)
+    with pytest.raises(EvidenceError) as error:
+        save(tiny_disk / "rank.npz", Microbatch(np.zeros((100, 200), np.int64), None, None, None))
+    assert str(error.value) == f"{tiny_disk}/rank.npz: {FULL}"
+    assert os.listdir(tiny_disk) == ["small.npz"]
+    assert_same(load(tiny_disk / "small.npz", RankEvidence), SMALL)
+
+
+def test_a_folder_that_cannot_be_made_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EvidenceError, match="cannot be written: (Not a directory|File exists); free the disk"):
+        save(tmp_path / "file" / "rank.npz", SMALL)
+
+
+def test_runs_are_values() -> None:
+    assert Run("d", 1, (), {}) == Run("d", 1, (), {}, 0.0, {}, None)

@@ -1,0 +1,159 @@
+"""Goldens: accepted on a person's machine, read back digit for digit, never taken for what they are not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from literal import SGD, reference_of, tiny_case
+
+from harness import golden
+from harness.golden import Golden, GoldenError, accept, describe, largest_difference, load, path_of, recipe_name, render
+
+CASE = tiny_case("fsdp_2")
+REFERENCE = reference_of(CASE)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_persons_machine(monkeypatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+
+
+def moved(step: int, **changes):
+    """The reference with something else in one step."""
+    steps = [replace(s, **changes) if s.step == step else s for s in REFERENCE.steps]
+    return replace(REFERENCE, steps=tuple(steps))
+
+
+# ---- accepting
+
+
+def test_what_is_accepted_is_read_back_digit_for_digit(tmp_path: Path) -> None:
+    losses = [step.loss for step in REFERENCE.steps]
+    name = f"{recipe_name(CASE)}.json"
+    assert accept(CASE, REFERENCE, tmp_path) == f"{name}: new, losses {', '.join(map(repr, losses))}"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert load(CASE, tmp_path) == golden.from_reference(REFERENCE)
+
+
+def test_accepting_the_same_again_says_unchanged_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    accept(CASE, REFERENCE, tmp_path)
+    text = path_of(CASE, tmp_path).read_text()
+    assert accept(CASE, REFERENCE, tmp_path) == f"{recipe_name(CASE)}.json: unchanged"
+    assert path_of(CASE, tmp_path).read_text() == text
+
+
+def test_accepting_another_loss_shows_old_new_and_difference(tmp_path: Path) -> None:
+    accept(CASE, REFERENCE, tmp_path)
+    old = REFERENCE.steps[1].loss
+    new = old * 1.5
+    assert accept(CASE, moved(2, loss=new), tmp_path) == (
+        f"{recipe_name(CASE)}.json: largest relative difference 5.00e-01\n  step 2  loss {old!r} -> {new!r}"
+    )
+    assert load(CASE, tmp_path).losses[1] == new
+
+
+def test_accepting_another_norm_shows_it_too(tmp_path: Path) -> None:
+    accept(CASE, REFERENCE, tmp_path)
+    old = REFERENCE.steps[2].grad_norm
+    assert accept(CASE, moved(3, grad_norm=old * 2), tmp_path) == (
+        f"{recipe_name(CASE)}.json: largest relative difference 1.00e+00\n  step 3  grad_norm {old!r} -> {old * 2!r}"
+    )
+
+
+def test_a_change_of_the_last_digit_is_not_unchanged() -> None:
+    old, new = Golden((0.1,), (1.0,), {}), Golden((0.10000000000000002,), (1.0,), {})
+    assert describe("x", old, new) == (
+        "x: largest relative difference 1.39e-16\n  step 1  loss 0.1 -> 0.10000000000000002"
+    )
+
+
+def test_another_number_of_steps_is_infinitely_far() -> None:
+    old, new = Golden((1.0, 2.0), (1.0, 2.0), {}), Golden((1.0,), (1.0,), {})
+    assert describe("x", old, new) == "x: largest relative difference inf\n  2 -> 1 steps"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_the_difference_from_zero_or_to_no_number_is_infinite(value: float) -> None:
+    assert largest_difference(Golden((0.0, 1.0), (1.0, 1.0), {}), Golden((value, 1.0), (1.0, 1.0), {})) == float("inf")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reference_that_is_no_number_is_not_accepted(tmp_path: Path, value: float) -> None:
+    with pytest.raises(GoldenError, match="the reference has a loss or norm that is no number, not accepted"):
+        accept(CASE, moved(3, loss=value), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- in CI
+
+
+@pytest.mark.parametrize("ci", ["true", "1", "True", "yes"])
+def test_nothing_is_accepted_in_ci(tmp_path: Path, monkeypatch, ci: str) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(GoldenError) as error:
+        accept(CASE, REFERENCE, tmp_path)
+    assert str(error.value) == (
+        "goldens are not accepted in CI (the variable CI is set); accept on your machine and review"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ci", ["", "0", "false", "False"])
+def test_an_empty_or_false_ci_variable_is_not_ci(tmp_path: Path, monkeypatch, ci: str) -> None:
+    monkeypatch.setenv("CI", ci)
+    accept(CASE, REFERENCE, tmp_path)
+    assert len(load(CASE, tmp_path).losses) == 3
+
+
+# ---- reading
+
+
+def refusal(tmp_path: Path) -> str:
+    with pytest.raises(GoldenError) as error:
+        load(CASE, tmp_path)
+    return str(error.value).removeprefix(f"{path_of(CASE, tmp_path)}: ")
+
+
+def test_a_missing_golden_is_answered_with_the_command(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == "no golden for this recipe; make it with `harness golden --accept`, review it"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"steps": 3}', '{"steps": [{"loss": 1.0}]}', '{"steps": []}'])
+def test_a_damaged_golden_is_answered_with_the_remedy(tmp_path: Path, damage: str) -> None:
+    path_of(CASE, tmp_path).write_text(damage)
+    message = refusal(tmp_path)
+    assert message.startswith("damaged golden (") and message.endswith("); restore it from git or accept it anew")
+
+
+def test_the_golden_of_another_recipe_is_not_believed(tmp_path: Path) -> None:
+    other = tiny_case("fsdp_2", SGD)
+    path_of(CASE, tmp_path).write_text(render(other, golden.from_reference(REFERENCE)))
+    assert refusal(tmp_path) == "made for another recipe; accept it anew with `harness golden --accept`"
+
+
+def test_a_damaged_golden_is_replaced_by_accepting(tmp_path: Path) -> None:
+    path_of(CASE, tmp_path).write_text("{")
+    assert ": new, losses" in accept(CASE, REFERENCE, tmp_path)
+    assert len(load(CASE, tmp_path).losses) == 3
+
+
+# ---- whose golden
+
+
+def test_one_recipe_has_one_golden_whatever_the_layout() -> None:
+    assert recipe_name(CASE) == recipe_name(tiny_case("hsdp_2x2", accumulation=2, name="other"))
+    assert recipe_name(CASE) != recipe_name(tiny_case("fsdp_2", SGD))
+    assert recipe_name(CASE) != recipe_name(replace(CASE, training=replace(CASE.training, lr=0.02)))
+
+
+def test_the_file_has_one_line_a_step_so_that_a_review_sees_what_moved() -> None:
+    text = render(CASE, Golden((1.5, 0.1), (2.0, 1e-9), {"torch": "2"}))
+    assert text.endswith(
+        '  "environment": {\n    "torch": "2"\n  },\n  "steps": [\n'
+        '    {"step": 1, "loss": 1.5, "grad_norm": 2.0},\n'
+        '    {"step": 2, "loss": 0.1, "grad_norm": 1e-09}\n  ]\n}\n'
+    )
+    assert json.loads(text)["recipe"] == json.loads(json.dumps(golden.recipe(CASE)))

@@ -1,0 +1,69 @@
+"""The probe on real ranks: what it says it saw is what was done, by whomever, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.case import from_json, to_json
+from harness.launch import Job, launch
+
+
+def on_ranks(world_size: int, entry: str, folder: Path, **options: Any) -> list[Any]:
+    job = Job(folder / "job", world_size, f"probe_entries:{entry}", {"result": str(folder), **options}, timeout=60)
+    exits = launch(job)
+    assert [exit.how for exit in exits] == ["ok"] * world_size, [exit.error or exit.stack for exit in exits]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> None:
+    expected = [
+        ("all_reduce", "world", "float32", 32),
+        ("all_reduce", "half", "float32", 32),
+        ("all_gather", "half", "float32", 64),
+        ("reduce_scatter", "half", "float32", 32),
+        ("broadcast", "half", "float64", 64),
+        ("all_gather", "half", "float32", 64),
+        ("all_reduce", "half", "float32", 32),  # from another thread
+        ("all_reduce", "half", "float32", 8),  # in inference mode
+        ("all_gather", "half", "float32", 64),  # a functional collective
+        ("send or recv", "world", "float32", 32),
+        ("barrier", "half", "any", 0),
+    ]
+    ranks_of = {"world": [0, 1, 2, 3]}
+    for rank, records in enumerate(on_ranks(4, "known_sequence", tmp_path)):
+        ranks_of["half"] = [0, 1] if rank < 2 else [2, 3]
+        assert len(records) == len(expected)
+        for record, (op, group, dtype, size) in zip(records, expected, strict=True):
+            assert record["op"] in op.split(" or ")
+            assert (record["ranks"], record["bytes"]) == (ranks_of[group], size)
+            assert dtype in (record["dtype"], "any")
+            assert (record["step"], record["phase"]) == (7, "other")
+        assert [r["peer"] for r in records if r["op"] in ("send", "recv")] == [rank ^ 1]
+        of_half = [r["seq"] for r in records if r["ranks"] == ranks_of["half"]]
+        assert of_half == list(range(9))
+
+
+@pytest.mark.parametrize(
+    "dims", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str
+)
+def test_a_second_witness_counts_the_same_collectives(tmp_path: Path, dims: dict[str, int]) -> None:
+    case = from_json({"name": "witness", "why": "a test", "dims": dims, "features": {"accumulation": 2}})
+    for counts in on_ranks(case.dims.world_size, "beside_the_profiler", tmp_path, case=to_json(case)):
+        assert sum(counts["recorder"].values()) > 5
+        assert counts["recorder"] == counts["profiler"]
+
+
+def test_a_trainer_it_knows_nothing_of_is_seen_from_outside(tmp_path: Path) -> None:
+    for rank, seen in enumerate(on_ranks(2, "seen_from_outside", tmp_path)):
+        assert seen["steps"] == [1, 2]
+        assert seen["fqns"] == ["0.weight", "1.weight"]
+        assert seen["tokens"] == [[[1 + rank, 2, 3]], [[1 + rank, 2, 4]]]
+        assert (seen["labels"], seen["valid"], seen["lr"]) == ([[2, 3, -100]], 2, 0.5)
+        assert seen["phases"] == [["all_reduce", "backward"]]
+        assert seen["gradient_after_clipping"] < 1e-3 < seen["gradient_before_clipping"]
+        assert seen["structure"] == {"": {"kind": "ddp", "replicate_ranks": [0, 1]}}
+        assert seen["patched"] == "torch.nn.functional"
