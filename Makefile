@@ -14,6 +14,7 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
 # torch goes first and alone, by its exact version: any other request may bring gigabytes of another build.

@@ -18,10 +18,9 @@ from harness.case import Case, load_all
 from harness.line import Options, run_case
 from harness.trial import Verdict
 
-LISTED = (
-    "single ddp_2 ddp_4 fsdp_2 fsdp_4 fsdp_8 hsdp_2x2 hsdp_2x4 hsdp_4x2 hsdp_2x8 tp_2 tp_4 fsdp_2_tp_2 fsdp_4_tp_2"
-    " hsdp_2x2_tp_2"
-).split()
+DATA = ["single", "ddp_2", "ddp_4", "fsdp_2", "fsdp_4", "fsdp_8", "hsdp_2x2", "hsdp_2x4", "hsdp_4x2", "hsdp_2x8"]
+TENSOR = ["tp_2", "tp_4", "fsdp_2_tp_2", "fsdp_4_tp_2", "hsdp_2x2_tp_2"]
+LISTED = DATA + TENSOR
 
 
 def seconds(case: Case, options: Options) -> float:

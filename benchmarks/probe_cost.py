@@ -77,7 +77,8 @@ def main() -> None:
     probed = [statistics.median(times) for probed, times in blocks if probed]
     ratios = [b / a for a, b in zip(without, probed, strict=True)]
     print(f"{chosen.ranks} ranks, FSDP2, {chosen.rounds} pairs of blocks of {STEPS - 1} steps")
-    print(f"median step without the probe {statistics.median(without) * 1e3:.1f} ms, with {statistics.median(probed) * 1e3:.1f} ms")
+    medians = statistics.median(without) * 1e3, statistics.median(probed) * 1e3
+    print("median step without the probe {:.1f} ms, with {:.1f} ms".format(*medians))
     print(f"ratio with / without: median {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
 
 

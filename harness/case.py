@@ -79,9 +79,7 @@ class Features:
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
         if self.reshard_after_forward not in ("default", "always", "never"):
-            raise ValueError(
-                f"reshard_after_forward {self.reshard_after_forward!r}: choose default, always or never"
-            )
+            raise ValueError(f"reshard_after_forward {self.reshard_after_forward!r}: choose default, always or never")
         for key in ("param_dtype", "reduce_dtype"):
             if getattr(self, key) not in (None, "float64", "float32", "bfloat16"):
                 raise ValueError(f"{key} {getattr(self, key)!r}: choose float64, float32, bfloat16 or null")
@@ -161,6 +159,11 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
     if name not in known:
         raise CaseError(f"no case is named {name!r}{_nearest(name, known)}; `harness matrix --list` lists them")
     return known[name]
+
+
+def reseeded(case: Case, seed: int) -> Case:
+    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden."""
+    return dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
 
 
 # ---- from YAML to fragments
@@ -247,6 +250,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str,
     for key, value in (over or {}).items():
         old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
         new = {"preset": value} if isinstance(value, str) and key == "model" else value
+        new = {} if new is None and isinstance(old, Mapping) else new  # a key with nothing after it changes nothing
         merged[key] = _merge(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
     return merged
 

@@ -1,4 +1,4 @@
-"""The command line: harness run | check | matrix | golden | plan.
+"""The command line: harness run | check | report | matrix | golden | plan.
 
 Exit codes: 0 every law holds, 1 a law is broken, 2 something could not be judged (bad input, UNKNOWN, all skipped, a
 fault that never fired), 130 interrupted. With --bisect 2 becomes 125: `git bisect run` skips that commit.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, golden, matrix, trainers
-from harness.case import Case, CaseError, find_case, load_all
+from harness.case import Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
 from harness.evidence import EvidenceError, Run, load
@@ -83,6 +83,7 @@ def check(args: argparse.Namespace) -> int:
 
 def run_matrix(args: argparse.Namespace) -> int:
     cases = matrix.matching(load_all(args.cases), args.expression)
+    cases = cases if args.seed is None else [reseeded(case, args.seed) for case in cases]
     if args.list:
         print(listing(cases))
         return PASSED
@@ -93,6 +94,17 @@ def run_matrix(args: argparse.Namespace) -> int:
         abandon(progress)
     print(matrix.matrix_report(outcomes, progress.elapsed()))
     return matrix_code(outcomes)
+
+
+def draw(args: argparse.Namespace) -> int:
+    """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
+    from harness.pictures import PICTURE, draw_folder
+
+    folders = _case_folders(args.folders)
+    for folder in folders:
+        draw_folder(folder)
+        print(folder / PICTURE)
+    return PASSED
 
 
 def goldens(args: argparse.Namespace) -> int:
@@ -230,9 +242,15 @@ def parser() -> argparse.ArgumentParser:
     stored.add_argument(
         "folders", metavar="DIR", nargs="+", type=Path, help="what `harness run` wrote, or a folder of such"
     )
+    pictures = commands.add_parser(
+        "report", help="draw stored evidence: who holds what, which groups moved what, losses"
+    )
+    pictures.set_defaults(command=draw)
+    pictures.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="as for check")
     many = _command(commands, "matrix", run_matrix, "run and judge all cases, or those that -k selects")
     _selection(many)
     many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; default {JOBS}")
+    many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
     many.add_argument("--list", action="store_true", help="only list the cases")
     _how_to_run(many)
     gold = _command(commands, "golden", goldens, "compare the reference with its accepted curves, or accept it")

@@ -17,6 +17,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,10 +99,10 @@ class Microbatch:
 class StepEvidence:
     """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
 
-    gradients: as they were before clipping and before the optimizer, and the placements they claim. parameters: after
-    the step; optimizer_state: likewise, kept for the last step only.
+    gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
+    likewise, kept for the last step only.
     reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
-    memory: bytes held after the step, by kind (parameters, gradients, optimizer_state, and peak on a GPU).
+    memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
     """
 
     step: int
@@ -110,7 +111,6 @@ class StepEvidence:
     grad_norm: float | None
     lr: float | None
     gradients: dict[str, np.ndarray]
-    gradient_placements: dict[str, tuple[str, ...]]
     parameters: dict[str, np.ndarray]
     optimizer_state: dict[str, dict[str, np.ndarray]]
     memory: dict[str, int]
@@ -229,43 +229,42 @@ def _encode(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _decode(kind: Any, record: Any, blob: bytes) -> Any:
-    return _Decoder(blob).decode(kind, record)
+    return _reader(kind)(record, _Blob(blob))
 
 
-class _Decoder:
-    """Rebuilds records by their type annotations. Arrays are read in the order in which they were encoded."""
+class _Blob:
+    """The arrays of a file, taken in the order in which they were encoded."""
 
     def __init__(self, blob: bytes) -> None:
         self.blob, self.position = blob, 0
 
-    def decode(self, kind: Any, record: Any) -> Any:
-        origin, args = typing.get_origin(kind), typing.get_args(kind)
-        if record is None or kind is Any:
-            return record
-        if origin in (types.UnionType, typing.Union):
-            return self.decode(next(a for a in args if a is not type(None)), record)
-        if dataclasses.is_dataclass(kind):
-            hints = _hints(kind)  # type: ignore[arg-type]
-            return kind(**{name: self.decode(hints[name], item) for name, item in record.items()})  # type: ignore[operator]
-        if kind is np.ndarray:
-            return self._array(*record)
-        if origin is dict:
-            return {self.decode(args[0], key): self.decode(args[1], item) for key, item in record}
-        if origin is tuple:
-            return tuple(self.decode(args[0], item) for item in record)
-        return record
-
-    def _array(self, dtype: str, shape: list[int]) -> np.ndarray:
+    def take(self, dtype: str, shape: list[int]) -> np.ndarray:
         count = math.prod(shape)
         array = np.frombuffer(self.blob, dtype, count, self.position) if count else np.zeros(0, dtype)
-        array = array.reshape(shape)
         self.position += array.nbytes
-        return array
+        return array.reshape(shape)
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
+    """How a value of this annotated type is rebuilt; made once a type, for a run has tens of thousands of values."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        inner = _reader(next(a for a in args if a is not type(None)))
+        return lambda record, blob: None if record is None else inner(record, blob)
+    if dataclasses.is_dataclass(kind):
+        readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+        make: Callable[..., Any] = kind  # type: ignore[assignment]
+        return lambda record, blob: make(**{name: readers[name](item, blob) for name, item in record.items()})
+    if kind is np.ndarray:
+        return lambda record, blob: blob.take(*record)
+    if origin is dict:
+        read = _reader(args[1])
+        return lambda record, blob: {key: read(item, blob) for key, item in record}
+    if origin is tuple:
+        each = _reader(args[0])
+        return lambda record, blob: tuple([each(item, blob) for item in record])
+    return lambda record, blob: record
 
 
 RUN_FILE = "run.json"

@@ -89,7 +89,7 @@ def run_case(case: Case, options: Options) -> Judgement:
 
 
 def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
-    """Judges stored evidence: reads, computes, starts nothing. Writes report.txt and verdict.json where it can."""
+    """Judges stored evidence: reads, computes, starts nothing. report.txt and verdict.json are written beside it."""
     trial = load_trial(folder)
     results = judge(trial)
     judgement = Judgement(
@@ -219,7 +219,7 @@ def _only_one(lock: Path) -> Iterator[None]:
     """One process and one thread at a time; the kernel releases the lock of a process that died."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "w")
+        handle = open(lock, "w")  # noqa: SIM115 - held while the caller works
     except OSError as error:
         raise EvidenceError(f"{lock.parent}: cannot be written: {error.strerror}; choose another --out") from error
     with handle:

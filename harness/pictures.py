@@ -18,10 +18,23 @@ import numpy as np
 
 from harness import tolerance
 from harness.checks.loss import global_loss
+from harness.evidence import EvidenceError
+from harness.line import judge_folder, load_trial
 from harness.plan import Slice, coordinate, numel
+from harness.report import headline
 from harness.trial import Trial, ranks_text
 
+PICTURE = "picture.png"
 COLORS = [plt.get_cmap("tab20")(index) for index in range(20)]
+
+
+def draw_folder(folder: Path) -> None:
+    """Judges what `harness run` stored there and puts the picture beside it. Raises EvidenceError."""
+    trial, judgement = load_trial(folder), judge_folder(folder)
+    missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
+    if missing:
+        raise EvidenceError(f"{folder}: ranks {ranks_text(missing)} left no evidence; see {folder / 'report.txt'}")
+    draw(trial, folder / PICTURE, headline(judgement))
 
 
 def draw(trial: Trial, path: Path, title: str) -> None:
@@ -56,7 +69,9 @@ def _draw_holdings(axes: Any, trial: Trial, fqn: str, held: Mapping[int, Slice |
     for rank, part in held.items():
         axes.barh(rank, size, color="0.93", height=0.8)
         if part is None:
-            axes.text(size / 2, rank, "not a slice of the seed weight", ha="center", va="center", fontsize=7, color="red")
+            axes.text(
+                size / 2, rank, "not a slice of the seed weight", ha="center", va="center", fontsize=7, color="red"
+            )
         elif numel(part):
             start, stop = part[0]
             color = COLORS[kinds.index(part) % len(COLORS)]
@@ -92,9 +107,14 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
         asked, used = group in planned, moved.get(group, 0)
         color = "tab:green" if asked and used else "tab:red" if used else "0.7"
         axes.plot(group, [row] * len(group), "o-", color=color, markersize=5)
-    labels = [f"{planned.get(group, 'not in the plan')} {ranks_text(group)}  {moved.get(group, 0) / 1e6:.2f} MB" for group in rows]
+    labels = [
+        f"{planned.get(group, 'not in the plan')} {ranks_text(group)}  {moved.get(group, 0) / 1e6:.2f} MB"
+        for group in rows
+    ]
     axes.set_yticks(range(len(rows)), labels, fontsize=7 if len(rows) < 16 else 5)
-    axes.set(title="tensors moved in step 1 (green: as planned, red: not planned, grey: planned, unused)", xlabel="rank")
+    axes.set(
+        title="tensors moved in step 1 (green: as planned, red: not planned, grey: planned, unused)", xlabel="rank"
+    )
     axes.set_xticks(range(trial.run.world_size))
     axes.title.set_fontsize(9)
     axes.invert_yaxis()

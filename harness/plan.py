@@ -60,7 +60,8 @@ class Plan:
     """groups: by axis of degree above 1, its groups' ranks. slices[rank][fqn]: what each rank must hold.
 
     flows[rank]: its traffic in every step. parameter_bytes[rank]: (least, most) bytes of parameters a
-    rank may keep between steps; the most counts the padding of uneven chunks.
+    rank may keep between steps; the most counts the padding of uneven chunks. outside_bytes[rank]: the most it may move
+    in a step outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
     """
 
     dims: ParallelDims
@@ -69,6 +70,7 @@ class Plan:
     slices: dict[int, dict[str, Slice]]
     flows: dict[int, tuple[Flow, ...]]
     parameter_bytes: dict[int, tuple[int, int]]
+    outside_bytes: int
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
@@ -104,6 +106,7 @@ def make_plan(case: Case) -> Plan:
         groups={axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1},
         slices=slices,
         flows={rank: _flows(case, rank) for rank in slices},
+        outside_bytes=_outside_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank]) for rank in slices},
     )
 
@@ -239,6 +242,13 @@ def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
     if not case.features.loss_parallel:
         vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+
+
+def _outside_bytes(case: Case) -> int:
+    """Eight numbers a token (loss parallel exchanges three) and a tenth of the parameters: far from gathering them."""
+    tokens = case.local_batch * case.features.accumulation * case.training.seq_len
+    parameters = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
+    return (8 * tokens + parameters // 10) * BYTES[case.training.dtype]
 
 
 def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice]) -> tuple[int, int]:

@@ -90,9 +90,9 @@ class Trial:
                 if step.step in by_number:
                     yield rank, step, by_number[step.step]
 
-    def one_rank_per_share(self, tp: int = 0) -> list[int]:
-        """The ranks that between them saw each sample once: those at one place of the tp axis."""
-        return [rank for rank in self.ranks if coordinate(self.case.dims, rank)["tp"] == tp]
+    def one_rank_per_share(self) -> list[int]:
+        """The ranks that between them saw each sample once: those at tp 0."""
+        return [rank for rank in self.ranks if coordinate(self.case.dims, rank)["tp"] == 0]
 
 
 def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:

@@ -208,7 +208,6 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         grad_norm=step.grad_norm,
         lr=step.lr,
         gradients={fqn: full[part[fqn]].copy() for fqn, full in step.gradients.items()},
-        gradient_placements={},
         parameters=parameters,
         optimizer_state=state if last else {},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},

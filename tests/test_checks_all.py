@@ -179,9 +179,7 @@ def test_hsdp_that_ran_as_fsdp_is_described_by_its_shards_and_its_traffic() -> N
     of_step_1 = [f for f in judged("traffic", trial).findings if f.where.startswith("rank 0, step 1, ")]
     assert of_step_1 == [
         Finding("rank 0, step 1, backward all_gather over dp_shard [0,1]", "1.6 kB (1600)", "nothing"),
-        Finding(
-            "rank 0, step 1, backward all_gather over [0-3] (no axis of the plan)", "nothing", "1.6 kB (1600)"
-        ),
+        Finding("rank 0, step 1, backward all_gather over [0-3] (no axis of the plan)", "nothing", "1.6 kB (1600)"),
         Finding("rank 0, step 1, backward all_reduce over dp_replicate [0,2]", "944 B (944)", "nothing"),
         Finding(f"rank 0, step 1, {scatters} dp_shard [0,1]", "1.888 kB (1888)", "nothing"),
         Finding(f"rank 0, step 1, {scatters} [0-3] (no axis of the plan)", "nothing", "1.888 kB (1888)"),

@@ -49,9 +49,7 @@ def test_a_rank_that_died_is_shown_before_those_that_waited() -> None:
     trial = with_exit(trial, Exit(1, "signal", signal="SIGKILL", blamed=True, stack="train.py:7 in step\n"))
     assert findings("completed", without_rank(trial, 1)) == (
         Finding("rank 1", "exit code 0", "died by SIGKILL\ntrain.py:7 in step"),
-        Finding(
-            "rank 0 (only waited)", "exit code 0", "killed: time limit; last collective all_reduce over [0,1]"
-        ),
+        Finding("rank 0 (only waited)", "exit code 0", "killed: time limit; last collective all_reduce over [0,1]"),
     )
 
 
@@ -164,9 +162,7 @@ def test_a_mesh_axis_of_one_rank_claims_nothing() -> None:
 def test_a_wrapper_that_replicates_over_nothing_is_named() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
     trial = with_rank(trial, 2, structure={"layers.0": {"kind": "fsdp2", "shard_ranks": [2, 3]}})
-    assert findings("placements", trial) == (
-        Finding("rank 2, fsdp2 on layers.0, replicate_ranks", "[0,2]", "[2]"),
-    )
+    assert findings("placements", trial) == (Finding("rank 2, fsdp2 on layers.0, replicate_ranks", "[0,2]", "[2]"),)
 
 
 def test_a_replicate_axis_that_nothing_claims_is_named() -> None:

@@ -88,7 +88,6 @@ def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
         grad_norm=float("nan"),
         lr=1e-3,
         gradients=awkward,
-        gradient_placements={"w": ("Replicate", "Shard(0)"), "v": ()},
         parameters={},
         optimizer_state={"w": {"exp_avg": np.array(2.0)}, "v": {}},
         memory={"parameters": 2**40},
@@ -183,9 +182,7 @@ def test_a_record_of_another_kind_or_format_is_named(tmp_path: Path, monkeypatch
         f"{path}: holds format 1 RankEvidence, expected format 1 ReferenceRun; run the case again"
     )
     monkeypatch.setattr(evidence, "FORMAT", 2)
-    assert refusal(path) == (
-        f"{path}: holds format 1 RankEvidence, expected format 2 RankEvidence; run the case again"
-    )
+    assert refusal(path) == (f"{path}: holds format 1 RankEvidence, expected format 2 RankEvidence; run the case again")
 
 
 def write_foreign(path: Path, what: str) -> None:

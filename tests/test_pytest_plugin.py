@@ -19,7 +19,7 @@ from harness import ROOT
 from harness.checks import all_checks
 
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
-WATCH = '''
+WATCH = """
 import conftest
 run_case = conftest.run_case
 def noted(case, options):
@@ -27,7 +27,7 @@ def noted(case, options):
         file.write(case.name + "\\n")
     return run_case(case, options)
 conftest.run_case = noted
-'''
+"""
 BREAKING = """
 import dataclasses
 import conftest

@@ -14,6 +14,7 @@ from harness.trial import Finding, Result, Trial, bytes_text, ranks_text
 STAGE = "structure"
 
 POINT_TO_POINT = ("send", "recv")
+UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
 
 
 def check(trial: Trial) -> Result:
@@ -46,6 +47,8 @@ def _call(sequence: list[Collective], index: int) -> str:
     if index >= len(sequence):
         return "nothing"
     call = sequence[index]
+    if call.op in UNEVEN:
+        return f"{call.op} of {call.dtype} (step {call.step}, {call.phase})"
     return f"{call.op} of {bytes_text(call.bytes)} {call.dtype} (step {call.step}, {call.phase})"
 
 

@@ -1,7 +1,7 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
-Bytes are counted of unsharded tensors, so bucketing does not matter. Left alone is what a plan cannot know: collectives
-outside forward and backward (losses, norms, counts) and integer tensors (DDP's agreement on buckets).
+Bytes are counted of unsharded tensors, so bucketing does not matter. What is moved outside forward and backward (losses,
+norms, counts) no plan can know: it must only be little. Integer tensors (DDP's agreement on buckets) are left alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def check(trial: Trial) -> Result:
             seen |= {key: wanted[key] for key in optional if key not in seen}
             examined += len(wanted)
             findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
+            findings += _outside(trial, rank, step)
     return verdict_of("traffic", findings, examined)
 
 
@@ -55,6 +56,18 @@ def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
 def _is_traffic(collective: Collective) -> bool:
     inside = collective.phase in ("forward", "backward") and len(collective.ranks) > 1
     return inside and "float" in collective.dtype
+
+
+def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
+    moved = sum(
+        collective.bytes
+        for collective in trial.ranks[rank].collectives
+        if collective.step == step and collective.phase in ("optimizer", "other") and len(collective.ranks) > 1
+    )
+    if moved <= trial.plan.outside_bytes:
+        return []
+    place = f"rank {rank}, step {step}, outside forward and backward"
+    return [Finding(place, f"at most {amount(trial.plan.outside_bytes)}", amount(moved))]
 
 
 def _compare(trial: Trial, where: str, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:

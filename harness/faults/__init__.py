@@ -49,7 +49,9 @@ class Fault:
         return f"{self.file}:{self.name}"
 
 
-def fault(*, breaks: str, bug: str, case: str, caught_by: str, named: str) -> Callable[[Callable[[Fired], None]], Fault]:
+def fault(
+    *, breaks: str, bug: str, case: str, caught_by: str, named: str
+) -> Callable[[Callable[[Fired], None]], Fault]:
     """Marks a function as a fault. caught_by: one law, or several separated by blanks."""
 
     def mark(apply: Callable[[Fired], None]) -> Fault:

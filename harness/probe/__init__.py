@@ -51,9 +51,7 @@ class Probe:
         self.values.remove()
         self.collectives.remove()
 
-    def evidence(
-        self, displayed: Mapping[int, tuple[float, float | None]], fault: bool | None = None
-    ) -> RankEvidence:
+    def evidence(self, displayed: Mapping[int, tuple[float, float | None]], fault: bool | None = None) -> RankEvidence:
         """All that was seen. `displayed`: by step, the loss and gradient norm that the trainer shows its user."""
         steps = sorted(step for step in self.values.steps if step > 0)
         return RankEvidence(
@@ -77,7 +75,6 @@ class Probe:
             grad_norm=norm,
             lr=values.lr,
             gradients=values.gradients,
-            gradient_placements=values.gradient_placements,
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,
             memory=values.memory,

@@ -48,7 +48,9 @@ class CollectiveRecorder:
     """Records while installed. `where` answers (step, phase) at the moment of a call; `on_issue` hears of every record
     before the collective starts, so that a rank which never returns from it still leaves a trace."""
 
-    def __init__(self, where: Callable[[], tuple[int, str]], on_issue: Callable[[Collective], None] | None = None) -> None:
+    def __init__(
+        self, where: Callable[[], tuple[int, str]], on_issue: Callable[[Collective], None] | None = None
+    ) -> None:
         self.records: list[Collective] = []
         self._where, self._on_issue = where, on_issue
         self._sequence: Counter[str] = Counter()
@@ -102,7 +104,9 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Global ranks of a group. Trap: the map holds -100 for groups this rank is not a member of."""
     ranks = dist.distributed_c10d._world.pg_group_ranks.get(group)
     if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
-        ranks = dist.distributed_c10d._world.pg_group_ranks[dist.distributed_c10d._resolve_process_group(group.group_name)]
+        ranks = dist.distributed_c10d._world.pg_group_ranks[
+            dist.distributed_c10d._resolve_process_group(group.group_name)
+        ]
     return tuple(sorted(rank for rank in ranks if rank >= 0))
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer, optimizer as torch_optimizer
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from harness.probe.clock import Clock
-from harness.probe.structure import as_numpy, local, named_parameters, placements
+from harness.probe.structure import as_numpy, local, named_parameters
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
 
@@ -27,7 +28,6 @@ CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip
 class StepValues:
     lr: float | None = None
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    gradient_placements: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     optimizer_state: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -81,7 +81,6 @@ class ValueRecorder:
         for fqn, parameter in named_parameters(self.parts):
             if parameter.grad is not None:
                 step.gradients[fqn] = as_numpy(parameter.grad)
-                step.gradient_placements[fqn] = placements(parameter.grad)
         step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -99,8 +98,6 @@ class ValueRecorder:
         step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
         states = [v for p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            step.memory["peak"] = torch.cuda.max_memory_allocated()
         self._keep_state_of_latest_step(step, {names[id(p)]: optimizer.state.get(p, {}) for p in owned})
 
     def _keep_state_of_latest_step(self, step: StepValues, states: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Train one case, alone or under torchrun.
 
-    torchrun --nproc-per-node 4 -m harness.trainers.llama3 --case cases/data_parallel.yaml::fsdp_4
+torchrun --nproc-per-node 4 -m harness.trainers.llama3 --case cases/data_parallel.yaml::fsdp_4
 """
 
 from __future__ import annotations
