@@ -22,7 +22,7 @@ from harness.evidence import EvidenceError, Run, load
 from harness.faults import FaultError, load_fault
 from harness.golden import GoldenError
 from harness.launch import LaunchError
-from harness.line import Judgement, Options, Unsupported, judge_folder, reference_folder, run_case
+from harness.line import Judgement, Options, Unsupported, judge_folder, reference_folder, run_case, store_report
 from harness.plan import make_plan
 from harness.plan_text import plan_text
 from harness.progress import Progress
@@ -60,6 +60,8 @@ def _main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("harness: interrupted; nothing was judged, the ranks are killed", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `harness ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:  # a mistake of ours must not look like a broken law
         traceback.print_exc()
     return NOT_JUDGED
@@ -78,6 +80,11 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     judgements = [judge_folder(folder) for folder in _case_folders(args.folders)]
     print("\n\n".join(map(case_report, judgements)))
+    for judgement in judgements:
+        try:
+            store_report(judgement)
+        except EvidenceError as error:  # somebody else's evidence is judged all the same
+            print(f"harness: the report was not stored: {error}", file=sys.stderr)
     return worst(map(exit_code, judgements))
 
 

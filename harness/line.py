@@ -80,19 +80,23 @@ def run_case(case: Case, options: Options) -> Judgement:
     make_plan(case)
     started = time.monotonic()
     cached = reference_folder(case, options)
-    folder = fresh_folder(folder_of(case, options))
-    write_text(folder / "case.json", json.dumps(to_json(case), indent=1))
-    _link(cached / "reference.npz", folder / "reference.npz")
-    for name in ("run", "repeat")[: case.runs]:
-        _launch_ranks(case, folder / name, cached / "weights.npz", options)
-    return judge_folder(folder, seconds=time.monotonic() - started)
+    folder = folder_of(case, options)
+    with _only_one(options.out / ".locks" / f"{folder.name}.lock"):
+        fresh_folder(folder)
+        write_text(folder / "case.json", json.dumps(to_json(case), indent=1))
+        _link(cached / "reference.npz", folder / "reference.npz")
+        for name in ("run", "repeat")[: case.runs]:
+            _launch_ranks(case, folder / name, cached / "weights.npz", options)
+        judgement = judge_folder(folder, seconds=time.monotonic() - started)
+        store_report(judgement)
+    return judgement
 
 
 def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
-    """Judges stored evidence: reads, computes, starts nothing. report.txt and verdict.json are written beside it."""
+    """Judges stored evidence: reads and computes; starts nothing, writes nothing. Raises EvidenceError."""
     trial = load_trial(folder)
     results = judge(trial)
-    judgement = Judgement(
+    return Judgement(
         case=trial.case,
         folder=folder,
         results=results,
@@ -101,8 +105,6 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         fault=trial.run.fault,
         fired=_fired(trial),
     )
-    _store(judgement)
-    return judgement
 
 
 def _fired(trial: Trial) -> bool | None:
@@ -260,7 +262,8 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> 
     save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))
 
 
-def _store(judgement: Judgement) -> None:
+def store_report(judgement: Judgement) -> None:
+    """Leaves report.txt and verdict.json beside the evidence. Raises EvidenceError where that cannot be written."""
     from harness.report import case_report
 
     write_text(judgement.folder / "report.txt", case_report(judgement) + "\n")

@@ -1,0 +1,92 @@
+"""The whole line on real ranks where the matrix does not go: torchrun, files of tokens, two harnesses at once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.case import Case, from_json
+from harness.evidence import EvidenceError
+from harness.line import Judgement, Options, run_case
+from harness.report import case_report
+from harness.trial import Verdict
+
+
+def case_of(name: str, **parts: Any) -> Case:
+    return from_json({"name": name, "why": "a test", **parts})
+
+
+def verdicts(judgement: Judgement) -> dict[str, Verdict]:
+    return {result.check: result.verdict for result in judgement.results}
+
+
+def test_torchrun_gives_the_verdicts_of_the_local_launcher(tmp_path: Path) -> None:
+    case = case_of("hsdp_through_torchrun", dims={"dp_replicate": 2, "dp_shard": 2})
+    options = Options(out=tmp_path)
+    local, torchrun = run_case(case, options), run_case(case, replace(options, launcher="torchrun"))
+    assert local.verdict is torchrun.verdict is Verdict.PASS, case_report(torchrun)
+    assert verdicts(local) == verdicts(torchrun)
+
+
+def test_a_fault_under_torchrun_is_named_as_under_the_local_launcher(tmp_path: Path) -> None:
+    case = case_of("hsdp_through_torchrun", dims={"dp_replicate": 2, "dp_shard": 2})
+    judgement = run_case(case, Options(out=tmp_path, launcher="torchrun", fault="hsdp_runs_as_fsdp"))
+    assert judgement.diagnosis is not None
+    assert judgement.diagnosis.cause.startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2")
+
+
+def test_a_rank_killed_under_torchrun_is_blamed(tmp_path: Path) -> None:
+    case = case_of("killed", dims={"dp_shard": 2})
+    judgement = run_case(case, Options(out=tmp_path, launcher="torchrun", fault="rank_killed_in_step_2"))
+    assert judgement.diagnosis is not None
+    assert judgement.diagnosis.cause.startswith("rank 1 died by SIGKILL")
+
+
+def test_a_file_of_real_tokens_takes_the_place_of_the_made_ones(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.random.default_rng(0).integers(0, 256, 32 * 64 + 1).astype(np.uint16))
+    case = case_of("from_file", dims={"dp_shard": 2}, training={"data": str(tokens)})
+    judgement = run_case(case, Options(out=tmp_path / "out"))
+    assert judgement.verdict is Verdict.PASS, case_report(judgement)
+
+
+def test_a_missing_file_of_tokens_is_named(tmp_path: Path) -> None:
+    case = case_of("no_file", training={"data": str(tmp_path / "nowhere.npy")})
+    with pytest.raises(EvidenceError, match="the reference run of case 'no_file' failed.*nowhere.npy"):
+        run_case(case, Options(out=tmp_path / "out"))
+
+
+def test_cases_that_share_a_recipe_share_one_reference(tmp_path: Path) -> None:
+    cases = [case_of(name, dims={"dp_shard": 2}) for name in ("first", "second")]
+    judged: list[Judgement] = []
+    threads = [
+        threading.Thread(target=lambda c=case: judged.append(run_case(c, Options(out=tmp_path)))) for case in cases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [judgement.verdict for judgement in judged] == [Verdict.PASS] * 2
+    assert len([path for path in (tmp_path / ".reference").iterdir() if path.is_dir()]) == 1
+
+
+def test_a_case_without_a_bound_is_unknown_and_not_green(tmp_path: Path) -> None:
+    case = case_of("bf16", dims={"dp_shard": 2}, training={"dtype": "float32"}, features={"param_dtype": "bfloat16"})
+    judgement = run_case(case, Options(out=tmp_path))
+    assert judgement.verdict is Verdict.UNKNOWN
+    assert {name for name, verdict in verdicts(judgement).items() if verdict is Verdict.FAIL} == set()
+    assert verdicts(judgement)["traffic"] is Verdict.PASS  # gathered and reduced in bfloat16
+    assert verdicts(judgement)["gradients"] is Verdict.UNKNOWN
+
+
+def test_a_folder_that_is_not_ours_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(EvidenceError, match="not empty and not written by this harness; choose another --out"):
+        run_case(case_of("mine"), Options(out=tmp_path))
+    assert (tmp_path / "mine" / "thesis.tex").exists()
