@@ -14,7 +14,11 @@ from harness.case import TrainingConfig
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
-    """AdamW, or SGD without momentum; weight decay on every parameter."""
+    """AdamW, or SGD without momentum; weight decay on every parameter.
+
+    AdamW is fused: one operator, which DTensor has to look into once instead of once per arithmetic operation. (torch has
+    no sharding rule for the fused SGD.)
+    """
     parameters = list(model.parameters())
     if training.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=training.lr, weight_decay=training.weight_decay)
@@ -24,6 +28,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
         betas=(training.beta1, training.beta2),
         eps=training.eps,
         weight_decay=training.weight_decay,
+        fused=True,
     )
 
 
