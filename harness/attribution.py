@@ -20,7 +20,10 @@ EXPLAINED = 1e-6  # of the gradient's size; rounding leaves 1e-14, a gradient th
 
 @dataclass(frozen=True)
 class Weights:
-    """by_sample: weight by sample id, 1 where it counted as it should. residual: the share of the gradient unexplained."""
+    """by_sample: weight by sample id, 1 where it counted as it should. residual: the share of the gradient unexplained.
+
+    Samples that contribute nothing (no valid token) have no weight.
+    """
 
     by_sample: dict[int, float]
     residual: float
@@ -41,7 +44,7 @@ class Weights:
 
 
 def sample_weights(trial: Trial, ranks: list[int], fqns: list[str] | None = None) -> Weights | None:
-    """Fitted to the step-1 gradients that `ranks` hold of `fqns` (default: all). None if they hold none."""
+    """Fitted to the step-1 gradients that `ranks` hold of `fqns` (default: all). None if they hold too little."""
     rows, targets = [], []
     for rank in ranks:
         for fqn, gradient in next((s.gradients for s in trial.ranks[rank].steps if s.step == 1), {}).items():
@@ -54,10 +57,12 @@ def sample_weights(trial: Trial, ranks: list[int], fqns: list[str] | None = None
     if not rows or sum(map(len, targets)) < len(trial.reference.samples[0]):
         return None
     matrix, target = np.concatenate(rows), np.concatenate(targets)
-    fitted, *_ = np.linalg.lstsq(matrix, target, rcond=None)
+    counted = np.any(matrix != 0, axis=0)
+    fitted, *_ = np.linalg.lstsq(matrix[:, counted], target, rcond=None)
     size = float(np.linalg.norm(target)) or 1.0
-    residual = float(np.linalg.norm(matrix @ fitted - target)) / size
-    return Weights(dict(zip(trial.reference.samples[0], map(float, fitted), strict=True)), residual)
+    residual = float(np.linalg.norm(matrix[:, counted] @ fitted - target)) / size
+    ids = [id_ for id_, counts in zip(trial.reference.samples[0], counted, strict=True) if counts]
+    return Weights(dict(zip(ids, map(float, fitted), strict=True)), residual)
 
 
 def _within(trial: Trial, fqn: str, part: Slice, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,16 +76,39 @@ def _within(trial: Trial, fqn: str, part: Slice, gradient: np.ndarray) -> tuple[
     return trial.reference.sample_gradients[fqn][:, inside], observed
 
 
-def expected_if_averaged_locally(trial: Trial, per_microbatch: bool) -> dict[int, float]:
-    """The weights samples get when each rank (or microbatch) divides by its own number of valid tokens."""
-    fed = shares_of_samples(trial, 1)
+def heard_of(trial: Trial) -> dict[int, list[int]] | None:
+    """By rank, the ranks whose samples its gradient holds. None if some rank's gradient is no mix of samples.
+
+    Ranks at tp 0 stand for all.
+    """
+    fed, heard = shares_of_samples(trial, 1), {}
+    for rank in fed:
+        weights = sample_weights(trial, [rank])
+        if weights is None or not weights.explained:
+            return None
+        counted = {id_ for id_, weight in weights.by_sample.items() if abs(weight) > 1e-6}
+        heard[rank] = [other for other, ids in fed.items() if counted & set(ids)]
+    return heard
+
+
+UNITS = ("rank", "microbatch of each rank", "microbatch", "sample")
+
+
+def local_average(trial: Trial, weights: Weights, unit: str) -> float | None:
+    """The factor k if each `unit` divided by its own number of valid tokens (and k times); None if not so."""
+    expected = _weights_if_averaged(trial, _pieces(trial, unit))
+    pairs = [(weight, expected.get(id_, 0.0)) for id_, weight in weights.by_sample.items()]
+    if any(not wanted for _, wanted in pairs):
+        return None
+    ratios = np.array([weight / wanted for weight, wanted in pairs])
+    factor = float(np.median(ratios))
+    return factor if np.allclose(ratios, factor, rtol=1e-6) and factor > 0 else None
+
+
+def _weights_if_averaged(trial: Trial, pieces: list[list[int]]) -> dict[int, float]:
+    """The weights of samples if each piece divides by its own number of valid tokens and pieces count alike."""
     tokens = dict(zip(trial.reference.sample_ids, (trial.reference.labels >= 0).sum(axis=1), strict=True))
     total = sum(int(tokens[i]) for i in trial.reference.samples[0])
-    pieces = [
-        [i for i in piece if i is not None]
-        for ids in fed.values()
-        for piece in (_microbatches(trial, ids) if per_microbatch else [ids])
-    ]
     weights: dict[int, float] = {}
     for piece in pieces:
         own = sum(int(tokens[i]) for i in piece)
@@ -88,19 +116,30 @@ def expected_if_averaged_locally(trial: Trial, per_microbatch: bool) -> dict[int
     return weights
 
 
-def _microbatches(trial: Trial, ids: list[int | None]) -> list[list[int | None]]:
+def _pieces(trial: Trial, unit: str) -> list[list[int]]:
+    """The samples of step 1, divided by who computes a loss of its own."""
+    shares = [[i for i in ids if i is not None] for ids in shares_of_samples(trial, 1).values()]
+    parts = [_microbatches(trial, ids) for ids in shares]
+    if unit == "rank":
+        return shares
+    if unit == "microbatch of each rank":
+        return [piece for share in parts for piece in share]
+    if unit == "microbatch":
+        return [[i for piece in pieces for i in piece] for pieces in zip(*parts, strict=True)]
+    return [[i] for ids in shares for i in ids]
+
+
+def _microbatches(trial: Trial, ids: list[int]) -> list[list[int]]:
     size = trial.case.local_batch
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
 def by_microbatch(trial: Trial, weights: Weights) -> list[float] | None:
     """The weight of each microbatch, if all samples of the n-th microbatches of all ranks have the same one."""
-    fed = shares_of_samples(trial, 1)
     found: list[float] = []
-    for index in range(trial.case.features.accumulation):
-        ids = [i for share in fed.values() for i in _microbatches(trial, share)[index]]
-        values = np.array([weights.by_sample.get(i, np.nan) for i in ids if i is not None])
-        if not np.allclose(values, values[0], rtol=1e-6, atol=1e-9):
+    for ids in _pieces(trial, "microbatch"):
+        values = np.array([weights.by_sample[i] for i in ids if i in weights.by_sample])
+        if not values.size or not np.allclose(values, values[0], rtol=1e-6, atol=1e-9):
             return None
         found.append(float(values[0]))
     return found

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from harness.checks import law
 from harness.trial import Finding, Result, Verdict
 
 if TYPE_CHECKING:
@@ -29,14 +30,18 @@ def case_report(judgement: Judgement) -> str:
         lines += _table(judgement.diagnosis.evidence)
         lines += _table(
             [
-                ("again", f"harness run {judgement.case.name}" + (f" --fault {judgement.fault}" if judgement.fault else "")),
+                (
+                    "again",
+                    f"harness run {judgement.case.name}" + (f" --fault {judgement.fault}" if judgement.fault else ""),
+                ),
                 ("evidence", str(judgement.folder)),
             ]
         )
     lines += ["", *_law_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
-            lines += ["", f"  {result.check}", *(finding_text(finding, "    ") for finding in result.findings)]
+            lines += ["", f"  {result.check}: {law(result.check)}"]
+            lines += [finding_text(finding, "    ") for finding in result.findings]
     return "\n".join(lines)
 
 
@@ -54,7 +59,9 @@ def check_text(judgement: Judgement, result: Result) -> str:
     lines = [headline(judgement)]
     if judgement.diagnosis:
         lines += _table(judgement.diagnosis.evidence)
-    lines.append(f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else ""))
+    lines.append(
+        f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
+    )
     lines += [finding_text(finding, "  ") for finding in result.findings]
     lines += _table([("again", f"pytest -k {judgement.case.name}"), ("evidence", str(judgement.folder))])
     return "\n".join(lines)
@@ -66,7 +73,10 @@ def _cause_of_unknown(judgement: Judgement) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"  {label:<16}  {text}" for label, text in rows]
+    """Rows of one label in a run show it once."""
+    labels = [label for label, _ in rows]
+    shown = ["" if label == before else label for before, label in zip([None, *labels], labels, strict=False)]
+    return [f"  {label:<16}  {text}" for label, (_, text) in zip(shown, rows, strict=True)]
 
 
 def _law_lines(results: Sequence[Result]) -> list[str]:
@@ -74,7 +84,9 @@ def _law_lines(results: Sequence[Result]) -> list[str]:
     reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
     shared = {note for note in reasons if reasons.count(note) > 2}
     lines = [_law_line(result) for result in results if result.note not in shared]
-    return lines + [f"  {f'{reasons.count(note)} other laws':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)]
+    return lines + [
+        f"  {f'{reasons.count(note)} other laws':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
+    ]
 
 
 def _law_line(result: Result) -> str:

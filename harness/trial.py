@@ -100,7 +100,7 @@ def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> S
     if value.ndim != full.ndim:
         return None
     if value.size == 0:
-        return guess if guess is not None and numel(guess) == 0 else tuple((0, 0) for _ in full.shape)
+        return guess if guess is not None and numel(guess) == 0 else tuple((0, size) for size in value.shape)
     if guess is not None and _is_at(value, full, tuple(start for start, _ in guess)):
         return tuple((start, start + size) for (start, _), size in zip(guess, value.shape, strict=True))
     for corner in np.argwhere(full == value.flat[0]):

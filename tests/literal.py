@@ -17,6 +17,7 @@ import numpy as np
 from harness import golden
 from harness.case import Case, Features, ParallelDims
 from harness.checks import all_checks, run_check
+from harness.checks.update import observed_norm
 from harness.evidence import Collective, Exit, Group, Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
 from harness.plan import make_plan, tp_dim
 from harness.trial import Result, Trial
@@ -64,7 +65,17 @@ def reference_of(case: Case) -> ReferenceRun:
     tokens = np.array([[(id_ + 1) // 5**place % 5 for place in range(training.seq_len)] for id_ in ids], np.int64)
     labels = np.where(draw.random(tokens.shape) < 0.3, -100, tokens + 1)
     steps = tuple(_reference_step(case, number, weights, gradients, labels) for number in range(1, training.steps + 1))
-    return ReferenceRun(weights, steps, samples, ids, tokens, labels, {}, {}, {"torch": "none"})
+    counted = (labels[:batch] != -100).any(axis=1)
+    parts = {fqn: _sample_gradients(draw, full, counted) for fqn, full in gradients[0].items()}
+    positions = {fqn: np.arange(full.size) for fqn, full in gradients[0].items()}
+    return ReferenceRun(weights, steps, samples, ids, tokens, labels, parts, positions, {"torch": "none"})
+
+
+def _sample_gradients(draw: np.random.Generator, full: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """[samples, all positions]: any numbers that sum to the whole gradient, none of samples without valid tokens."""
+    parts = draw.standard_normal((len(counted), full.size)) * counted[:, None]
+    parts[counted] += (full.ravel() - parts.sum(axis=0)) / counted.sum()
+    return parts
 
 
 def _away_from_zero(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -265,6 +276,44 @@ def with_value(
     """what: gradients or parameters."""
     values = getattr(trial.ranks[rank].steps[step - 1], what)
     return with_step(trial, rank, step, **{what: values | {fqn: change(values[fqn])}})
+
+
+def with_step_1_gradients(
+    trial: Trial, change: Callable[[int, str], np.ndarray], *, later: float | None = None
+) -> Trial:
+    """change(rank, fqn): that rank's whole gradient of step 1, of which it keeps its slice; `later` scales other steps.
+
+    Norms and updates follow from what is seen, as they would on real ranks.
+    """
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            seen = {fqn: change(rank, fqn)[_cut(trial.plan.slices[rank][fqn])] for fqn in step.gradients}
+            scaled = {fqn: (later or 1.0) * gradient for fqn, gradient in step.gradients.items()}
+            trial = with_step(trial, rank, step.step, gradients=seen if step.step == 1 else scaled)
+    return with_updates_that_follow(trial)
+
+
+def with_updates_that_follow(trial: Trial) -> Trial:
+    """What the optimizer makes, rank by rank, of the gradients that are there."""
+    steps, training = range(1, trial.case.training.steps + 1), trial.case.training
+    norms = [observed_norm(trial, step) for step in steps]
+    for rank, evidence in trial.ranks.items():
+        starts = {tensor.fqn: tensor.value for tensor in evidence.parameters}
+        for step in steps:
+            past = [(clip(norm, training), s.gradients) for norm, s in zip(norms, evidence.steps[:step], strict=False)]
+            results = {f: optimize(start, [c * g[f] for c, g in past], training) for f, start in starts.items()}
+            kept = {f: state for f, (_, state) in results.items()} if step == training.steps else {}
+            parameters = {f: value for f, (value, _) in results.items()}
+            changes = {"parameters": parameters, "optimizer_state": kept, "grad_norm": norms[step - 1]}
+            trial = with_step(trial, rank, step, **changes)
+    return trial
+
+
+def sum_of_samples(trial: Trial, fqn: str, weights: dict[int, float]) -> np.ndarray:
+    """The whole gradient of step 1 in which each sample counts with its weight, 1 where none is given."""
+    parts = trial.reference.sample_gradients[fqn]
+    factors = [weights.get(id_, 1.0) for id_ in trial.reference.samples[0]]
+    return np.tensordot(factors, parts, axes=1).reshape(trial.plan.shapes[fqn])
 
 
 def with_parameter(trial: Trial, rank: int, fqn: str, /, **changes: Any) -> Trial:

@@ -53,7 +53,7 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     if steps != wanted:
         findings.append(Finding(f"rank {evidence.rank}", f"steps {wanted}", f"steps {steps}"))
     held = {tensor.fqn for tensor in evidence.parameters}
-    findings += _inventory(f"rank {evidence.rank}, parameters", set(trial.plan.slices[evidence.rank]), held)
+    findings += _inventory(f"rank {evidence.rank}, parameters", set(trial.plan.slices.get(evidence.rank, {})), held)
     for step in evidence.steps:
         for what, seen in (("gradients", set(step.gradients)), ("updated parameters", set(step.parameters))):
             findings += _inventory(f"rank {evidence.rank}, step {step.step}, {what}", held, seen)

@@ -17,8 +17,8 @@ from harness.case import TrainingConfig
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
     """AdamW, or SGD without momentum; weight decay on every parameter.
 
-    AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic operation. (torch has
-    no sharding rule for the fused SGD.)
+    AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic
+    operation. (torch has no sharding rule for the fused SGD.)
     """
     parameters = [{"params": family} for family in by_mesh(model)]
     if training.optimizer == "sgd":

@@ -1,0 +1,102 @@
+"""Findings of several laws -> one named cause, in the field's words, and the evidence for it in a few lines.
+
+Each rule knows one kind of cause and looks at the trial itself, not at the wording of findings. Rules are tried in the
+order in which one mistake leads to others: a dead rank explains missing evidence, a wrong layout explains traffic, a
+wrong sample explains a wrong gradient, a wrong gradient explains the update. The first that answers names the cause.
+
+A diagnosis is a service, the verdict is the laws'. So a rule that raises is skipped, and the evidence says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Sequence
+
+from harness.diagnose.data import wrong_samples, wrong_weights
+from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, wrong_loss
+from harness.diagnose.layout import wrong_contents, wrong_layout
+from harness.diagnose.processes import incomplete, process_failed
+from harness.diagnose.rest import not_deterministic, reference_moved, replicas_drift, wrong_display, wrong_structure
+from harness.diagnose.updates import wrong_update
+from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
+from harness.trial import Result, Trial, Verdict
+
+Rule = Callable[[Trial, Broken], Diagnosis | None]
+
+PROCESS_RULES: tuple[Rule, ...] = (process_failed, incomplete)
+RULES: tuple[Rule, ...] = (
+    *PROCESS_RULES,
+    wrong_layout,
+    wrong_weights,
+    wrong_contents,
+    wrong_samples,
+    wrong_gradients,
+    wrong_loss,
+    wrong_update,
+    wrong_later_gradients,
+    replicas_drift,
+    wrong_structure,
+    wrong_display,
+    not_deterministic,
+    reference_moved,
+)
+
+
+def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:
+    """None if no law is broken. Never raises."""
+    failed = [result for result in results if result.verdict is Verdict.FAIL]
+    broken = {result.check: result for result in failed if result.findings}
+    if not broken:
+        return Diagnosis(f"{failed[0].check} is broken and does not say where") if failed else None
+    found, skipped = _first_answer(trial, broken, rules if _all_told(trial) else PROCESS_RULES)
+    found = found or _plain_summary(broken)
+    return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
+
+
+def _all_told(trial: Trial) -> bool:
+    return set(trial.ranks) == set(trial.plan.slices) and all(evidence.steps for evidence in trial.ranks.values())
+
+
+def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[Diagnosis | None, Lines]:
+    """The first rule's answer, and a line for every rule before it that raised."""
+    skipped: list[tuple[str, str]] = []
+    for rule in rules:
+        try:
+            found = rule(trial, broken)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"the rule {rule.__name__} raised {error!r} at {where.name}:{where.lineno}, so it names no cause"
+            skipped.append(("not diagnosed", told))
+            continue
+        if found is not None:
+            return found, tuple(skipped)
+    return None, tuple(skipped)
+
+
+def _plain_summary(broken: Broken) -> Diagnosis:
+    """What is left where no rule knows the cause: the first law that is broken, and which others are."""
+    name, text = finding_line(*next(iter(broken.items())))
+    others = [other for other in broken if other != name]
+    return Diagnosis(f"{name}: {text}", (("also broken", ", ".join(others)),) if others else ())
+
+
+def _what_weaker_tests_say(results: Sequence[Result]) -> Lines:
+    """The laws that pass although the trainer is wrong: what weaker tests would have said."""
+    passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
+    broken = {result.check for result in results if result.verdict is Verdict.FAIL}
+    lines = []
+    numbers = [name for name in ("loss", "gradients") if name in passing]
+    if numbers and broken != {"golden"}:
+        worst = max((passing[name].note.removeprefix("largest difference ") for name in numbers), key=float)
+        blind = ": a loss-curve test passes here" if "loss" in passing else ""
+        close = f"within {worst}" if float(worst) else "exactly"
+        lines.append((", ".join(numbers), f"equal to the reference {close}{blind}"))
+    if "process_groups" in passing and broken & {"shard_contents", "placements", "traffic"}:
+        lines.append(("groups", "every group of the plan exists: a listing of process groups passes here"))
+    if "golden" in broken and len(broken) > 1:
+        lines.append(("golden", "the reference moved as well: model, data, recipe or torch changed"))
+    return tuple(lines)
+
+
+__all__ = ["RULES", "Diagnosis", "diagnose"]

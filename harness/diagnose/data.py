@@ -1,0 +1,183 @@
+"""Ranks start from other weights, or are fed other samples, than the recipe says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from harness.checks.samples import fed_samples
+from harness.diagnose.layout import contents_line
+from harness.diagnose.words import Broken, Diagnosis, Lines, in_parameters, on_ranks, rank_words
+from harness.trial import Trial, take
+
+Fed = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
+
+
+# ---- weights
+
+
+def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "initial_weights" not in broken:
+        return None
+    for axis, groups in reversed(trial.plan.groups.items()):
+        same = [_start_alike(trial, group) for group in groups]
+        if all(same):
+            one, other = groups[0][:2]
+            cause = f"ranks along {axis} start from the same shard: rank {other} holds the values of rank {one}"
+            cut = [fqn for fqn in trial.plan.shapes if trial.plan.slices[one][fqn] != trial.plan.slices[other][fqn]]
+            where = "" if set(cut) == same[0] else " " + in_parameters(trial, [fqn for fqn in cut if fqn in same[0]])
+            return Diagnosis(cause + where, tuple(contents_line(trial)))
+    strange = [
+        (rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None
+    ]
+    if not strange:
+        return None
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
+    where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
+    return Diagnosis(f"training does not start from the seed weights {where}", tuple(_strange_line(trial, *strange[0])))
+
+
+def _strange_line(trial: Trial, rank: int, fqn: str) -> Iterator[tuple[str, str]]:
+    value = next(t.value for t in trial.ranks[rank].parameters if t.fqn == fqn)
+    if fqn not in trial.plan.shapes:
+        return
+    wanted = take(trial.reference.weights[fqn], trial.plan.slices[rank][fqn])
+    yield "weights", f"rank {rank}, {fqn}: {_how_they_differ(value, wanted)}"
+
+
+def _how_they_differ(value: np.ndarray, wanted: np.ndarray) -> str:
+    if value.shape != wanted.shape:
+        return f"shape {value.shape}, expected {wanted.shape}"
+    if value.dtype != wanted.dtype:
+        return f"{value.dtype}, expected {wanted.dtype}"
+    if not np.isfinite(value).all():
+        return "not finite"
+    if np.array_equal(value, wanted.astype(np.float32).astype(wanted.dtype)):
+        return "the seed weights rounded to float32"
+    return f"off by {np.max(np.abs(value - wanted)):.3g}, the largest seed weight is {np.max(np.abs(wanted)):.3g}"
+
+
+def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
+    """Parameters that the plan cuts between the members, and of which all hold the first one's bytes, not the whole."""
+    first, *others = [{t.fqn: t.value for t in trial.ranks[rank].parameters} for rank in group]
+    mine, next_ones = trial.plan.slices[group[0]], trial.plan.slices[group[1]]
+    cut = [f for f in first if f in mine and mine[f] != next_ones[f] and first[f].size]
+    alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
+    return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()
+
+
+# ---- samples
+
+
+def wrong_samples(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Named by the first step in which a rank is fed something else than it should."""
+    if "samples" not in broken:
+        return None
+    for step, wanted in enumerate(trial.reference.samples, start=1):
+        cause = _name_samples(trial, step, set(wanted))
+        if cause:
+            return Diagnosis(cause, _sample_lines(trial, broken))
+    first = broken["samples"].findings[0]
+    return Diagnosis(f"wrong samples: {first.where}: {first.observed}, expected {first.expected}", ())
+
+
+def _sample_lines(trial: Trial, broken: Broken) -> Lines:
+    return tuple(("samples", f"{f.where}: {f.observed}") for f in broken["samples"].findings[:2] if f.observed)
+
+
+def _name_samples(trial: Trial, step: int, wanted: set[int]) -> str | None:
+    fed = fed_samples(trial, step)
+    shares = {rank: fed[rank] for rank in trial.one_rank_per_share() if rank in fed}
+    seen = {id_ for ids in shares.values() for id_ in ids}
+    when = "" if step == 1 else f" in step {step}"
+    return (
+        _differing_peers(trial, fed, when)
+        or _same_samples(shares, when)
+        or _overlapping(shares, when)
+        or _no_samples(trial, fed, when)
+        or (_of_another_step(trial, seen - wanted, step) if seen - wanted else None)
+        or (f"samples fed to nobody{when}: {len(wanted - seen)} of {len(wanted)}" if wanted - seen else None)
+        or _wrong_microbatches(trial, fed, step)
+        or _wrong_labels(trial, step)
+    )
+
+
+def _no_samples(trial: Trial, fed: Fed, when: str) -> str | None:
+    strange = [rank for rank, ids in fed.items() if None in ids]
+    if not strange:
+        return None
+    steps = len(trial.reference.samples)
+    told = f"fed tokens of no sample of the recipe's {steps} steps{when}{on_ranks(trial, strange) or ' on all ranks'}"
+    return f"dp ranks draw overlapping samples, each by an order of its own: {told}" if _share_rows(trial) else told
+
+
+def _share_rows(trial: Trial) -> bool:
+    """Whether two dp ranks are fed one row of tokens at any time, although the recipe feeds each sample once."""
+    planned = [id_ for ids in trial.reference.samples for id_ in ids]
+    rows = [
+        {row.tobytes() for step in trial.ranks[rank].steps for part in step.microbatches for row in part.tokens}
+        for rank in trial.one_rank_per_share()
+    ]
+    return len(set(planned)) == len(planned) and any(one & other for one, other in itertools.combinations(rows, 2))
+
+
+def _differing_peers(trial: Trial, fed: Fed, when: str) -> str | None:
+    for peers in trial.plan.groups.get("tp", ()):
+        odd = [rank for rank in peers if fed.get(rank) != fed.get(peers[0])]
+        if odd:
+            return f"tp peers are fed different samples{when}: {rank_words(odd)} not what rank {peers[0]} is fed"
+    return None
+
+
+def _same_samples(shares: Fed, when: str) -> str | None:
+    for ids in (ids for ids in shares.values() if None not in ids):
+        same = [rank for rank, others in shares.items() if others == ids]
+        if len(same) > 1:
+            return f"ranks {_short(same)} were fed the same samples{when}, dp ranks must partition the global batch"
+    return None
+
+
+def _short(ranks: list[int]) -> str:
+    return rank_words(ranks).removeprefix("ranks ")
+
+
+def _overlapping(shares: Fed, when: str) -> str | None:
+    for one, other in itertools.combinations(shares, 2):
+        if (set(shares[one]) & set(shares[other])) - {None}:
+            return f"dp ranks draw overlapping samples{when}: some are fed twice and some to nobody"
+    for rank, ids in shares.items():
+        if None not in ids and len(set(ids)) < len(ids):
+            return f"rank {rank} is fed a sample twice{when}"
+    return None
+
+
+def _of_another_step(trial: Trial, foreign: set[int | None], step: int) -> str:
+    steps = [str(other) for other, ids in enumerate(trial.reference.samples, start=1) if foreign & set(ids)]
+    return f"step {step} is fed samples of step {', '.join(steps)}: the sampler is at another place of the data"
+
+
+def _wrong_microbatches(trial: Trial, fed: Fed, step: int) -> str | None:
+    wanted = [trial.case.local_batch] * trial.case.features.accumulation
+    for rank in fed:
+        record = next(record for record in trial.ranks[rank].steps if record.step == step)
+        sizes = [len(microbatch.tokens) for microbatch in record.microbatches]
+        if sizes != wanted:
+            return f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}, asked for {wanted}"
+    return None
+
+
+def _wrong_labels(trial: Trial, step: int) -> str | None:
+    reference = trial.reference
+    labels_of = {row.tobytes(): labels for row, labels in zip(reference.tokens, reference.labels, strict=True)}
+    wrong: dict[int, int] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        for part in (m for record in evidence.steps if record.step == step for m in record.microbatches):
+            for row, labels in zip(part.tokens, part.labels if part.labels is not None else (), strict=False):
+                wrong[rank] = wrong.get(rank, 0) + int(np.sum(labels_of[row.tobytes()] != labels))
+    odd = [rank for rank, count in wrong.items() if count]
+    if not odd:
+        return None
+    count = sum(wrong.values())
+    return f"wrong labels{on_ranks(trial, odd)}: tokens are right, {count} labels of step {step} are not those of their sample"

@@ -1,0 +1,331 @@
+"""Gradients before clipping are not the reference's: scaled, not reduced, not accumulated, averaged in the wrong place.
+
+Judged in step 1, where all ranks still start from the same weights, so that nothing but the gradient itself can be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from harness import attribution, tolerance
+from harness.checks.loss import global_loss
+from harness.checks.traffic import observed as observed_traffic
+from harness.diagnose.factors import factor_text, times_text
+from harness.diagnose.words import (
+    Broken,
+    Diagnosis,
+    finding_line,
+    groups_text,
+    in_parameters,
+    on_ranks,
+    rank_words,
+    traffic_lines,
+)
+from harness.trial import Trial, ranks_text, take
+
+Pair = tuple[int, str]  # rank, fqn
+
+
+def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "gradients" not in broken:
+        return None
+    wrong = wrong_pairs(trial, 1)
+    if not wrong:
+        return None
+    for explain in (
+        _misshapen,
+        _not_finite,
+        _scaled,
+        _missing_reduction,
+        _norms_not_summed,
+        _unequal_samples,
+        _own_samples_only,
+    ):
+        cause = explain(trial, wrong)
+        if cause:
+            return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
+    return Diagnosis(_unexplained(trial, broken, wrong), tuple(_gradient_lines(trial, wrong)))
+
+
+def _observed(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
+    return next((record.gradients for record in trial.ranks[rank].steps if record.step == step), {})
+
+
+def _expected(trial: Trial, rank: int, fqn: str, step: int = 1) -> np.ndarray | None:
+    part = trial.slice_of(rank, fqn)
+    full = trial.reference.steps[step - 1].gradients.get(fqn)
+    return None if part is None or full is None else take(full, part)
+
+
+def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
+    """(rank, fqn) whose gradient in a step is off by more than the law allows, in the model's order."""
+    bound = tolerance.bounds(trial.case, trial.reference).gradient[step]
+    found = []
+    for rank in sorted(trial.ranks):
+        for fqn, seen in _observed(trial, rank, step).items():
+            expected = _expected(trial, rank, fqn, step)
+            if expected is not None:
+                largest = float(np.max(np.abs(trial.reference.steps[step - 1].gradients[fqn]), initial=0.0))
+                if not tolerance.relative_difference(seen, expected, largest) <= bound:
+                    found.append((rank, fqn))
+    return found
+
+
+def _fqns(trial: Trial, wrong: list[Pair]) -> list[str]:
+    names = {fqn for _, fqn in wrong}
+    return [fqn for fqn in trial.plan.shapes if fqn in names]
+
+
+def _where(trial: Trial, wrong: list[Pair]) -> str:
+    return in_parameters(trial, _fqns(trial, wrong)) + on_ranks(trial, [rank for rank, _ in wrong])
+
+
+# ---- the kinds of mistakes, each None if it is not that
+
+
+def _misshapen(trial: Trial, wrong: list[Pair]) -> str | None:
+    held = {
+        (rank, fqn): part for rank, e in trial.ranks.items() for fqn, part in ((t.fqn, t.value) for t in e.parameters)
+    }
+    bad = [(rank, fqn) for rank, fqn in wrong if _observed(trial, rank, 1)[fqn].shape != held[rank, fqn].shape]
+    if not bad:
+        return None
+    rank, fqn = bad[0]
+    seen = f"rank {rank}, {fqn}: gradient {_observed(trial, rank, 1)[fqn].shape} of a parameter {held[rank, fqn].shape}"
+    return f"gradients have another shape than their parameters {_where(trial, bad)}: {seen}"
+
+
+def _not_finite(trial: Trial, wrong: list[Pair]) -> str | None:
+    bad = [(rank, fqn) for rank, fqn in wrong if not np.isfinite(_observed(trial, rank, 1)[fqn]).all()]
+    if not bad:
+        return None
+    losses = [m.loss_sum for e in trial.ranks.values() for m in e.steps[0].microbatches if m.loss_sum is not None]
+    finite = all(map(math.isfinite, losses))
+    what, tail = ("gradients are", ", the losses are finite") if finite else ("loss and gradients are", "")
+    return f"{what} NaN or infinite in step 1 {_where(trial, bad)}{tail}"
+
+
+def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
+    """All that is wrong is one and the same multiple of what it should be."""
+    factors = [_factor(trial, rank, fqn) for rank, fqn in wrong]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-7, atol=1e-12):
+        return None
+    where = _where(trial, wrong)
+    factor = float(np.median(known))
+    if abs(factor) < 1e-12:
+        return f"gradients are zero {where}"
+    everywhere = len(_fqns(trial, wrong)) == len(trial.plan.shapes)
+    name = factor_text(trial, factor, everywhere)
+    return f"gradients are {times_text(factor)} what they should be {where}{name}"
+
+
+def _factor(trial: Trial, rank: int, fqn: str) -> float | None:
+    """The number that makes what is expected of what is observed; None if it is no constant."""
+    seen, expected = _observed(trial, rank, 1)[fqn], _expected(trial, rank, fqn)
+    if expected is None or seen.shape != expected.shape or not np.any(expected):
+        return None
+    factor = float(np.sum(seen * expected) / np.sum(expected * expected))
+    left = float(np.max(np.abs(seen - factor * expected)))
+    return factor if left <= 1e-9 * max(1.0, abs(factor)) * float(np.max(np.abs(expected))) else None
+
+
+def _missing_reduction(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Axes over which some rank should reduce gradients and nothing ran."""
+    missing: dict[str, str] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        seen = observed_traffic(evidence, 1)
+        for flow in trial.plan.flows[rank]:
+            if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
+                missing[flow.axis] = flow.op
+    if not missing or _everyone_is_heard(trial, attribution.heard_of(trial)):
+        return None
+    told = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
+    return f"gradient reduction missing over {' and '.join(missing)}: {', '.join(told)}"
+
+
+def _norms_not_summed(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Weights that are whole on every tp rank: each rank's gradient is a share; the shares sum to the reference's."""
+    fqns = _fqns(trial, wrong)
+    if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
+        return None
+    for group in trial.plan.groups["tp"]:
+        for fqn in fqns:
+            total, expected = sum(_observed(trial, rank, 1)[fqn] for rank in group), _expected(trial, group[0], fqn)
+            if expected is None or tolerance.relative_difference(np.asarray(total), expected) > 1e-9:
+                return None
+    return f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
+
+
+def _unequal_samples(trial: Trial, wrong: list[Pair]) -> str | None:
+    weights = attribution.sample_weights(trial, sorted(trial.ranks))
+    if weights is None or not weights.explained or weights.uniform is not None:
+        return None
+    return _lost_microbatches(trial, weights) or _averaged_locally(trial, weights) or _weights_text(weights)
+
+
+def _lost_microbatches(trial: Trial, weights: attribution.Weights) -> str | None:
+    accumulation = trial.case.features.accumulation
+    each = attribution.by_microbatch(trial, weights) if accumulation > 1 else None
+    if each is None:
+        return None
+    shown = ", ".join(f"{round(weight, 9) + 0.0:.6g}" for weight in each)
+    lost = [str(i + 1) for i, weight in enumerate(each) if abs(weight) < 1e-9]
+    if lost:
+        return f"microbatches {', '.join(lost)} of {accumulation} do not contribute to the gradient (weights {shown})"
+    if attribution.local_average(trial, weights, "microbatch") is None:
+        return f"microbatches contribute with weights {shown} to the gradient, each should have 1"
+    return None
+
+
+def _averaged_locally(trial: Trial, weights: attribution.Weights) -> str | None:
+    """Where the mean was taken; all places that are the same here are named."""
+    found = {unit: attribution.local_average(trial, weights, unit) for unit in attribution.UNITS}
+    factors = {unit: factor for unit, factor in found.items() if factor is not None}
+    if trial.case.features.accumulation == 1 and "rank" in factors:
+        factors.pop("microbatch of each rank", None)  # the same thing under two names
+    if not factors:
+        return None
+    factor = next(iter(factors.values()))
+    cause = f"the loss is averaged per {' or '.join(factors)}: each divides by its own number of valid tokens"
+    if math.isclose(factor, 1.0, rel_tol=1e-6):
+        return f"{cause}, not by the global one"
+    return f"{cause}, and gradients are {times_text(factor)} that{factor_text(trial, factor)}"
+
+
+def _weights_text(weights: attribution.Weights) -> str:
+    values = weights.values.round(9)
+    none = int(np.sum(np.abs(values) < 1e-9))
+    more = f", {none} of {len(values)} do not count at all" if none else ""
+    span = f"{values.min():.4g} to {values.max():.4g}"
+    return f"samples count unequally in the gradient: weights {span}{more}, each should have 1"
+
+
+def _own_samples_only(trial: Trial, wrong: list[Pair]) -> str | None:
+    """The collective ran and its result was dropped: each rank's gradient is a mix of some ranks' samples."""
+    heard = attribution.heard_of(trial)
+    if heard is None or _everyone_is_heard(trial, heard):
+        return None
+    axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in trial.plan.groups]
+    missing = [axis for axis in axes if all(_deaf(trial, heard, rank, axis) for rank in heard)]
+    rank = next(iter(heard))
+    told = f"rank {rank}'s gradient holds the samples of {rank_words(heard[rank])} only, though collectives ran"
+    over = f" over {' and '.join(missing)}" if missing else ""
+    return f"gradient reduction without effect{over}: {told}"
+
+
+def _everyone_is_heard(trial: Trial, heard: dict[int, list[int]] | None) -> bool:
+    return heard is not None and all(len(ranks) == len(trial.one_rank_per_share()) for ranks in heard.values())
+
+
+def _deaf(trial: Trial, heard: dict[int, list[int]], rank: int, axis: str) -> bool:
+    """Nothing came from the rank's peers along the axis."""
+    return not set(trial.plan.group_of(rank, axis)) - {rank} & set(heard[rank])
+
+
+def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
+    where, largest = _where(trial, wrong), max(_distance(trial, rank, fqn) for rank, fqn in wrong)
+    off = _loss_is_off(trial)
+    if off:
+        return f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
+    if largest < 1e-6:
+        asked = trial.case.training.dtype
+        return f"gradients are off by {largest:.0e} {where}: as by arithmetic in float32, asked for {asked}"
+    right = (
+        "the loss is right, so the mistake is in backward or after it"
+        if "loss" not in broken
+        else "by no common factor"
+    )
+    return f"gradients are wrong {where}: {right}"
+
+
+def _distance(trial: Trial, rank: int, fqn: str) -> float:
+    expected = _expected(trial, rank, fqn)
+    largest = float(np.max(np.abs(trial.reference.steps[0].gradients[fqn]), initial=0.0))
+    return (
+        math.inf
+        if expected is None
+        else tolerance.relative_difference(_observed(trial, rank, 1)[fqn], expected, largest)
+    )
+
+
+def _loss_is_off(trial: Trial) -> float | None:
+    """By how much the loss of step 1 is off, None if it is right or was not seen."""
+    seen, wanted = global_loss(trial, 1), trial.reference.steps[0].loss
+    if seen is None:
+        return None
+    off = abs(seen - wanted) / abs(wanted)
+    return off if not off <= tolerance.bounds(trial.case, trial.reference).loss[1] else None
+
+
+# ---- evidence
+
+
+def _why(cause: str) -> Iterator[tuple[str, str]]:
+    if "norm weights" in cause:
+        yield (
+            "why",
+            "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing",
+        )
+
+
+def _reduction_lines(cause: str, trial: Trial) -> Iterator[tuple[str, str]]:
+    if cause.startswith("gradient reduction"):
+        yield from _heard_lines(trial)
+        yield from traffic_lines(trial)
+
+
+def _heard_lines(trial: Trial) -> Iterator[tuple[str, str]]:
+    heard = attribution.heard_of(trial)
+    for rank, ranks in list((heard or {}).items())[:2]:
+        everyone = ranks_text(trial.one_rank_per_share())
+        yield "samples", f"rank {rank}'s gradient holds those fed to ranks {ranks_text(ranks)}, expected {everyone}"
+
+
+def _gradient_lines(trial: Trial, wrong: list[Pair]) -> Iterator[tuple[str, str]]:
+    """The first parameter that is wrong, on two ranks: one number that a person can check."""
+    fqn = wrong[0][1]
+    for rank in [rank for rank, other in wrong if other == fqn][:2]:
+        seen, expected = _observed(trial, rank, 1)[fqn], _expected(trial, rank, fqn)
+        if expected is not None and seen.shape == expected.shape and np.any(expected) and np.isfinite(seen).all():
+            ratio = float(np.sum(seen * expected) / np.sum(expected * expected))
+            yield "gradients", f"rank {rank}, step 1, {fqn}: {ratio:.4g} times the reference's by best fit"
+
+
+# ---- later steps, and the loss alone
+
+
+def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Right in step 1, and parameters are what the optimizer makes of them: the mistake carries over between steps."""
+    if "gradients" not in broken or "update" in broken:
+        return None
+    step = next((step for step in range(2, trial.case.training.steps + 1) if wrong_pairs(trial, step)), None)
+    if step is None:
+        return None
+    wrong, line = wrong_pairs(trial, step), finding_line("gradients", broken["gradients"])
+    if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
+        return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
+    return Diagnosis(f"gradients are right in step 1 and wrong from step {step} on {_where(trial, wrong)}", (line,))
+
+
+def _is_sum_of_steps(trial: Trial, rank: int, fqn: str, step: int) -> bool:
+    parts = [_expected(trial, rank, fqn, number) for number in range(1, step + 1)]
+    total = functools.reduce(np.add, [part for part in parts if part is not None])
+    return tolerance.relative_difference(_observed(trial, rank, step)[fqn], total) < 1e-7
+
+
+def wrong_loss(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Gradients of step 1 are right, its loss is not: what was seen of the loss contradicts itself."""
+    if "loss" not in broken or wrong_pairs(trial, 1):
+        return None
+    off, line = _loss_is_off(trial), finding_line("loss", broken["loss"])
+    if off:
+        return Diagnosis(f"the loss of step 1 is off by {off:.1e} although its gradients are right", (line,))
+    first = broken["loss"].findings[0]
+    if first.where.startswith("rank") and first.where.endswith("step 1"):
+        return Diagnosis(f"ranks compute different losses from the same tokens: {first.where}", (line,))
+    return None

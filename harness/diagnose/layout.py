@@ -1,0 +1,234 @@
+"""Ranks hold other slices than planned: the strategy in force, or the order of axes, is another one.
+
+Found from contents: every layout that one mistake could lead to is worked out and compared with what each rank holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness import plan
+from harness.case import AXES, ParallelDims
+from harness.diagnose.words import Broken, Diagnosis, groups_text, in_parameters, on_ranks, some, traffic_lines
+from harness.plan import Slice
+from harness.trial import Trial
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way the ranks could hold the parameters: degrees, order of axes in the rank grid, which axes shard, if tp cuts."""
+
+    dims: ParallelDims
+    order: tuple[str, ...] = AXES
+    sharded_by: tuple[str, ...] = ("dp_shard",)
+    tensor_parallel: bool = True
+
+    @property
+    def ways(self) -> int:
+        return self.degree(self.sharded_by)
+
+    def degree(self, axes: Sequence[str]) -> int:
+        return math.prod(getattr(self.dims, axis) for axis in axes)
+
+    def slices(self, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Slice]:
+        place = np.unravel_index(rank, [getattr(self.dims, axis) for axis in self.order])
+        at = dict(zip(self.order, map(int, place), strict=True))
+        index = 0
+        for axis in self.sharded_by:
+            index = index * getattr(self.dims, axis) + at[axis]
+        tp = (self.dims.tp, at["tp"]) if self.tensor_parallel else (1, 0)
+        return {fqn: plan.slice_of(fqn, shape, tp, (self.ways, index)) for fqn, shape in shapes.items()}
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ranks that differ only along `axes`, if this is how the ranks are laid out."""
+        grid = np.arange(self.dims.world_size).reshape([getattr(self.dims, axis) for axis in self.order])
+        lines = np.moveaxis(grid, [self.order.index(axis) for axis in axes], range(-len(axes), 0))
+        return sorted(tuple(sorted(map(int, line))) for line in lines.reshape(-1, self.degree(axes)))
+
+
+def wrong_layout(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "shard_contents" not in broken:
+        return None
+    parts = wrong_parts(trial)
+    wrong = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn, _ in parts}]
+    if not wrong:
+        return None  # parameters that no plan knows
+    explaining = [layout for layout in _layouts(trial.case.dims) if _explains(layout, trial, set(wrong))]
+    for layout in explaining:
+        if _would_change(trial, layout) == set(wrong):
+            return Diagnosis("; ".join(_causes(layout, trial.case.dims)), tuple(_layout_lines(trial, layout)))
+    return _name_partial(explaining[0], trial, wrong) if explaining else None
+
+
+def _layouts(dims: ParallelDims) -> Iterator[Layout]:
+    """One mistake at a time, then two: which axes shard, exchanged axes or degrees, tensor parallel left out."""
+    subsets = [(), DATA_AXES, ("dp_shard", "tp"), (*DATA_AXES, "tp")]
+    yield from (Layout(dims, sharded_by=subset) for subset in subsets)
+    yield Layout(dims, tensor_parallel=False)
+    axes = [axis for axis in (*DATA_AXES, "tp") if getattr(dims, axis) > 1]
+    rest = tuple(axis for axis in AXES if axis not in axes)
+    yield from (Layout(dims, order=(*rest, *order)) for order in itertools.permutations(axes))
+    yield Layout(dims, sharded_by=("dp_replicate",))
+    for shard in range(2, dims.dp):
+        if dims.dp % shard == 0:
+            yield Layout(replace(dims, dp_replicate=dims.dp // shard, dp_shard=shard))
+    yield from (Layout(dims, sharded_by=subset, tensor_parallel=False) for subset in [*subsets, ("dp_replicate",)])
+
+
+def _explains(layout: Layout, trial: Trial, fqns: set[str]) -> bool:
+    """Whether every rank holds of these parameters what the layout gives it."""
+    for rank, held in trial.holdings.items():
+        wanted = layout.slices(rank, trial.plan.shapes)
+        if any(part is None or not _same(part, wanted[fqn]) for fqn, part in held.items() if fqn in fqns):
+            return False
+    return True
+
+
+def _same(one: Slice, other: Slice) -> bool:
+    return one == other or plan.numel(one) == 0 == plan.numel(other)
+
+
+def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
+    """(rank, fqn, what it holds of it) where that is not what the plan says."""
+    return [
+        (rank, fqn, part)
+        for rank, held in sorted(trial.holdings.items())
+        for fqn, part in held.items()
+        if fqn in trial.plan.shapes and (part is None or not _same(part, trial.plan.slices[rank][fqn]))
+    ]
+
+
+def _would_change(trial: Trial, layout: Layout) -> set[str]:
+    """Parameters that some rank would hold otherwise than planned if the layout were in force everywhere."""
+    found = set()
+    for rank in trial.ranks:
+        wanted = layout.slices(rank, trial.plan.shapes)
+        found |= {fqn for fqn, part in wanted.items() if not _same(part, trial.plan.slices[rank][fqn])}
+    return found
+
+
+def _name_partial(layout: Layout, trial: Trial, wrong: list[str]) -> Diagnosis:
+    """Only some parameters are held otherwise: a module that was left out of what was applied to all others."""
+    left_out = "FSDP" if not layout.sharded_by else "TP" if not layout.tensor_parallel else ""
+    where = f"{len(wrong)} of {len(trial.plan.shapes)} parameters"
+    if left_out:
+        cause = f"{left_out} is not applied to {where} ({some(wrong)}): every rank of a group holds them whole"
+    else:
+        cause = f"{where} ({some(wrong)}) are sharded otherwise than all others"
+    return Diagnosis(cause, tuple(contents_line(trial)))
+
+
+def _causes(layout: Layout, dims: ParallelDims) -> Iterator[str]:
+    if "tp" in layout.sharded_by and dims.tp > 1:
+        yield _fsdp_over_tp(layout)
+        return
+    if dims.tp > 1 and not layout.tensor_parallel:
+        yield f"TP not applied: every rank of a tp group holds whole weights, asked for tp {dims.tp}"
+    if layout.order != AXES:
+        shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
+        wanted = [axis for axis in AXES if axis in shown]
+        yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), asked for ({', '.join(wanted)})"
+    exchanged = (layout.ways, dims.dp // layout.ways) == (dims.dp_replicate, dims.dp_shard)
+    if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.ways != dims.dp_shard:
+        held = f"parameters are sharded over {layout.ways} ranks and replicated {dims.dp_shard} times"
+        yield f"dp_replicate and dp_shard exchanged: {held}, asked for {_asked(dims)}"
+    elif layout.ways != dims.dp_shard:
+        yield _other_strategy(layout, dims)
+
+
+def _asked(dims: ParallelDims) -> str:
+    if dims.dp_shard == 1:
+        return f"whole parameters on each of {dims.dp_replicate} ranks"
+    return f"{dims.dp_shard}" + (f", replicated {dims.dp_replicate} times" if dims.dp_replicate > 1 else "")
+
+
+def _fsdp_over_tp(layout: Layout) -> str:
+    axes = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
+    held = f"parameters are sharded over {layout.ways} ranks"
+    if layout.tensor_parallel:
+        return f"FSDP also over tp: {held} on top of TP, asked for {_asked(layout.dims)}"
+    asked = f"{_asked(layout.dims)} and tp {layout.dims.tp}" if layout.dims.dp > 1 else f"tp {layout.dims.tp}"
+    return f"TP not applied, FSDP over {axes} in its place: {held}, asked for {asked}"
+
+
+def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
+    """The degree of sharding that is in force, and what that is called."""
+    if layout.ways == 1:
+        held = "every dp rank holds whole parameters"
+    else:
+        times = f" and replicated {dims.dp // layout.ways} times" if layout.ways < dims.dp else ""
+        held = f"parameters are sharded over {layout.ways} ranks{times}"
+    asked, ran = strategy_name(dims.dp, dims.dp_shard), strategy_name(dims.dp, layout.ways)
+    return f"{asked} ran as {ran}: {held}, asked for {_asked(dims)}"
+
+
+def strategy_name(dp: int, ways: int) -> str:
+    return "DDP" if ways == 1 else "FSDP" if ways == dp else "HSDP"
+
+
+def _layout_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Groups that really carried traffic, contents, bytes: expected and observed."""
+    used = _groups_in_use(trial)
+    for label, axis, ran in (
+        ("shard groups", "dp_shard", layout.sharded_by),
+        ("replicate groups", "dp_replicate", [axis for axis in DATA_AXES if axis not in layout.sharded_by]),
+        ("tp groups", "tp", ["tp"]),
+    ):
+        if axis in trial.plan.groups:
+            lines = [group for group in layout.groups(ran) if len(group) > 1 and group in used] if ran else []
+            yield label, f"expected {groups_text(trial.plan.groups[axis])}   observed {_use_text(trial, axis, lines)}"
+    yield from contents_line(trial)
+    yield from traffic_lines(trial)
+
+
+def contents_line(trial: Trial) -> Iterator[tuple[str, str]]:
+    """How many parameters are held otherwise than planned, and the first of them."""
+    wrong = sorted(wrong_parts(trial), key=lambda found: found[2] is not None and not plan.numel(found[2]))
+    if wrong:
+        rank, fqn, part = wrong[0]
+        shape = trial.plan.shapes[fqn]
+        seen, wanted = _part_text(part, shape), _part_text(trial.plan.slices[rank][fqn], shape)
+        count = f"{len({fqn for _, fqn, _ in wrong})} of {len(trial.plan.shapes)} parameters"
+        yield "contents", f"{count}; {fqn} on rank {rank}: expected {wanted}, observed {seen}"
+
+
+def _part_text(part: Slice | None, shape: tuple[int, ...]) -> str:
+    if part is None:
+        return "bytes that are nowhere in it"
+    text = plan.slice_text(part, shape)
+    return "nothing" if plan.numel(part) == 0 else "all" if text == "whole" else text
+
+
+def _groups_in_use(trial: Trial) -> set[tuple[int, ...]]:
+    """Over which ranks tensors moved in forward and backward."""
+    return {
+        call.ranks
+        for evidence in trial.ranks.values()
+        for call in evidence.collectives
+        if call.phase in ("forward", "backward") and "float" in call.dtype
+    }
+
+
+def _use_text(trial: Trial, axis: str, used: list[tuple[int, ...]]) -> str:
+    if used:
+        return groups_text(used)
+    wanted = set(trial.plan.groups[axis])
+    exist = {group.ranks for evidence in trial.ranks.values() for group in evidence.groups} & wanted
+    return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")
+
+
+def wrong_contents(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Slices of the seed weights, but of no layout we know."""
+    if "shard_contents" not in broken:
+        return None
+    wrong = wrong_parts(trial)
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn, _ in wrong}]
+    where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _, _ in wrong])}"
+    return Diagnosis(f"ranks hold other slices than planned {where}", tuple(contents_line(trial)))

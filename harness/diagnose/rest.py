@@ -1,0 +1,159 @@
+"""What is left when layout, data, gradients and updates are right: displays, replicas, traffic, repeats, the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from harness.case import Case, Features
+from harness.checks import traffic
+from harness.diagnose.factors import factor_text, times_text
+from harness.diagnose.updates import own_norm
+from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words, traffic_lines
+from harness.evidence import StepEvidence
+from harness.plan import make_plan
+from harness.trial import Trial, Verdict
+
+# ---- displays
+
+
+def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Losses, gradients and updates were judged by themselves: only what is shown of them is wrong."""
+    shown = {"reported_loss": "loss", "grad_norm": "gradient norm"}
+    wrong = [name for name in shown if name in broken]
+    if not wrong or {"loss", "gradients", "update"} & set(broken):
+        return None
+    hints = {name: _shown_loss(trial) if name == "reported_loss" else _shown_norm(trial) for name in wrong}
+    told = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
+    what = f"the displayed {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
+    lines = tuple(finding_line(name, broken[name]) for name in wrong)
+    return Diagnosis(f"{what}, the training itself is right: {told}", lines)
+
+
+def _shown_loss(trial: Trial) -> str:
+    right = {step.step: step.loss for step in trial.reference.steps}
+    seen = [(rank, step.reported_loss, right[step.step], _own_loss(step)) for rank, step, _ in trial.steps()]
+    return _shown(trial, seen, "the loss of its own samples")
+
+
+def _shown_norm(trial: Trial) -> str:
+    right = {step.step: step.grad_norm for step in trial.reference.steps}
+    seen = [(rank, step.grad_norm, right[step.step], own_norm(step)) for rank, step, _ in trial.steps()]
+    return _shown(trial, seen, "the norm of its own shards")
+
+
+def _own_loss(step: StepEvidence) -> float:
+    tokens = sum(m.valid_tokens or 0 for m in step.microbatches)
+    return math.fsum(m.loss_sum or 0.0 for m in step.microbatches) / tokens if tokens else math.nan
+
+
+def _shown(trial: Trial, seen: list[tuple[int, float | None, float, float]], own_words: str) -> str:
+    """seen: (rank, what it shows, what is right, what its own share alone gives). What it shows instead, in words."""
+    odd = [
+        (rank, shown, right, own) for rank, shown, right, own in seen if shown is not None and not _near(shown, right)
+    ]
+    ranks = sorted({rank for rank, *_ in odd})
+    who = "each rank shows" if len(ranks) == len(trial.ranks) else f"{rank_words(ranks)} show{'s' * (len(ranks) == 1)}"
+    ratios = [shown / right for _, shown, right, _ in odd if right]
+    if len(trial.ranks) > 1 and all(_near(shown, own) for _, shown, _, own in odd):
+        return f"{who} {own_words}"
+    if len(odd) == 1:
+        return f"{who} {odd[0][1]:.6g} once, where {odd[0][2]:.6g} is right"
+    if ratios and all(_near(ratio, ratios[0]) for ratio in ratios):
+        return f"{who} {times_text(ratios[0])} the right one{factor_text(trial, ratios[0])}"
+    return f"{who} another number"
+
+
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-8)
+
+
+# ---- replicas
+
+
+def replicas_drift(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "replica_agreement" not in broken:
+        return None
+    result = broken["replica_agreement"]
+    first = result.findings[0]
+    why = "within rounding of the reference, but replicas that differ in one bit drift on: they must be equal"
+    lines = () if {"gradients", "update"} & set(broken) else (("why", why),)
+    return Diagnosis(f"replicas drift apart: {first.where}: {first.observed}", lines)
+
+
+# ---- traffic, groups, memory
+
+
+def wrong_structure(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Numbers are right, the way to them is not: a feature that is not in force, or collectives of no plan."""
+    names = [n for n in ("collective_order", "process_groups", "traffic", "placements", "memory") if n in broken]
+    if not names:
+        return None
+    cause = _features_in_force(trial) or _reduced_too_often(trial) if "traffic" in broken else None
+    lines = tuple(finding_line(name, broken[name]) for name in names)
+    if cause:
+        return Diagnosis(cause, lines)
+    return Diagnosis(f"{STRUCTURE[names[0]]}: {lines[0][1]}", (*lines[1:], *traffic_lines(trial)))
+
+
+STRUCTURE = {
+    "collective_order": "ranks of a group do not issue the same collectives",
+    "process_groups": "process groups are not the plan's",
+    "traffic": "bytes moved are not the plan's",
+    "placements": "wrappers or placements claim something else than the plan",
+    "memory": "memory held between steps is not the plan's",
+}
+
+
+def _features_in_force(trial: Trial) -> str | None:
+    """The features whose plan the traffic is."""
+    for key, features in _other_features(trial.case.features):
+        case: Case = replace(trial.case, features=features)
+        other = replace(trial, plan=make_plan(case))
+        if traffic.check(other).verdict is Verdict.PASS:
+            asked = getattr(trial.case.features, key)
+            return f"{key} {asked} is asked for, {getattr(features, key)} is in force: its traffic is what was seen"
+    return None
+
+
+def _other_features(features: Features) -> Iterator[tuple[str, Features]]:
+    values: dict[str, tuple[Any, ...]] = {
+        "reshard_after_forward": ("default", "always", "never"),
+        "sequence_parallel": (True, False),
+        "loss_parallel": (True, False),
+        "param_dtype": ("float32", "bfloat16"),
+        "reduce_dtype": ("float32", "bfloat16"),
+    }
+    for key, others in values.items():
+        yield from ((key, replace(features, **{key: other})) for other in others if other != getattr(features, key))
+
+
+def _reduced_too_often(trial: Trial) -> str | None:
+    """Accumulation wants one reduction a step; after every microbatch is right and slow."""
+    times = trial.case.features.accumulation
+    seen = traffic.observed(trial.ranks[0], 1)
+    flows = [flow for flow in trial.plan.flows[0] if flow.role == "gradients"]
+    moved = [seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) for flow in flows]
+    if times == 1 or not flows or any(count != times * flow.bytes for count, flow in zip(moved, flows, strict=True)):
+        return None
+    return f"gradients are reduced after every microbatch ({times} times a step), once a step is asked for"
+
+
+# ---- repeats and the reference
+
+
+def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "determinism" not in broken:
+        return None
+    first = broken["determinism"].findings[0]
+    return Diagnosis(f"the same case run twice gives different bytes, first on {first.where}: {first.observed}")
+
+
+def reference_moved(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if set(broken) != {"golden"}:
+        return None
+    first = broken["golden"].findings[0]
+    cause = "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
+    return Diagnosis(cause, (("golden", f"{first.where}: {first.expected} -> {first.observed}, bound {first.bound}"),))

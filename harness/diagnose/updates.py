@@ -1,0 +1,212 @@
+"""Gradients are right, what the optimizer made of them is not: clipping, learning rate, decay, averages, or no step at all.
+
+Suspects are tried by judging the same evidence by the law `update` under a recipe that has the mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from harness.checks import update
+from harness.diagnose.factors import times_text
+from harness.diagnose.words import Broken, Diagnosis, finding_line, in_parameters, on_ranks, some
+from harness.evidence import RankEvidence, StepEvidence
+from harness.tolerance import clip_coefficient
+from harness.trial import Trial, Verdict
+from reference.config import TrainingConfig
+
+Pair = tuple[int, str]  # rank, fqn
+
+
+def wrong_update(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "update" not in broken:
+        return None
+    explanations: tuple[Callable[[Trial], str | None], ...] = (
+        _not_finite, _nothing_moves, _wrong_lr, _not_clipped, _clipped_by_another_norm, _another_recipe, _another_rate,
+    )  # fmt: skip
+    line = finding_line("update", broken["update"])
+    for explain in explanations:
+        cause = explain(trial)
+        if cause:
+            return Diagnosis(cause, (line,))
+    right = "" if "gradients" in broken else ", the gradients are right"
+    cause = f"the optimizer step is wrong{right}: first at {broken['update'].findings[0].where}"
+    return Diagnosis(cause, (*_carried_over(trial), line))
+
+
+def _carried_over(trial: Trial) -> Iterator[tuple[str, str]]:
+    """Averages start at step 1: what it gets right and later steps do not is about them."""
+    clip = clip_coefficient(update.observed_norm(trial, 1), trial.case.training.max_norm)
+    if all(
+        update.explained_by_clip(trial, e, tensor, clip=clip) for e in trial.ranks.values() for tensor in e.parameters
+    ):
+        yield (
+            "why",
+            "step 1 is right everywhere: look at what is carried from step to step (beta1, beta2, state, schedule)",
+        )
+
+
+def _pairs(trial: Trial, holds: Callable[[RankEvidence, StepEvidence, str, np.ndarray], bool]) -> list[Pair]:
+    """(rank, fqn) of which something holds in step 1, in the model's order; `before` is the weight it starts from."""
+    return [
+        (rank, tensor.fqn)
+        for rank, evidence in sorted(trial.ranks.items())
+        for tensor in evidence.parameters
+        if tensor.fqn in evidence.steps[0].parameters and tensor.value.size
+        if holds(evidence, evidence.steps[0], tensor.fqn, tensor.value)
+    ]
+
+
+def _where(trial: Trial, pairs: list[Pair]) -> str:
+    names = {fqn for _, fqn in pairs}
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in names]
+    return in_parameters(trial, fqns) + on_ranks(trial, [rank for rank, _ in pairs])
+
+
+def _not_finite(trial: Trial) -> str | None:
+    bad = _pairs(trial, lambda e, step, fqn, before: not np.isfinite(step.parameters[fqn]).all())
+    return f"parameters are NaN or infinite after step 1 {_where(trial, bad)}, gradients were finite" if bad else None
+
+
+def _nothing_moves(trial: Trial) -> str | None:
+    """A learning rate above 0 moves what has a gradient or decays."""
+    still = _pairs(trial, lambda e, step, fqn, before: np.array_equal(step.parameters[fqn], before))
+    if not still or trial.reference.steps[0].lr == 0:
+        return None
+    return f"the optimizer does not move {_subject(trial, still)} in step 1"
+
+
+def _wrong_lr(trial: Trial) -> str | None:
+    """The rate that was read from the optimizer, against the schedule."""
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    for _, step, wanted in trial.steps():
+        if step.lr is not None and not math.isclose(step.lr, wanted.lr, rel_tol=1e-12):
+            odd = [r for r, e in trial.ranks.items() for s in e.steps if s.step == step.step and s.lr == step.lr]
+            like = [str(other) for other, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
+            hint = f", the schedule's of step {' or '.join(like)}" if like else ""
+            seen = f"learning rate of step {step.step} is {step.lr:.6g}{hint}"
+            return f"{seen}, asked for {wanted.lr:.6g}{on_ranks(trial, odd)}"
+    return None
+
+
+def _subject(trial: Trial, pairs: list[Pair]) -> str:
+    return _where(trial, pairs).removeprefix("in ").replace("every parameter", "any parameter")
+
+
+# ---- clipping
+
+
+def _not_clipped(trial: Trial) -> str | None:
+    clip = clip_coefficient(update.observed_norm(trial, 1), trial.case.training.max_norm)
+    pairs = _explained(trial, clip, {rank: 1.0 for rank in trial.ranks}) if clip != 1.0 else []
+    if not pairs:
+        return None
+    fqns, ranks = list(dict.fromkeys(fqn for _, fqn in pairs)), {rank for rank, _ in pairs}
+    if len(fqns) == len(trial.plan.shapes) and len(ranks) == len(trial.ranks):
+        return f"gradients are not clipped (coefficient {clip:.4g})"
+    return f"clipping is not applied to {some(fqns)}{on_ranks(trial, ranks)} (coefficient {clip:.4g})"
+
+
+def _clipped_by_another_norm(trial: Trial) -> str | None:
+    """Each rank's own norm, the one it displays, or another limit than the recipe's."""
+    limit, right = trial.case.training.max_norm, update.observed_norm(trial, 1)
+    suspects = {
+        "the norm of its own shards": {rank: own_norm(e.steps[0]) for rank, e in trial.ranks.items()},
+        "the norm it displays": {rank: e.steps[0].grad_norm or 0.0 for rank, e in trial.ranks.items()},
+    }
+    for whose, norms in suspects.items():
+        clips = {rank: clip_coefficient(norm, limit) for rank, norm in norms.items()}
+        if _explained(trial, clip_coefficient(right, limit), clips):
+            rank = next(rank for rank in clips if not math.isclose(norms[rank], right, rel_tol=1e-9))
+            seen = f"{norms[rank]:.6g} on rank {rank}, expected {right:.6g}"
+            return f"each rank clips by {whose}, not by the global norm: {seen}"
+    return None
+
+
+def own_norm(step: StepEvidence) -> float:
+    return math.sqrt(math.fsum(float(np.sum(g * g)) for g in step.gradients.values()))
+
+
+def _explained(trial: Trial, right: float, clips: dict[int, float]) -> list[Pair]:
+    """Where step 1 is what the optimizer makes of the gradient times clips[rank], and not of it times `right`."""
+    return [
+        (rank, tensor.fqn)
+        for rank, evidence in sorted(trial.ranks.items())
+        for tensor in evidence.parameters
+        if tensor.value.size and update.explained_by_clip(trial, evidence, tensor, clip=clips[rank])
+        if not update.explained_by_clip(trial, evidence, tensor, clip=right)
+    ]
+
+
+# ---- other recipes
+
+
+def _another_recipe(trial: Trial) -> str | None:
+    for name, training in _suspects(trial.case.training):
+        if _would_pass(replace(trial, case=replace(trial.case, training=training))):
+            seen, asked = getattr(training, name), getattr(trial.case.training, name)
+            words = {"weight_decay": "weight decay", "max_norm": "the gradient norm's limit"}.get(name, name)
+            if name == "weight_decay" and not seen:
+                return f"weight decay is not applied, asked for {asked}"
+            return (
+                f"{words} is {seen:g} in the optimizer, asked for {asked:g}"
+                if asked
+                else f"{words} {seen:g} is applied"
+            )
+    return None
+
+
+def _suspects(training: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
+    """One number of the recipe as it is by mistake: not set, the library's default, or another common value."""
+    values: dict[str, tuple[float, ...]] = {"weight_decay": (0.0, 0.01, 0.1)}
+    if training.optimizer == "adamw":
+        values |= {"beta2": (0.999, 0.95, 0.99, 0.98, training.beta1), "beta1": (0.9, 0.95, training.beta2, 0.0)}
+        values |= {"eps": (1e-8, 1e-5, 1e-6, 1e-10, 1e-12, 1e-15)}
+    if training.max_norm is not None:
+        values |= {"max_norm": (1.0, 0.1, 0.5, 2.0, 5.0)}
+    for name, others in values.items():
+        for value in others:
+            if value != getattr(training, name):
+                change: dict[str, Any] = {name: value}
+                yield name, replace(training, **change)
+
+
+def _would_pass(trial: Trial) -> bool:
+    return update.check(trial).verdict is Verdict.PASS
+
+
+def _another_rate(trial: Trial) -> str | None:
+    """Moves of step 1 that are the right ones times a constant, although the optimizer shows the right rate."""
+    factor = _move_factor(trial)
+    if factor is None or math.isclose(factor, 1.0, rel_tol=1e-9):
+        return None
+    steps = tuple(replace(step, lr=step.lr * factor) for step in trial.reference.steps)
+    ranks = {rank: _with_rates_times(evidence, factor) for rank, evidence in trial.ranks.items()}
+    scaled = replace(trial, reference=replace(trial.reference, steps=steps), run=replace(trial.run, ranks=ranks))
+    if not _would_pass(scaled):
+        return None
+    return (
+        f"every optimizer step is {times_text(factor)} what it should be, as by {times_text(factor)} the learning rate"
+    )
+
+
+def _with_rates_times(evidence: RankEvidence, factor: float) -> RankEvidence:
+    steps = (replace(step, lr=None if step.lr is None else step.lr * factor) for step in evidence.steps)
+    return replace(evidence, steps=tuple(steps))
+
+
+def _move_factor(trial: Trial) -> float | None:
+    """Length of rank 0's move in step 1 over that of the reference's, along the latter."""
+    evidence, along, length = trial.ranks[min(trial.ranks)], 0.0, 0.0
+    for tensor in evidence.parameters:
+        part = trial.slice_of(evidence.rank, tensor.fqn)
+        if part is not None:
+            wanted = trial.reference.steps[0].parameters[tensor.fqn][tuple(slice(*i) for i in part)] - tensor.value
+            along += float(np.sum((evidence.steps[0].parameters[tensor.fqn] - tensor.value) * wanted))
+            length += float(np.sum(wanted * wanted))
+    return along / length if length else None

@@ -1,0 +1,62 @@
+"""What all kinds of causes share: the Diagnosis itself, and how ranks, groups, parameters and traffic are put in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.checks.traffic import observed as observed_traffic
+from harness.trial import Result, Trial, bytes_text, ranks_text
+
+Lines = tuple[tuple[str, str], ...]
+Broken = dict[str, Result]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """cause: one line. evidence: (label, text), what was expected and observed."""
+
+    cause: str
+    evidence: Lines = ()
+
+
+def some(names: Sequence[str], most: int = 2) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """rank 3, ranks [0,1]."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(list(ranks))}"
+
+
+def on_ranks(trial: Trial, ranks: Iterable[int]) -> str:
+    """ " on ranks [0,1]"; nothing if it is all of them."""
+    ranks = sorted(set(ranks))
+    return "" if len(ranks) == len(trial.ranks) else f" on {rank_words(ranks)}"
+
+
+def in_parameters(trial: Trial, fqns: Sequence[str]) -> str:
+    """in every parameter, in 2 of 12 parameters (a, b)."""
+    total = len(trial.plan.shapes)
+    return "in every parameter" if len(fqns) == total else f"in {len(fqns)} of {total} parameters ({some(fqns)})"
+
+
+def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
+    shown = [ranks_text(group) for group in groups]
+    return " ".join(shown if len(shown) <= 3 else [*shown[:2], "..", shown[-1]])
+
+
+def finding_line(name: str, result: Result) -> tuple[str, str]:
+    first = result.findings[0]
+    return name, f"{first.where}: expected {first.expected}, observed {first.observed}"
+
+
+def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
+    """Rank 0's planned flows that did not happen as planned, in step 1."""
+    seen = observed_traffic(trial.ranks[0], 1)
+    for flow in trial.plan.flows[0]:
+        moved = seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0)
+        if moved != flow.bytes and not flow.optional:
+            what = f"{flow.role}: {flow.op} over {flow.axis} in {flow.phase}"
+            yield "traffic", f"{what}: expected {bytes_text(flow.bytes)} per step, observed {bytes_text(moved)}"

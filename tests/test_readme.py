@@ -1,0 +1,57 @@
+"""The README says what is: the laws, the commands, the example."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT
+from harness.case import find_case, load_all
+from harness.checks import all_checks, law
+from harness.cli import parser
+from harness.faults import load_fault
+from harness.line import Options, run_case
+from harness.report import case_report, headline
+from harness.trial import Verdict
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_laws_is_theirs() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE)
+    assert rows == [(name, law(name)) for name in all_checks()]
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"harness (?=\w+ )(\w+) ", README)) - {"that", "and"}))
+def test_a_command_that_it_names_exists(command: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parser().parse_args([command, "--help"])
+    assert stop.value.code == 0
+
+
+def test_the_failing_output_at_the_top_is_the_real_one(tmp_path: Path) -> None:
+    judgement = run_case(find_case("hsdp_2x8", load_all()), Options(out=tmp_path, fault="hsdp_runs_as_fsdp"))
+    shown = case_report(judgement).split("\n\n")[0]
+    assert _without_noise(shown) in _without_noise(README)
+
+
+def _without_noise(text: str) -> str:
+    """Rounding differs between machines, the folder is another one; indentation is the README's."""
+    lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("evidence ")]
+    return re.sub(r"within [\d.e-]+", "within", "\n".join(lines))
+
+
+def test_the_example_of_a_fault_works_and_is_named(tmp_path: Path) -> None:
+    code = re.search(
+        r"^    from harness\.faults import fault.*?^        replace\(.*?\)$", README, re.MULTILINE | re.DOTALL
+    )
+    assert code is not None
+    (tmp_path / "own.py").write_text("\n".join(line[4:] for line in code.group().splitlines()))
+    spec = f"{tmp_path}/own.py:half_gradients"
+    fault = load_fault(spec)
+    judgement = run_case(find_case(fault.case, load_all()), Options(out=tmp_path / "out", fault=spec))
+    broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
+    assert set(fault.caught_by) <= broken
+    assert fault.named in headline(judgement)

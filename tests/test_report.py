@@ -1,0 +1,222 @@
+"""A judgement as a person reads it, whole. EXPECTTEST_ACCEPT=1 rewrites the texts after a deliberate change of wording."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from expecttest import assert_expected_inline
+from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
+
+from harness.case import ParallelDims
+from harness.checks import judge
+from harness.diagnose import diagnose
+from harness.evidence import Exit
+from harness.line import Judgement
+from harness.report import case_report, check_text, finding_text, headline
+from harness.trial import Finding, Result, Trial, Verdict
+
+
+def judgement_of(trial: Trial, fault: str | None = None, fired: bool | None = None) -> Judgement:
+    results = judge(trial)
+    return Judgement(trial.case, Path("out/tiny"), results, diagnose(trial, results), 1.5, fault, fired)
+
+
+def hsdp_as_fsdp() -> Trial:
+    return trial_of(tiny_case("hsdp_2x2", SGD), tiny_case(ParallelDims(dp_shard=4), SGD))
+
+
+def test_a_case_that_passes() -> None:
+    assert_expected_inline(
+        case_report(judgement_of(trial_of(tiny_case("hsdp_2x2", runs=2)))),
+        """\
+PASS tiny
+
+  completed         PASS            4 examined
+  collective_order  PASS            108 examined
+  memory            PASS            36 examined
+  placements        PASS            52 examined
+  process_groups    PASS            8 examined
+  shard_contents    PASS            48 examined
+  traffic           PASS            48 examined
+  initial_weights   PASS            12 examined
+  samples           PASS            24 examined
+  determinism       PASS            12 examined
+  golden            PASS            6 examined
+  grad_norm         PASS            12 examined, largest difference 0.0e+00
+  gradients         PASS            144 examined, largest difference 0.0e+00
+  loss              PASS            3 examined, largest difference 0.0e+00
+  replica_agreement PASS            144 examined
+  reported_loss     PASS            12 examined, largest difference 0.0e+00
+  update            PASS            144 examined""",
+    )
+
+
+def test_a_case_that_fails() -> None:
+    assert_expected_inline(
+        case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)),
+        """\
+FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2, replicated 2 times
+  shard groups      expected [0,1] [2,3]   observed [0-3]
+  replicate groups  expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
+  contents          12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+  traffic           parameters: all_gather over dp_shard in forward: expected 1.888 kB per step, observed 0 B
+                    parameters: all_gather over dp_shard in backward: expected 1.6 kB per step, observed 0 B
+                    gradients: reduce_scatter over dp_shard in backward: expected 1.888 kB per step, observed 0 B
+                    gradients: all_reduce over dp_replicate in backward: expected 944 B per step, observed 0 B
+  loss, gradients   equal to the reference exactly: a loss-curve test passes here
+  groups            every group of the plan exists: a listing of process groups passes here
+  again             harness run tiny --fault hsdp_runs_as_fsdp
+  evidence          out/tiny
+
+  completed         PASS            4 examined
+  collective_order  PASS            84 examined
+  memory            FAIL            36 examined
+  placements        FAIL            52 examined
+  process_groups    PASS            8 examined
+  shard_contents    FAIL            48 examined
+  traffic           FAIL            48 examined
+  initial_weights   PASS            12 examined
+  samples           PASS            24 examined
+  determinism       NOT APPLICABLE  the case asks for one run (runs: 2 repeats it)
+  golden            PASS            6 examined
+  grad_norm         PASS            12 examined, largest difference 0.0e+00
+  gradients         PASS            144 examined, largest difference 0.0e+00
+  loss              PASS            3 examined, largest difference 0.0e+00
+  replica_agreement NOT APPLICABLE  no two ranks hold the same slice of anything
+  reported_loss     PASS            12 examined, largest difference 0.0e+00
+  update            PASS            144 examined
+
+  memory: Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
+    rank 0, step 1, parameters: expected 944 B, observed 472 B
+    rank 0, step 2, parameters: expected 944 B, observed 472 B
+    rank 0, step 3, parameters: expected 944 B, observed 472 B
+    rank 1, step 1, parameters: expected 944 B, observed 472 B
+    rank 1, step 2, parameters: expected 944 B, observed 472 B
+    rank 1, step 3, parameters: expected 944 B, observed 472 B
+    rank 2, step 1, parameters: expected 944 B, observed 472 B
+    rank 2, step 2, parameters: expected 944 B, observed 472 B
+    and 4 more
+
+  placements: What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
+    rank 0, tok_embeddings.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.attention.wq.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.attention.wk.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.attention.wv.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.attention.wo.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.feed_forward.w1.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.feed_forward.w2.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    rank 0, layers.0.feed_forward.w3.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    and 52 more
+
+  shard_contents: Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
+    rank 0, tok_embeddings.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+    rank 0, layers.0.attention.wq.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, layers.0.attention.wk.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, layers.0.attention.wv.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, layers.0.attention.wo.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, layers.0.feed_forward.w1.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+    rank 0, layers.0.feed_forward.w2.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, layers.0.feed_forward.w3.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+    and 40 more
+
+  traffic: In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
+    rank 0, step 1, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
+    rank 0, step 1, backward all_gather over [0-3] (no axis of the plan): expected nothing, observed 1.6 kB (1600)
+    rank 0, step 1, backward all_reduce over dp_replicate [0,2]: expected 944 B (944), observed nothing
+    rank 0, step 1, backward reduce_scatter over dp_shard [0,1]: expected 1.888 kB (1888), observed nothing
+    rank 0, step 1, backward reduce_scatter over [0-3] (no axis of the plan): expected nothing, observed 1.888 kB (1888)
+    rank 0, step 1, forward all_gather over dp_shard [0,1]: expected 1.888 kB (1888), observed nothing
+    rank 0, step 1, forward all_gather over [0-3] (no axis of the plan): expected nothing, observed 1.888 kB (1888)
+    rank 0, step 2, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
+    and 76 more""",
+    )
+
+
+def test_a_case_in_which_a_rank_died() -> None:
+    trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
+    dead = Exit(1, "raised", 1, error="ValueError: no", blamed=True, stack="a.py:7 in f\nb.py:9 in g\n")
+    waited = Exit(0, "raised", 1, error="RuntimeError: Connection closed by peer")
+    trial = replace(trial, run=replace(trial.run, exits=(waited, dead)))
+    assert_expected_inline(
+        case_report(judgement_of(trial)),
+        """\
+FAIL tiny    rank 1 raised: ValueError: no
+  stack             a.py:7 in f
+                    b.py:9 in g
+  not to blame      rank 0 only waited
+  again             harness run tiny
+  evidence          out/tiny
+
+  completed         FAIL            2 examined
+  16 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+
+  completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
+    rank 1: expected exit code 0, observed raised: ValueError: no
+      a.py:7 in f
+      b.py:9 in g
+    rank 0 (only waited): expected exit code 0, observed raised: RuntimeError: Connection closed by peer""",
+    )
+
+
+def test_a_fault_that_did_not_fire() -> None:
+    report = case_report(judgement_of(trial_of(tiny_case("fsdp_2")), "mine.py:never_fires", False))
+    assert report.splitlines()[:2] == [
+        "PASS tiny+never_fires",
+        "  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws",
+    ]
+
+
+def test_a_case_that_could_not_be_judged_says_why_in_its_first_line() -> None:
+    trial = replace(trial_of(tiny_case("single")), golden=None, golden_problem="no golden of this recipe")
+    assert headline(judgement_of(trial)) == "UNKNOWN tiny    golden: no golden of this recipe"
+
+
+def test_one_law_as_a_test_runner_shows_it() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_parameter(trial, 1, "norm.weight", value=trial.reference.weights["norm.weight"])
+    judgement = judgement_of(trial)
+    result = next(result for result in judgement.results if result.check == "shard_contents")
+    assert_expected_inline(
+        check_text(judgement, result),
+        """\
+FAIL tiny    ranks hold other slices than planned in 1 of 12 parameters (norm.weight) on rank 1
+  contents          1 of 12 parameters; norm.weight on rank 1: expected 1/2 of dim 0 [2:4], observed all
+  loss              equal to the reference exactly: a loss-curve test passes here
+  groups            every group of the plan exists: a listing of process groups passes here
+shard_contents FAIL
+  rank 1, norm.weight: expected 1/2 of dim 0 [2:4], observed whole
+  again             pytest -k tiny
+  evidence          out/tiny""",
+    )
+
+
+def test_a_law_without_a_verdict_as_a_test_runner_shows_it() -> None:
+    judgement = judgement_of(trial_of(tiny_case("fsdp_2")))
+    unknown = Result("golden", Verdict.UNKNOWN, note="no golden of this recipe")
+    assert_expected_inline(
+        check_text(judgement, unknown),
+        """\
+PASS tiny
+golden UNKNOWN: no golden of this recipe
+  again             pytest -k tiny
+  evidence          out/tiny""",
+    )
+
+
+def test_a_finding_that_runs_over_several_lines_is_indented() -> None:
+    finding = Finding("rank 1", "exit code 0", "raised\na.py:7 in f")
+    assert finding_text(finding, "  ") == "  rank 1: expected exit code 0, observed raised\n    a.py:7 in f"
+
+
+def test_a_finding_shows_its_bound_and_a_remark_has_none() -> None:
+    assert (
+        finding_text(Finding("step 1", "2.0", "2.1", "1.0e-14")) == "step 1: expected 2.0, observed 2.1 (bound 1.0e-14)"
+    )
+    assert finding_text(Finding("and 3 more", "", "")) == "and 3 more"
+
+
+def test_the_first_line_of_the_typical_case_fits_a_terminal_of_100_columns() -> None:
+    assert len(headline(judgement_of(hsdp_as_fsdp()))) <= 100
