@@ -1,4 +1,4 @@
-"""The command line: harness run | check | report | matrix | golden | plan.
+"""The command line: harness run | check | report | matrix | golden | plan | join.
 
 Exit codes: 0 every law holds, 1 a law is broken, 2 something could not be judged (bad input, UNKNOWN, all skipped, a
 fault that never fired), 130 interrupted. With --bisect 2 becomes 125: `git bisect run` skips that commit.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from harness.evidence import EvidenceError, Run, load
 from harness.faults import FaultError, load_fault
 from harness.golden import GoldenError
 from harness.launch import LaunchError
+from harness.launch.torchrun import join
 from harness.line import Judgement, Options, Unsupported, judge_folder, reference_folder, run_case, store_report
 from harness.plan import make_plan
 from harness.plan_text import plan_text
@@ -103,6 +105,12 @@ def run_matrix(args: argparse.Namespace) -> int:
     return matrix_code(outcomes)
 
 
+def join_nodes(args: argparse.Namespace) -> int:
+    """Another node's part of `harness run --launcher torchrun --torchrun-args`; the first node judges."""
+    join(args.folder / "run", seconds=args.timeout)
+    return PASSED
+
+
 def draw(args: argparse.Namespace) -> int:
     """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
     from harness.pictures import PICTURE, draw_folder
@@ -141,7 +149,10 @@ def options_of(args: argparse.Namespace) -> Options:
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
     fault = checked_fault(args.fault) if getattr(args, "fault", None) else None
-    return Options(args.out, args.trainer, args.launcher, args.device, args.timeout, fault)
+    torchrun_args = tuple(shlex.split(args.torchrun_args))
+    if torchrun_args and args.launcher != "torchrun":
+        raise BadInput("--torchrun-args: they are for --launcher torchrun only")
+    return Options(args.out, args.trainer, args.launcher, args.device, args.timeout, fault, torchrun_args)
 
 
 def checked_fault(spec: str) -> str:
@@ -249,6 +260,12 @@ def parser() -> argparse.ArgumentParser:
     stored.add_argument(
         "folders", metavar="DIR", nargs="+", type=Path, help="what `harness run` wrote, or a folder of such"
     )
+    node = commands.add_parser("join", help="on every other node: its part of what `harness run` started on the first")
+    node.set_defaults(command=join_nodes)
+    node.add_argument("folder", metavar="DIR", type=Path, help="OUT/CASE on the shared disk")
+    node.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds to wait for the first node"
+    )
     pictures = commands.add_parser(
         "report", help="draw stored evidence: who holds what, which groups moved what, losses"
     )
@@ -284,6 +301,7 @@ def _selection(command: argparse.ArgumentParser) -> None:
 def _how_to_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trainer", default="llama3")
     command.add_argument("--launcher", default="local", choices=("local", "torchrun"))
+    command.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see the README")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     command.add_argument(
         "--out", type=Path, default=Path("out"), metavar="DIR", help="where evidence goes; default out"

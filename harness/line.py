@@ -38,7 +38,10 @@ REFERENCE_ENTRY = "harness.testify:reference"
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as opposed to what: nothing here may change a verdict. timeout: seconds for one launch."""
+    """How to run, as opposed to what: nothing here may change a verdict. timeout: seconds for one launch.
+
+    torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
+    """
 
     out: Path = Path("out")
     trainer: str = "llama3"
@@ -46,6 +49,7 @@ class Options:
     device: str = "cpu"
     timeout: float = 120.0
     fault: str | None = None
+    torchrun_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,9 +258,15 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> 
     }
     started = time.monotonic()
     job = Job(
-        folder, case.dims.world_size, RANK_ENTRY, wanted, timeout=options.timeout, device=options.device,
+        folder,
+        case.dims.world_size,
+        RANK_ENTRY,
+        wanted,
+        timeout=options.timeout,
+        device=options.device,
         group_timeout=max(10.0, options.timeout / 2),
-    )  # fmt: skip
+        torchrun_args=options.torchrun_args,
+    )
     exits: list[Exit] = launch(job, options.launcher)
     seconds = time.monotonic() - started
     save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -90,3 +93,18 @@ def test_a_folder_that_is_not_ours_is_not_deleted(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="not empty and not written by this harness; choose another --out"):
         run_case(case_of("mine"), Options(out=tmp_path))
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_two_nodes_make_one_run(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torchrun = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id {port}"
+    harness = [sys.executable, "-m", "harness"]
+    other = subprocess.Popen([*harness, "join", str(tmp_path / "fsdp_2"), "--timeout", "60"])
+    first = subprocess.run(
+        [*harness, "run", "fsdp_2", "--out", str(tmp_path), "--launcher", "torchrun", "--torchrun-args", torchrun],
+        capture_output=True,
+        text=True,
+    )
+    assert (first.returncode, first.stdout.splitlines()[0], other.wait(timeout=60)) == (0, "PASS fsdp_2", 0), first

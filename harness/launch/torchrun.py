@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.launch.job import Job, rank_file, read_json
+from harness.launch.job import Job, LaunchError, rank_file, read_json
 from harness.launch.local import environment
 from harness.launch.process import kill_group, loopback
 
@@ -92,6 +92,23 @@ def send(pid: int, number: int) -> None:
         return kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def join(folder: Path, seconds: float) -> int:
+    """This node's part of a job that the harness started, or is about to start, on another node; its exit status.
+
+    folder: shared by the nodes, where that harness keeps this launch. Raises LaunchError if none begins in time. A
+    launch that has ended (run.json is there) is an earlier one.
+    """
+    job_file = folder / "job.json"
+    give_up = time.monotonic() + seconds
+    while not job_file.exists() or (folder / "run.json").exists():
+        if time.monotonic() > give_up:
+            raise LaunchError(f"{job_file}: no launch began there in {seconds:g} s: is the folder shared by the nodes?")
+        time.sleep(POLL)
+    job = Job(**{name: value for name, value in read_json(job_file).items() if name != "sys_path"})
+    command = [sys.executable, "-m", "harness.launch.agent", str(os.getpid()), *arguments(job), str(job_file)]
+    return subprocess.run(command, env={**environment(), **job.env}, stdin=subprocess.DEVNULL).returncode
 
 
 def arguments(job: Job) -> list[str]:
