@@ -12,16 +12,13 @@ from harness.line import Judgement, Options, judge_folder, run_case
 from harness.report import case_report, headline
 from harness.trial import Verdict
 
-CASES = load_all()
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
 def run(fault: str, case: str, out: Path) -> Judgement:
-    return run_case(find_case(case, CASES), Options(out=out, fault=fault, timeout=30))
+    return run_case(find_case(case, load_all()), Options(out=out, fault=fault, timeout=30))
 
 
 def broken(judgement: Judgement) -> set[str]:
@@ -42,7 +39,7 @@ def test_a_fault_is_caught_by_its_laws_and_named(fault: Fault, out: Path) -> Non
 
 @pytest.mark.parametrize("case", sorted({fault.case for fault in catalogue()}))
 def test_the_case_of_a_fault_passes_without_it(case: str, out: Path) -> None:
-    judgement = run_case(find_case(case, CASES), Options(out=out))
+    judgement = run_case(find_case(case, load_all()), Options(out=out))
     assert judgement.verdict is Verdict.PASS, case_report(judgement)
 
 
