@@ -12,6 +12,7 @@ from harness.line import Judgement, Options, judge_folder, run_case
 from harness.report import case_report, headline
 from harness.trial import Verdict
 
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
