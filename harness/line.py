@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT, golden, trainers
-from harness.case import Case, CaseError, from_json, to_json
+from harness.case import Case, from_json, to_json
 from harness.checks import judge
 from harness.diagnose import Diagnosis, diagnose
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
@@ -286,6 +286,3 @@ def store_report(judgement: Judgement) -> None:
         "results": [dataclasses.asdict(result) for result in judgement.results],
     }
     write_text(judgement.folder / "verdict.json", json.dumps(record, indent=1))
-
-
-__all__ = ["CaseError", "Judgement", "Options", "Unsupported", "judge_folder", "load_trial", "run_case", "unsupported"]

@@ -138,7 +138,7 @@ def gradient_per_sample(
     """
     valid_tokens = count_valid(labels)
     parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
-    for row_tokens, row_labels in zip(tokens.split(1), labels.split(1), strict=False):
+    for row_tokens, row_labels in zip(tokens.split(1), labels.split(1), strict=True):
         model.zero_grad()
         (forward_loss(model, row_tokens, row_labels) / valid_tokens).backward()
         for fqn, gradient in by_fqn(model, gradients=True).items():
@@ -157,7 +157,7 @@ def spread_positions(n: int) -> np.ndarray:
 
 def batch(dataset: Dataset, ids: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
     """tokens and labels of these samples, int64 [len(ids), seq_len] each."""
-    tokens, labels = zip(*(dataset[i] for i in ids), strict=False)
+    tokens, labels = zip(*(dataset[i] for i in ids), strict=True)
     return torch.stack(tokens).to(device), torch.stack(labels).to(device)
 
 

@@ -28,7 +28,7 @@ RECIPE = TrainingConfig()
 def rows() -> tuple[np.ndarray, np.ndarray]:
     """tokens, labels [1024, 32] of the default recipe."""
     dataset = build_dataset(RECIPE, ModelConfig())
-    tokens, labels = zip(*(dataset[i] for i in range(len(dataset))), strict=False)
+    tokens, labels = zip(*(dataset[i] for i in range(len(dataset))), strict=True)
     return torch.stack(tokens).numpy(), torch.stack(labels).numpy()
 
 
@@ -110,7 +110,7 @@ def test_the_ranks_local_batches_of_a_step_are_together_its_global_batch(dp: int
     order, local = sample_order(RECIPE, 1024, 0), 16 // dp
     for step in (1, 2, 64):
         ranks = [order[rank::dp][(step - 1) * local : step * local] for rank in range(dp)]
-        assert tuple(i for column in zip(*ranks, strict=False) for i in column) == step_samples(RECIPE, 1024, step)
+        assert tuple(i for column in zip(*ranks, strict=True) for i in column) == step_samples(RECIPE, 1024, step)
 
 
 def test_the_step_after_an_epoch_begins_the_next_epochs_order() -> None:

@@ -75,7 +75,7 @@ def test_training_draws_no_global_random_number() -> None:
 
 def test_the_first_loss_is_the_mean_over_the_valid_tokens_of_the_whole_batch(run: ReferenceRun) -> None:
     dataset = build_dataset(RECIPE, DEBUG)
-    _, labels = zip(*(dataset[i] for i in run.samples[0]), strict=False)
+    _, labels = zip(*(dataset[i] for i in run.samples[0]), strict=True)
     assert run.steps[0].valid_tokens == sum(int((row != -100).sum()) for row in labels)
     assert abs(run.steps[0].loss - math.log(256)) < 1  # untrained: near a uniform guess
 
@@ -141,12 +141,12 @@ def test_clipping_scales_down_to_max_norm_and_never_up(max_norm: float | None) -
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
     parameters[0].grad, parameters[1].grad = torch.tensor([6.0, 0.0]).double(), torch.tensor([0.0, 8.0]).double()
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    for parameter, other in zip(parameters, theirs, strict=False):
+    for parameter, other in zip(parameters, theirs, strict=True):
         assert parameter.grad is not None
         other.grad = parameter.grad.clone()
     assert clip_gradients(parameters, max_norm) == 10.0
     torch.nn.utils.clip_grad_norm_(theirs, max_norm or math.inf)
-    for parameter, other in zip(parameters, theirs, strict=False):
+    for parameter, other in zip(parameters, theirs, strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-15, atol=0)
     expected = 10.0 if max_norm in (100.0, None) else max_norm
     assert clip_gradients(parameters, None) == pytest.approx(expected, rel=1e-6)

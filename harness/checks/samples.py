@@ -12,7 +12,6 @@ import numpy as np
 
 from harness.checks import verdict_of
 from harness.evidence import StepEvidence
-from harness.plan import coordinate
 from harness.trial import Finding, Result, Trial
 
 STAGE = "data"
@@ -119,4 +118,4 @@ def _some(ids: list[int]) -> str:
 def shares_of_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
     """What each data-parallel share was fed: fed_samples of the ranks at tp 0, by rank."""
     fed = fed_samples(trial, step)
-    return {rank: fed[rank] for rank in fed if coordinate(trial.case.dims, rank)["tp"] == 0}
+    return {rank: fed[rank] for rank in trial.one_rank_per_share() if rank in fed}
