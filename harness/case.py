@@ -60,29 +60,57 @@ class ParallelDims:
         return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True))
 
 
-@dataclass(frozen=True)
+WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "wrapper": (None, *WRAPPERS),
+    "schedule": ("GPipe", "1F1B", *LOOPED),
+    "cp_rotation": ("allgather", "alltoall"),
+    "activation_checkpointing": ("none", "full", "layer", "op"),
+    "reduce_dtype": (None, "float64", "float32", "bfloat16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Features:
     """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic.
 
-    accumulation: microbatches per optimizer step. reshard_after_forward: "default" (all but the last unit), "always",
-    "never". param_dtype, reduce_dtype: FSDP2's MixedPrecisionPolicy; None leaves the recipe's dtype.
+    wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides.
+    accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step.
+    reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
+    unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
+    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
+    activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
+    compile: torch.compile for each block.
     """
 
+    wrapper: str | None = None
     accumulation: int = 1
-    reshard_after_forward: str = "default"
+    reshard_after_forward: str | int = "default"
+    cpu_offload: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = True
-    param_dtype: str | None = None
+    async_tp: bool = False
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    cp_rotation: str = "allgather"
+    cp_load_balance: bool = True
+    activation_checkpointing: str = "none"
+    compile: bool = False
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.accumulation < 1:
-            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
-        if self.reshard_after_forward not in ("default", "always", "never"):
-            raise ValueError(f"reshard_after_forward {self.reshard_after_forward!r}: choose default, always or never")
-        for key in ("param_dtype", "reduce_dtype"):
-            if getattr(self, key) not in (None, "float64", "float32", "bfloat16"):
-                raise ValueError(f"{key} {getattr(self, key)!r}: choose float64, float32, bfloat16 or null")
+        for key in ("accumulation", "microbatches", "stages_per_rank"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        policy = self.reshard_after_forward
+        if policy not in ("default", "always", "never") and (not isinstance(policy, int) or policy < 2):
+            raise ValueError(f"reshard_after_forward {policy!r}: choose default, always, never or a number above 1")
+        for key, known in FEATURE_CHOICES.items():
+            if getattr(self, key) not in known:
+                named = ", ".join("null" if choice is None else choice for choice in known)
+                raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {named}")
 
 
 @dataclass(frozen=True)
@@ -101,13 +129,51 @@ class Case:
     @property
     def local_batch(self) -> int:
         """Samples in one microbatch of one rank."""
-        return self.training.global_batch // (self.dims.dp * self.features.accumulation)
+        return self.training.global_batch // (self.dims.dp * self.features.accumulation * self.microbatches)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a pipeline's schedule cuts a batch: twice the stages, if the case does not say; else 1."""
+        if self.dims.pp == 1:
+            return 1
+        return self.features.microbatches or 2 * self.dims.pp
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a sample's length and width per optimizer step on a rank."""
+        return self.features.accumulation * self.microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.dims.pp == 1:
+            return 1
+        return self.features.stages_per_rank or (2 if self.features.schedule in LOOPED else 1)
+
+    @property
+    def n_stages(self) -> int:
+        return self.dims.pp * self.stages_per_rank
+
+    @property
+    def wrapper(self) -> str | None:
+        """Who looks after the data ranks: FSDP2 where parameters are sharded, else DDP; None without data parallelism.
+
+        Context parallel counts as sharding: its ranks hold equal parameters and different tokens.
+        """
+        if self.features.wrapper is not None:
+            return self.features.wrapper
+        if self.dims.dp_shard * self.dims.cp > 1:
+            return "fsdp2"
+        return "ddp" if self.dims.dp_replicate > 1 else None
+
+    def seq_len(self, step: int) -> int:
+        """Tokens of each sample that step (from 1) trains on."""
+        return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len
 
     @property
     def exact(self) -> bool:
         """Judged by derived float64 bounds, rather than by a bound measured from the reference's own noise."""
-        narrow = self.features.param_dtype or self.features.reduce_dtype
-        return self.training.dtype == "float64" and narrow in (None, "float64")
+        narrow = {self.training.compute_dtype, self.features.reduce_dtype} - {None, "float64"}
+        return self.training.dtype == "float64" and not narrow and not self.training.quantize
 
 
 def to_json(case: Case) -> dict[str, Any]:
@@ -326,21 +392,60 @@ def _validate(case: Case, world_size: Any, where: str) -> None:
     for key in ("n_heads", "n_kv_heads"):
         if getattr(model, key) % dims.tp:
             raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
-    shares = dims.dp * case.features.accumulation
+    shares = dims.dp * case.features.accumulation * case.microbatches
     if training.global_batch % shares:
+        of_pp = f" x microbatches {case.microbatches}" if dims.pp > 1 else ""
         raise CaseError(
             f"{where}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
-            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation} = {shares}"
+            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares}"
         )
-    chunks = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
-    if training.seq_len % chunks:
+    halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
+    length, ways = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
+    if length % (dims.cp * math.lcm(halves, ways)):
+        balanced = " x 2 (load balance)" * (halves - 1)
         raise CaseError(
-            f"{where}: seq_len {training.seq_len} is not divisible by cp {dims.cp} x tp {dims.tp} (sequence parallel)"
+            f"{where}: seq_len {length} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel)"
         )
-    if dims.pp > model.n_layers:
-        raise CaseError(f"{where}: pp {dims.pp} stages, but the model has only {model.n_layers} layers")
+    if case.n_stages > model.n_layers:
+        raise CaseError(
+            f"{where}: pp {dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
+            f" but the model has only {model.n_layers} layers"
+        )
+    _validate_features(case, where)
     if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
         raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _validate_features(case: Case, where: str) -> None:
+    """Options that ask for something on an axis of degree 1, or of each other what no trainer can do."""
+    dims, features = case.dims, case.features
+    usual = Features()
+    for keys, axis in (
+        (("schedule", "microbatches", "stages_per_rank"), "pp"),
+        (("cp_rotation", "cp_load_balance"), "cp"),
+        (("async_tp", "sequence_parallel", "loss_parallel"), "tp"),
+    ):
+        for key in keys:
+            if getattr(dims, axis) == 1 and getattr(features, key) != getattr(usual, key):
+                raise CaseError(f"{where}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out")
+    if features.wrapper and dims.dp * dims.cp == 1:
+        raise CaseError(f"{where}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
+    if features.wrapper in ("ddp", "replicate") and dims.dp_shard * dims.cp > 1:
+        raise CaseError(
+            f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard} x cp {dims.cp}"
+        )
+    sharded = case.wrapper in ("fsdp1", "fsdp2")
+    for key in ("reshard_after_forward", "cpu_offload"):
+        if not sharded and getattr(features, key) != getattr(usual, key):
+            raise CaseError(
+                f"{where}: {key} is FSDP's, and this case has wrapper {case.wrapper or 'none'}; leave it out"
+            )
+    if dims.pp > 1 and case.model.tied_embeddings:
+        raise CaseError(
+            f"{where}: tied_embeddings with pp {dims.pp}: first and last stage would have to share a weight"
+        )
+    if features.schedule in ("GPipe", "1F1B") and case.stages_per_rank > 1:
+        raise CaseError(f"{where}: schedule {features.schedule} has one stage a rank, asked for {case.stages_per_rank}")
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:

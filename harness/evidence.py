@@ -86,10 +86,11 @@ class TensorEvidence:
 class Microbatch:
     """What one forward pass of this rank was fed, and the loss it computed from it.
 
-    tokens, labels: int64 [samples, positions], labels None if never seen. loss_sum: sum over this rank's valid tokens.
+    tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage is fed tokens, its last
+    labels (flat, where no tokens say how many samples they belong to). loss_sum: sum over this rank's valid tokens.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | None
     labels: np.ndarray | None
     loss_sum: float | None
     valid_tokens: int | None

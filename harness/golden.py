@@ -17,6 +17,7 @@ from typing import Any
 from harness import ROOT
 from harness.case import Case
 from harness.evidence import write_text
+from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun
 
 FOLDER = ROOT / "golden"
@@ -36,7 +37,13 @@ class Golden:
 
 
 def recipe(case: Case) -> dict[str, Any]:
-    return {"model": dataclasses.asdict(case.model), "training": dataclasses.asdict(case.training)}
+    """What differs from the defaults, so that a new option leaves the goldens of recipes without it alone."""
+    return {"model": _chosen(case.model, ModelConfig()), "training": _chosen(case.training, TrainingConfig())}
+
+
+def _chosen(config: Any, default: Any) -> dict[str, Any]:
+    usual = dataclasses.asdict(default)
+    return {key: value for key, value in dataclasses.asdict(config).items() if value != usual[key]}
 
 
 def recipe_name(case: Case) -> str:

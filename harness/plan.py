@@ -1,8 +1,10 @@
 """What must be true of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
 
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
-Groups are its lines. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is
-left; both cut as torch.chunk does: equal chunks of ceil(n / parts), the last ones shorter or empty.
+Groups are its lines; "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there. A
+pipeline deals out the layers, so that a rank holds only the parameters of its stages. Tensor parallel cuts a parameter
+along one dim, data-parallel sharding then cuts dim 0 of what is left; both cut as torch.chunk does: equal chunks of
+ceil(n / parts), the last ones shorter or empty.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.case import AXES, Case, CaseError, ParallelDims
+from harness.case import AXES, Case, ParallelDims
 from reference.config import ModelConfig
 
 Interval = tuple[int, int]
@@ -59,6 +61,7 @@ class Flow:
 class Plan:
     """groups: by axis of degree above 1, its groups' ranks. slices[rank][fqn]: what each rank must hold.
 
+    shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
     flows[rank]: its traffic in every step. parameter_bytes[rank]: (least, most) bytes of parameters a
     rank may keep between steps; the most counts the padding of uneven chunks. outside_bytes[rank]: the most it may move
     in a step outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
@@ -67,6 +70,8 @@ class Plan:
     dims: ParallelDims
     shapes: dict[str, tuple[int, ...]]
     groups: dict[str, tuple[tuple[int, ...], ...]]
+    shard_axis: str
+    stages: dict[int, tuple[int, ...]]
     slices: dict[int, dict[str, Slice]]
     flows: dict[int, tuple[Flow, ...]]
     parameter_bytes: dict[int, tuple[int, int]]
@@ -74,6 +79,10 @@ class Plan:
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
+
+    def peers(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The same, but of a rank alone where the axis has degree 1."""
+        return self.group_of(rank, axis) if axis in self.groups else (rank,)
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:
@@ -94,21 +103,78 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def make_plan(case: Case) -> Plan:
-    """Raises CaseError for axes that the plan does not cover yet."""
     dims = case.dims
-    if dims.pp > 1 or dims.cp > 1:
-        raise CaseError(f"{case.file}: case {case.name!r}: pp and cp are not planned yet; leave both at 1")
     shapes = case.model.parameter_shapes()
-    slices = {rank: slices_of_rank(dims, rank, shapes) for rank in range(dims.world_size)}
+    stages = {rank: stages_of_rank(case, rank) for rank in range(dims.world_size)}
+    placed = {stage: parameters_of_stage(case, stage) for stage in range(case.n_stages)}
+    slices = {
+        rank: slices_of_rank(dims, rank, {fqn: shapes[fqn] for stage in held for fqn in placed[stage]})
+        for rank, held in stages.items()
+    }
     return Plan(
         dims=dims,
         shapes=shapes,
-        groups={axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1},
+        groups=_groups_by_axis(dims),
+        shard_axis=shard_axis(dims),
+        stages=stages,
         slices=slices,
         flows={rank: _flows(case, rank) for rank in slices},
         outside_bytes=_outside_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank]) for rank in slices},
     )
+
+
+def _groups_by_axis(dims: ParallelDims) -> dict[str, tuple[tuple[int, ...], ...]]:
+    found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
+    return found | ({"dp_shard_cp": groups(dims, "dp_shard", "cp")} if dims.dp_shard > 1 and dims.cp > 1 else {})
+
+
+def shard_axis(dims: ParallelDims) -> str:
+    """Context parallel ranks hold equal parameters, so FSDP shards over them as well."""
+    if dims.cp == 1:
+        return "dp_shard"
+    return "dp_shard_cp" if dims.dp_shard > 1 else "cp"
+
+
+# ---- pipeline stages and positions
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
+    """The n-th round of stages goes forward over the pp ranks; V-shaped schedules send every second round back."""
+    pp, at = case.dims.pp, coordinate(case.dims, rank)["pp"]
+    back = case.features.schedule in V_SHAPED and pp > 1
+    rounds = range(case.stages_per_rank)
+    return tuple(number * pp + (pp - 1 - at if back and number % 2 else at) for number in rounds)
+
+
+def layers_of_stage(case: Case, stage: int) -> range:
+    """Consecutive layers, as equally many as can be; the first stages take what is left over."""
+    least, more = divmod(case.model.n_layers, case.n_stages)
+    start = stage * least + min(stage, more)
+    return range(start, start + least + (stage < more))
+
+
+def parameters_of_stage(case: Case, stage: int) -> list[str]:
+    """The embedding is with the first stage's layers, the final norm and the output with the last one's."""
+    prefixes = [f"layers.{layer}." for layer in layers_of_stage(case, stage)]
+    prefixes += ["tok_embeddings."] if stage == 0 else []
+    prefixes += ["norm.", "output."] if stage == case.n_stages - 1 else []
+    return [fqn for fqn in _shapes(case.model) if fqn.startswith(tuple(prefixes))]
+
+
+def positions(case: Case, rank: int, length: int) -> np.ndarray:
+    """The token positions of a sample that a rank is fed, in its order. int64 [length / cp]
+
+    Load balancing gives each cp rank the i-th chunk from the front and the i-th from the back: under a causal mask late
+    tokens are more work.
+    """
+    cp, at = case.dims.cp, coordinate(case.dims, rank)["cp"]
+    if cp > 1 and case.features.cp_load_balance:
+        chunks = np.split(np.arange(length), 2 * cp)
+        return np.concatenate([chunks[at], chunks[2 * cp - 1 - at]])
+    return np.split(np.arange(length), cp)[at]
 
 
 # ---- slices
@@ -202,17 +268,17 @@ def _padded_numel(case: Case, fqn: str, tp_index: int) -> int:
 def _data_parallel_flows(case: Case, tp_index: int) -> Iterable[Flow]:
     dims, features = case.dims, case.features
     stored = case.training.dtype
-    gathered = BYTES[features.param_dtype or stored]
-    reduced = BYTES[features.reduce_dtype or features.param_dtype or stored]
+    gathered = BYTES[case.training.compute_dtype or stored]
+    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     units = fsdp_units(case)
     everything = sum(_padded_numel(case, fqn, tp_index) for unit, _ in units for fqn in unit)
     again = sum(_padded_numel(case, fqn, tp_index) for unit, resharded in units if resharded for fqn in unit)
-    shards = dims.dp_shard * dims.cp
+    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     if shards > 1:
         times = features.accumulation
-        yield Flow("dp_shard", "parameters", "all_gather", "forward", times * everything * gathered)
-        yield Flow("dp_shard", "parameters", "all_gather", "backward", times * again * gathered)
-        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", everything * reduced)
+        yield Flow(axis, "parameters", "all_gather", "forward", times * everything * gathered)
+        yield Flow(axis, "parameters", "all_gather", "backward", times * again * gathered)
+        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
     if dims.dp_replicate > 1:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
 
@@ -226,8 +292,8 @@ def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
     dims, model, training = case.dims, case.model, case.training
     if dims.tp == 1:
         return
-    size = BYTES[case.features.param_dtype or training.dtype]
-    activation = case.local_batch * (training.seq_len // dims.cp) * model.dim * size * case.features.accumulation
+    size = BYTES[training.compute_dtype or training.dtype]
+    activation = case.local_batch * (training.seq_len // dims.cp) * model.dim * size * case.passes
     layers = model.n_layers
     if case.features.sequence_parallel:
         yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + 1) * activation)
@@ -246,7 +312,7 @@ def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
 
 def _outside_bytes(case: Case) -> int:
     """Eight numbers a token (loss parallel exchanges three) and a tenth of the parameters: far from gathering them."""
-    tokens = case.local_batch * case.features.accumulation * case.training.seq_len
+    tokens = case.local_batch * case.passes * case.training.seq_len
     parameters = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
     return (8 * tokens + parameters // 10) * BYTES[case.training.dtype]
 

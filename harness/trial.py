@@ -91,8 +91,23 @@ class Trial:
                     yield rank, step, by_number[step.step]
 
     def one_rank_per_share(self) -> list[int]:
-        """The ranks that between them saw each sample once: those at tp 0."""
-        return [rank for rank in self.ranks if coordinate(self.case.dims, rank)["tp"] == 0]
+        """The ranks that between them were fed each sample once: first stages at cp 0 and tp 0."""
+        return [rank for rank in self.first_stages() if self._at(rank, cp=0, tp=0)]
+
+    def first_stages(self) -> list[int]:
+        """The ranks that are fed tokens."""
+        return [rank for rank in self.ranks if 0 in self.plan.stages[rank]]
+
+    def last_stages(self) -> list[int]:
+        """The ranks that compute a loss."""
+        return [rank for rank in self.ranks if self.case.n_stages - 1 in self.plan.stages[rank]]
+
+    def feeder(self, rank: int) -> int:
+        """The rank of the same pipeline that runs the first stage, so that is fed the tokens whose loss `rank` computes."""
+        return next(peer for peer in self.plan.peers(rank, "pp") if 0 in self.plan.stages[peer])
+
+    def _at(self, rank: int, **place: int) -> bool:
+        return coordinate(self.case.dims, rank).items() >= place.items()
 
 
 def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:

@@ -17,7 +17,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama 3 model. `ffn_dim` is SwiGLU's inner width, spelled out instead of derived from a multiplier."""
+    """Shape of a Llama 3 model. `ffn_dim` is SwiGLU's inner width, spelled out instead of derived from a multiplier.
+
+    dropout: no part of Llama 3, for debugging only: the probability with which an entry of what attention and feed-forward
+    add to the residual stream is zeroed.
+    """
 
     name: str = "debug"
     dim: int = 64
@@ -30,6 +34,7 @@ class ModelConfig:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads:
@@ -38,6 +43,8 @@ class ModelConfig:
             raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} (dim / n_heads) must be even: rotary embedding turns pairs")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 
     @property
     def head_dim(self) -> int:
@@ -80,6 +87,17 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
+DTYPES = ("float64", "float32", "bfloat16")
+QUANTIZED = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "optimizer": ("adamw", "sgd"),
+    "dtype": DTYPES,
+    "compute_dtype": (None, *DTYPES),
+    "quantize": (None, *QUANTIZED),
+    "decay": ("all", "matrices"),
+}
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """The recipe. The same recipe, on any layout, must give the same losses and gradients.
@@ -88,6 +106,11 @@ class TrainingConfig:
     step over all ranks and microbatches; `seq_len` counts tokens per sample. The learning rate rises linearly over
     `warmup_steps`, then follows a cosine down to `final_lr_fraction * lr` at `steps`. `max_norm` None means no
     clipping. `data` names a file of tokens; None means the dataset made from `seed`.
+
+    `compute_dtype`: what parameters are cast to for forward and backward; None leaves them as they are. `quantize`: the
+    format of the blocks' matrix products, by torchao. `variable_length`: even steps train on the first half of each
+    sample's tokens. `document_mask`: attention does not look past a separator. `decay`: "all", or "matrices" for a
+    weight decay that leaves norm weights alone.
     """
 
     steps: int = 3
@@ -105,12 +128,17 @@ class TrainingConfig:
     final_lr_fraction: float = 0.1
     max_norm: float | None = 1.0
     data: str | None = None
+    compute_dtype: str | None = None
+    quantize: str | None = None
+    variable_length: bool = False
+    document_mask: bool = False
+    decay: str = "all"
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("adamw", "sgd"):
-            raise ValueError(f"optimizer {self.optimizer!r}: choose adamw or sgd")
-        if self.dtype not in ("float64", "float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r}: choose float64, float32 or bfloat16")
+        for key, known in CHOICES.items():
+            if getattr(self, key) not in known:
+                named = ", ".join("null" if choice is None else choice for choice in known)
+                raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {named}")
         for key in ("steps", "global_batch", "seq_len"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")

@@ -135,7 +135,8 @@ def test_yaml_anchors_and_merges_may_be_used(tmp_path: Path) -> None:
 
 def test_a_case_comes_back_from_json_as_it_was() -> None:
     for model in PRESETS.values():
-        case = Case("x", "because", ParallelDims(2, 2, 2, 1, 1), model, TrainingConfig(max_norm=None), Features(2))
+        case = Case("x", "because", ParallelDims(2, 2, 2, 1, 1), model, TrainingConfig(max_norm=None))
+        case = dataclasses.replace(case, features=Features(reshard_after_forward=2))
         assert from_json(json.loads(json.dumps(to_json(case)))) == case
 
 
@@ -143,7 +144,7 @@ def test_what_follows_from_a_case() -> None:
     case = Case("x", "-", ParallelDims(dp_replicate=2, dp_shard=2, tp=2), features=Features(accumulation=2))
     assert (case.dims.world_size, case.dims.dp, case.local_batch, case.exact) == (8, 4, 2, True)
     assert str(case.dims) == "pp 1 x dp_replicate 2 x dp_shard 2 x cp 1 x tp 2"
-    assert not dataclasses.replace(case, features=Features(param_dtype="bfloat16")).exact
+    assert not dataclasses.replace(case, features=Features(reduce_dtype="bfloat16")).exact
     assert not dataclasses.replace(case, training=TrainingConfig(dtype="float32")).exact
 
 
@@ -155,7 +156,8 @@ WRONG_LINES = {
     "dim: {tp: 2}": "unknown key 'dim'; did you mean 'dims'?;"
     " known: name, why, dims, model, training, features, runs, file, world_size",
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
-    " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data",
+    " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
+    " variable_length, document_mask, decay",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
     " but world_size asks for 8",
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16",
@@ -163,19 +165,28 @@ WRONG_LINES = {
     "dims: {dp_replicate: 2, dp_shard: 2}\nfeatures: {accumulation: 3}": "global_batch 16 is not divisible by"
     " dp_replicate 2 x dp_shard 2 x accumulation 3 = 12",
     "dims: {tp: 4}\ntraining: {seq_len: 30}": "seq_len 30 is not divisible by cp 1 x tp 4 (sequence parallel)",
-    "dims: {pp: 4}": "pp 4 stages, but the model has only 2 layers",
+    "dims: {pp: 4}": "pp 4 x stages_per_rank 1 = 4 stages, but the model has only 2 layers",
     "dims: {tp: 2.0}": "dims: tp: expected int, got 2.0; the default is 1",
     "dims: {tp: true}": "dims: tp: expected int, got True; the default is 1",
     "dims: {tp: 0}": "dims: tp must be a whole number of at least 1, got 0",
     "dims: [2]": "dims: expected a mapping of keys to values, got [2]",
     "training: {lr: 1e-3}": "training: lr: expected float, got '1e-3' (YAML reads 1e-3 as text: write 1.0e-3);"
     " the default is 0.003",
-    "training: {optimizer: adam}": "training: optimizer 'adam': choose adamw or sgd",
+    "training: {optimizer: adam}": "training: optimizer 'adam': choose one of adamw, sgd",
     "training: {steps: 0}": "training: steps must be at least 1, got 0",
     "features: {sequence_parallel: 1}": "features: sequence_parallel: expected bool, got 1; the default is True",
     "features: {reshard_after_forward: sometimes}": "features: reshard_after_forward 'sometimes':"
-    " choose default, always or never",
-    "features: {param_dtype: fp8}": "features: param_dtype 'fp8': choose float64, float32, bfloat16 or null",
+    " choose default, always, never or a number above 1",
+    "training: {compute_dtype: fp8}": "training: compute_dtype 'fp8': choose one of null, float64, float32, bfloat16",
+    "features: {schedule: GPipe}": "schedule 'GPipe' means nothing with pp 1; leave it out",
+    "features: {wrapper: ddp}": "wrapper 'ddp' has no data ranks to look after; leave it out",
+    "dims: {dp_shard: 2}\nfeatures: {wrapper: ddp}": "wrapper 'ddp' shards nothing, but dp_shard 2 x cp 1",
+    "dims: {dp_replicate: 2}\nfeatures: {reshard_after_forward: never}": "reshard_after_forward is FSDP's, and this case"
+    " has wrapper ddp; leave it out",
+    "dims: {pp: 2}\nmodel: {tied_embeddings: true}": "tied_embeddings with pp 2: first and last stage would have to share"
+    " a weight",
+    "dims: {pp: 2}\nfeatures: {stages_per_rank: 2}\nmodel: {n_layers: 4}": "schedule 1F1B has one stage a rank, asked"
+    " for 2",
     "features: {accumulation: 0}": "features: accumulation must be at least 1, got 0",
     "model: 80B": "model: unknown preset '80B'; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
     "model: {preset: [8B]}": "model: unknown preset ['8B']; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",

@@ -188,7 +188,7 @@ def test_a_tp_peer_that_computed_another_loss_is_named() -> None:
     assert findings("loss", with_loss(trial, 3, 3, lambda loss: 2 * loss)) == (
         Finding(
             "rank 3, step 3",
-            f"rank 2's for the same tokens: {fed.loss_sum!r} over {fed.valid_tokens}",
+            f"tp peer 2's for the same tokens: {fed.loss_sum!r} over {fed.valid_tokens}",
             f"{2 * fed.loss_sum!r} over {fed.valid_tokens}",
             f"{bounds_of(trial).loss[3]:.1e}",
         ),
@@ -514,7 +514,7 @@ def test_a_case_of_no_file_has_no_golden() -> None:
 
 @pytest.mark.parametrize("check", ["golden", "grad_norm", "gradients", "loss", "reported_loss", "update"])
 def test_laws_without_a_bound_for_another_tier_are_unknown_not_passed(check: str) -> None:
-    trial = replace(trial_of(tiny_case("fsdp_2", param_dtype="bfloat16")), golden=None)
+    trial = replace(trial_of(tiny_case("fsdp_2", reduce_dtype="bfloat16")), golden=None)
     result = judged(check, trial)
     assert (result.verdict, result.note) == (
         Verdict.UNKNOWN,

@@ -79,7 +79,7 @@ def test_cases_that_share_a_recipe_share_one_reference(tmp_path: Path) -> None:
 
 
 def test_a_case_without_a_bound_is_unknown_and_not_green(tmp_path: Path) -> None:
-    case = case_of("bf16", dims={"dp_shard": 2}, training={"dtype": "float32"}, features={"param_dtype": "bfloat16"})
+    case = case_of("bf16", dims={"dp_shard": 2}, training={"dtype": "float32", "compute_dtype": "bfloat16"})
     judgement = run_case(case, Options(out=tmp_path))
     assert judgement.verdict is Verdict.UNKNOWN
     assert {name for name, verdict in verdicts(judgement).items() if verdict is Verdict.FAIL} == set()

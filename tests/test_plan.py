@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
-from harness.case import AXES, CaseError, ParallelDims
+from harness.case import AXES, ParallelDims
 from harness.plan import (
     Flow,
     chunk,
@@ -17,6 +17,7 @@ from harness.plan import (
     groups,
     make_plan,
     numel,
+    positions,
     rank_grid,
     slice_text,
     slices_of_rank,
@@ -266,8 +267,8 @@ def test_uneven_chunks_are_moved_padded() -> None:
 
 
 def test_narrow_parameters_and_wide_reduction_count_their_own_bytes() -> None:
-    training = replace(ADAMW, dtype="float32")
-    assert flows("fsdp_2", training=training, param_dtype="bfloat16", reduce_dtype="float32") == [
+    training = replace(ADAMW, dtype="float32", compute_dtype="bfloat16")
+    assert flows("fsdp_2", training=training, reduce_dtype="float32") == [
         ("dp_shard", "all_gather", "forward", 236 * 2),
         ("dp_shard", "all_gather", "backward", 200 * 2),
         ("dp_shard", "reduce_scatter", "backward", 236 * 4),
@@ -327,10 +328,35 @@ def test_a_rank_may_keep_its_slices_and_their_padding() -> None:
     assert make_plan(tiny_case("fsdp_2", model=UNEVEN)).parameter_bytes == {0: (832, 832), 1: (704, 832)}
 
 
-def test_axes_that_are_not_planned_are_refused_with_the_remedy() -> None:
-    with pytest.raises(CaseError) as error:
-        make_plan(replace(tiny_case(ParallelDims(cp=2)), file="cases/a.yaml"))
-    assert str(error.value) == "cases/a.yaml: case 'tiny': pp and cp are not planned yet; leave both at 1"
+def test_stages_go_round_the_pp_ranks_and_back_where_the_schedule_is_v_shaped() -> None:
+    def stages(schedule: str) -> list[tuple[int, ...]]:
+        case = tiny_case(ParallelDims(pp=3), model=replace(TINY, n_layers=7), schedule=schedule)
+        return list(make_plan(case).stages.values())
+
+    assert stages("1F1B") == [(0,), (1,), (2,)]
+    assert stages("Interleaved1F1B") == [(0, 3), (1, 4), (2, 5)]
+    assert stages("ZBVZeroBubble") == [(0, 5), (1, 4), (2, 3)]
+
+
+def test_layers_that_stages_do_not_divide_go_to_the_first_ones() -> None:
+    plan = make_plan(tiny_case(ParallelDims(pp=2), model=replace(TINY, n_layers=3)))
+    layers = [sorted({fqn.split(".")[1] for fqn in held if fqn.startswith("layers")}) for held in plan.slices.values()]
+    ends = [[fqn for fqn in held if not fqn.startswith("layers")] for held in plan.slices.values()]
+    assert layers == [["0", "1"], ["2"]]
+    assert ends == [["tok_embeddings.weight"], ["norm.weight", "output.weight"]]
+
+
+def test_a_cp_rank_is_fed_a_chunk_from_the_front_and_one_from_the_back() -> None:
+    case = tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=8))
+    plain = replace(case, features=replace(case.features, cp_load_balance=False))
+    assert [positions(case, rank, 8).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [positions(plain, rank, 8).tolist() for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_fsdp_shards_over_dp_shard_and_cp_folded_into_one() -> None:
+    plan = make_plan(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), replace(ADAMW, seq_len=8)))
+    assert (plan.shard_axis, plan.groups["dp_shard_cp"]) == ("dp_shard_cp", ((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert make_plan(tiny_case(ParallelDims(cp=2))).shard_axis == "cp"
 
 
 def test_the_plan_of_the_largest_model_covers_all_its_parameters() -> None:

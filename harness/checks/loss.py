@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 from harness import tolerance
 from harness.checks import no_bound, verdict_of
@@ -31,30 +30,39 @@ def check(trial: Trial) -> Result:
 
 
 def global_loss(trial: Trial, step: int) -> float | None:
-    """Sum of local losses over sum of valid tokens. Ranks fed the same tokens (tp peers) count once between them."""
-    seen = [peers[0] for peers in _by_tokens(trial, step).values()]
-    tokens = sum(count for _, _, count in seen)
-    return math.fsum(loss for _, loss, _ in seen) / tokens if tokens else None
+    """Sum of local losses over sum of valid tokens. tp peers, who compute the same loss, count once between them."""
+    seen = [loss for rank in trial.last_stages() if _first_of_tp(trial, rank) for loss in losses(trial, rank, step)]
+    tokens = sum(count for _, count in seen)
+    return math.fsum(total for total, _ in seen) / tokens if tokens else None
 
 
-def _by_tokens(trial: Trial, step: int) -> dict[bytes, list[tuple[int, float, int]]]:
-    """(rank, sum of losses, valid tokens) of every forward pass whose loss was seen, by what it was fed."""
-    seen: dict[bytes, list[tuple[int, float, int]]] = defaultdict(list)
-    for rank, evidence in sorted(trial.ranks.items()):
-        for record in evidence.steps:
-            for part in record.microbatches if record.step == step else ():
-                if part.loss_sum is not None and part.valid_tokens is not None:
-                    seen[part.tokens.tobytes()].append((rank, part.loss_sum, part.valid_tokens))
-    return seen
+def losses(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
+    """(sum of losses, valid tokens) of a rank's forward passes whose loss was seen."""
+    return [
+        (part.loss_sum, part.valid_tokens)
+        for record in trial.ranks[rank].steps
+        if record.step == step
+        for part in record.microbatches
+        if part.loss_sum is not None and part.valid_tokens is not None
+    ]
+
+
+def _first_of_tp(trial: Trial, rank: int) -> bool:
+    return trial.plan.peers(rank, "tp")[0] == rank
 
 
 def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
-    """Ranks that computed another loss from the tokens that another rank was fed as well."""
+    """Ranks that computed another loss than the tp peer that was fed the same."""
     findings = []
-    for (first, loss, count), *others in _by_tokens(trial, step).values():
-        for rank, other, other_count in others:
+    for rank in trial.last_stages():
+        first = trial.plan.peers(rank, "tp")[0]
+        if first == rank:
+            continue
+        for (loss, count), (other, other_count) in zip(
+            losses(trial, first, step), losses(trial, rank, step), strict=False
+        ):
             if not abs(other - loss) <= bound * abs(loss) or count != other_count:
-                expected = f"rank {first}'s for the same tokens: {loss!r} over {count}"
+                expected = f"tp peer {first}'s for the same tokens: {loss!r} over {count}"
                 found = f"{other!r} over {other_count}"
                 findings.append(Finding(f"rank {rank}, step {step}", expected, found, f"{bound:.1e}"))
     return findings

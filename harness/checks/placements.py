@@ -50,8 +50,8 @@ def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
     dim = tp_dim(fqn)
     if dims.tp > 1 and dim is not None:
         shards.add((f"dim {dim}", plan.group_of(rank, "tp")))
-    if dims.dp_shard > 1:
-        shards.add(("dim 0", plan.group_of(rank, "dp_shard")))
+    if plan.shard_axis in plan.groups:
+        shards.add(("dim 0", plan.group_of(rank, plan.shard_axis)))
     return shards
 
 
@@ -77,8 +77,8 @@ def _kind(placement: str) -> str:
 
 def _wrapper_findings(trial: Trial, rank: int, module: str, claim: dict[str, Any]) -> list[Finding]:
     findings = []
-    for key, axis in (("shard_ranks", "dp_shard"), ("replicate_ranks", "dp_replicate")):
-        wanted = trial.plan.group_of(rank, axis) if axis in trial.plan.groups else (rank,)
+    for key, axis in (("shard_ranks", trial.plan.shard_axis), ("replicate_ranks", "dp_replicate")):
+        wanted = trial.plan.peers(rank, axis)
         used = tuple(sorted(claim.get(key, (rank,))))
         if used != wanted:
             where = f"rank {rank}, {claim['kind']} on {module or 'the root'}, {key}"

@@ -17,7 +17,7 @@ def check(trial: Trial) -> Result:
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         exist = {group.ranks for group in evidence.groups}
-        for axis in trial.plan.groups:
+        for axis in _axes_in_use(trial):
             wanted = trial.plan.group_of(rank, axis)
             examined += 1
             if wanted not in exist:
@@ -26,6 +26,11 @@ def check(trial: Trial) -> Result:
                 findings.append(Finding(f"rank {rank}, axis {axis}", f"a group {ranks_text(wanted)}", observed))
     findings += _disagreements(trial)
     return verdict_of("process_groups", findings, examined)
+
+
+def _axes_in_use(trial: Trial) -> list[str]:
+    """Nothing runs over dp_shard by itself where it is folded with cp."""
+    return [axis for axis in trial.plan.groups if axis != "dp_shard" or trial.plan.shard_axis == "dp_shard"]
 
 
 def _disagreements(trial: Trial) -> list[Finding]:

@@ -1,6 +1,6 @@
-"""In every step the data-parallel ranks partition the global batch of the recipe, and tp peers are fed the same.
+"""In every step the data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers are fed the same.
 
-Each rank is fed as many microbatches as accumulation asks for, all of one size.
+Each first stage is fed as many microbatches as accumulation and the pipeline ask for, all of one size.
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed.
 """
 
@@ -11,7 +11,8 @@ from collections import Counter
 import numpy as np
 
 from harness.checks import verdict_of
-from harness.evidence import StepEvidence
+from harness.evidence import RankEvidence
+from harness.plan import positions
 from harness.trial import Finding, Result, Trial
 
 STAGE = "data"
@@ -23,19 +24,54 @@ def check(trial: Trial) -> Result:
         fed = fed_samples(trial, step)
         examined += sum(len(ids) for ids in fed.values())
         findings += _not_a_partition(trial, fed, step, wanted) + _wrong_microbatches(trial, step)
-        findings += _strangers(fed, step) + _differing_peers(trial, fed, step) + _wrong_labels(trial, step)
+        findings += _wrong_positions(trial, step) or _strangers(fed, step)
+        findings += _differing_peers(trial, fed, step) + _wrong_labels(trial, step)
     return verdict_of("samples", findings, examined)
 
 
 def fed_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
-    """The sample ids each rank was fed in a step, in order; None for tokens that are no sample of the recipe."""
-    known = {row.tobytes(): id_ for id_, row in zip(trial.reference.sample_ids, trial.reference.tokens, strict=True)}
+    """The sample ids each first stage was fed in a step, in order; None for tokens that are no sample of the recipe, or
+    not those at this rank's positions."""
+    found = {}
+    for rank, rows in _fed(trial, step).items():
+        known = rows_of(trial, rank, step)
+        found[rank] = [known.get(row.tobytes()) for row in rows]
+    return found
+
+
+def _fed(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
+    """Rows of tokens, by first stage."""
     return {
-        rank: [known.get(row.tobytes()) for microbatch in record.microbatches for row in microbatch.tokens]
-        for rank, evidence in sorted(trial.ranks.items())
-        for record in evidence.steps
+        rank: [row for part in record.microbatches if part.tokens is not None for row in part.tokens]
+        for rank in trial.first_stages()
+        for record in trial.ranks[rank].steps
         if record.step == step
     }
+
+
+def rows_of(trial: Trial, rank: int, step: int) -> dict[bytes, int]:
+    """The sample id by the tokens at the positions that this rank is fed."""
+    reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
+    return {row[at].tobytes(): id_ for id_, row in zip(reference.sample_ids, reference.tokens, strict=True)}
+
+
+def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
+    """Rows that are the tokens of another cp rank."""
+    findings = []
+    for rank, rows in _fed(trial, step).items():
+        for other in trial.plan.peers(rank, "cp"):
+            known = rows_of(trial, other, step)
+            foreign = sum(row.tobytes() in known for row in rows)
+            if other != rank and foreign and foreign == len(rows):
+                expected = f"the tokens at positions {_interval(trial, rank, step)}"
+                findings.append(Finding(f"rank {rank}, step {step}", expected, f"those of cp peer {other}"))
+    return findings
+
+
+def _interval(trial: Trial, rank: int, step: int) -> str:
+    at = positions(trial.case, rank, trial.case.seq_len(step))
+    pieces = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+    return " and ".join(f"{piece[0]}-{piece[-1]}" for piece in pieces)
 
 
 def _strangers(fed: dict[int, list[int | None]], step: int) -> list[Finding]:
@@ -49,12 +85,12 @@ def _strangers(fed: dict[int, list[int | None]], step: int) -> list[Finding]:
 
 def _differing_peers(trial: Trial, fed: dict[int, list[int | None]], step: int) -> list[Finding]:
     findings = []
-    for peers in trial.plan.groups.get("tp", ()):
-        first = fed.get(peers[0])
-        for rank in peers[1:]:
-            if fed.get(rank) != first:
-                expected = f"the samples of tp peer {peers[0]}: {first}"
-                findings.append(Finding(f"rank {rank}, step {step}", expected, f"{fed.get(rank)}"))
+    for axis in ("tp", "cp"):
+        for rank in fed:
+            first = trial.plan.peers(rank, axis)[0]
+            if fed[rank] != fed.get(first):
+                expected = f"the samples of {axis} peer {first}: {fed.get(first)}"
+                findings.append(Finding(f"rank {rank}, step {step}", expected, f"{fed[rank]}"))
     return findings
 
 
@@ -80,11 +116,11 @@ def _twins(trial: Trial, fed: dict[int, list[int | None]]) -> str:
 
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
     """Accumulation must leave a trace: the same batch in one piece gives the same gradient."""
-    wanted = [trial.case.local_batch] * trial.case.features.accumulation
+    wanted = [trial.case.local_batch] * trial.case.passes
     findings = []
-    for rank, evidence in sorted(trial.ranks.items()):
-        for record in evidence.steps:
-            sizes = [len(microbatch.tokens) for microbatch in record.microbatches]
+    for rank in trial.first_stages():
+        for record in trial.ranks[rank].steps:
+            sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
             if record.step == step and sizes != wanted:
                 findings.append(Finding(f"rank {rank}, step {step}", f"microbatches of {wanted} samples", f"{sizes}"))
     return findings
@@ -92,23 +128,31 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
 
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
     """Where labels were seen, they are those of the sample."""
-    reference = trial.reference
-    labels_of = {row.tobytes(): labels for row, labels in zip(reference.tokens, reference.labels, strict=True)}
-    findings = []
-    for rank, evidence in sorted(trial.ranks.items()):
-        wrong = sum(_count_wrong(record, labels_of) for record in evidence.steps if record.step == step)
-        if wrong:
-            findings.append(Finding(f"rank {rank}, step {step}", "each sample's own labels", f"{wrong} labels differ"))
-    return findings
+    return [
+        Finding(f"rank {rank}, step {step}", "each sample's own labels", f"{wrong} labels differ")
+        for rank, wrong in wrong_labels(trial, step).items()
+        if wrong
+    ]
 
 
-def _count_wrong(record: StepEvidence, labels_of: dict[bytes, np.ndarray]) -> int:
-    wrong = 0
-    for microbatch in record.microbatches:
-        if microbatch.labels is not None:
-            for row, labels in zip(microbatch.tokens, microbatch.labels, strict=True):
-                wrong += int(np.sum(labels_of.get(row.tobytes(), labels) != labels))
-    return wrong
+def wrong_labels(trial: Trial, step: int) -> dict[int, int]:
+    """How many labels of a step are not those of the samples fed, by last stage."""
+    fed, reference = fed_samples(trial, step), trial.reference
+    row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
+    found = {}
+    for rank in trial.last_stages():
+        at = positions(trial.case, rank, trial.case.seq_len(step))
+        ids = iter(fed.get(trial.feeder(rank), []))
+        seen = [row for labels in _labels(trial.ranks[rank], step, trial.case.local_batch) for row in labels]
+        pairs = [(row, id_) for row, id_ in zip(seen, ids, strict=False) if id_ is not None and row.shape == at.shape]
+        found[rank] = sum(int(np.sum(row != reference.labels[row_of[id_]][at])) for row, id_ in pairs)
+    return found
+
+
+def _labels(evidence: RankEvidence, step: int, samples: int) -> list[np.ndarray]:
+    """[samples, positions] of each microbatch whose labels were seen."""
+    seen = [part.labels for record in evidence.steps if record.step == step for part in record.microbatches]
+    return [labels.reshape(samples, -1) for labels in seen if labels is not None and labels.size % samples == 0]
 
 
 def _some(ids: list[int]) -> str:
@@ -116,6 +160,6 @@ def _some(ids: list[int]) -> str:
 
 
 def shares_of_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
-    """What each data-parallel share was fed: fed_samples of the ranks at tp 0, by rank."""
+    """What each data-parallel share was fed, by the rank that stands for it."""
     fed = fed_samples(trial, step)
     return {rank: fed[rank] for rank in trial.one_rank_per_share() if rank in fed}

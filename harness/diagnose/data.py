@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.checks.samples import fed_samples
+from harness.checks.samples import fed_samples, wrong_labels
 from harness.diagnose.layout import contents_line
 from harness.diagnose.words import Broken, Diagnosis, Lines, in_parameters, on_ranks, rank_words
+from harness.evidence import Microbatch
 from harness.trial import Trial, take
 
 Fed = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
@@ -117,17 +118,24 @@ def _share_rows(trial: Trial) -> bool:
     """Whether two dp ranks are fed one row of tokens at any time, although the recipe feeds each sample once."""
     planned = [id_ for ids in trial.reference.samples for id_ in ids]
     rows = [
-        {row.tobytes() for step in trial.ranks[rank].steps for part in step.microbatches for row in part.tokens}
+        {row.tobytes() for step in trial.ranks[rank].steps for part in step.microbatches for row in _rows(part)}
         for rank in trial.one_rank_per_share()
     ]
     return len(set(planned)) == len(planned) and any(one & other for one, other in itertools.combinations(rows, 2))
 
 
+def _rows(part: Microbatch) -> Iterator[np.ndarray]:
+    yield from part.tokens if part.tokens is not None else ()
+
+
 def _differing_peers(trial: Trial, fed: Fed, when: str) -> str | None:
-    for peers in trial.plan.groups.get("tp", ()):
-        odd = [rank for rank in peers if fed.get(rank) != fed.get(peers[0])]
-        if odd:
-            return f"tp peers are fed different samples{when}: {rank_words(odd)} not what rank {peers[0]} is fed"
+    for axis in ("tp", "cp"):
+        for peers in trial.plan.groups.get(axis, ()):
+            odd = [rank for rank in peers if fed.get(rank) != fed.get(peers[0])]
+            if odd:
+                return (
+                    f"{axis} peers are fed different samples{when}: {rank_words(odd)} not what rank {peers[0]} is fed"
+                )
     return None
 
 
@@ -159,25 +167,18 @@ def _of_another_step(trial: Trial, foreign: set[int | None], step: int) -> str:
 
 
 def _wrong_microbatches(trial: Trial, fed: Fed, step: int) -> str | None:
-    wanted = [trial.case.local_batch] * trial.case.features.accumulation
+    wanted = [trial.case.local_batch] * trial.case.passes
     for rank in fed:
         record = next(record for record in trial.ranks[rank].steps if record.step == step)
-        sizes = [len(microbatch.tokens) for microbatch in record.microbatches]
+        sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
         if sizes != wanted:
             return f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}, asked for {wanted}"
     return None
 
 
 def _wrong_labels(trial: Trial, step: int) -> str | None:
-    reference = trial.reference
-    labels_of = {row.tobytes(): labels for row, labels in zip(reference.tokens, reference.labels, strict=True)}
-    wrong: dict[int, int] = {}
-    for rank, evidence in sorted(trial.ranks.items()):
-        for part in (m for record in evidence.steps if record.step == step for m in record.microbatches):
-            for row, labels in zip(part.tokens, part.labels if part.labels is not None else (), strict=False):
-                wrong[rank] = wrong.get(rank, 0) + int(np.sum(labels_of[row.tobytes()] != labels))
-    odd = [rank for rank, count in wrong.items() if count]
-    if not odd:
+    wrong = {rank: count for rank, count in wrong_labels(trial, step).items() if count}
+    if not wrong:
         return None
-    count = sum(wrong.values())
-    return f"wrong labels{on_ranks(trial, odd)}: tokens are right, {count} labels of step {step} are not those of their sample"
+    count = f"{sum(wrong.values())} labels of step {step}"
+    return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {count} are not those of their sample"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from harness.case import Case, Features
+from harness.case import Case
 from harness.checks import traffic
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.updates import own_norm
@@ -109,25 +109,28 @@ STRUCTURE = {
 
 def _features_in_force(trial: Trial) -> str | None:
     """The features whose plan the traffic is."""
-    for key, features in _other_features(trial.case.features):
-        case: Case = replace(trial.case, features=features)
-        other = replace(trial, plan=make_plan(case))
-        if traffic.check(other).verdict is Verdict.PASS:
-            asked = getattr(trial.case.features, key)
-            return f"{key} {asked} is asked for, {getattr(features, key)} is in force: its traffic is what was seen"
+    for key, asked, other, case in _other_cases(trial.case):
+        if traffic.check(replace(trial, case=case, plan=make_plan(case))).verdict is Verdict.PASS:
+            return f"{key} {asked} is asked for, {other} is in force: its traffic is what was seen"
     return None
 
 
-def _other_features(features: Features) -> Iterator[tuple[str, Features]]:
-    values: dict[str, tuple[Any, ...]] = {
+def _other_cases(case: Case) -> Iterator[tuple[str, Any, Any, Case]]:
+    """The case with one option changed: its name, the value asked for, the other value."""
+    features: dict[str, tuple[Any, ...]] = {
         "reshard_after_forward": ("default", "always", "never"),
         "sequence_parallel": (True, False),
         "loss_parallel": (True, False),
-        "param_dtype": ("float32", "bfloat16"),
+        "cp_rotation": ("allgather", "alltoall"),
         "reduce_dtype": ("float32", "bfloat16"),
     }
-    for key, others in values.items():
-        yield from ((key, replace(features, **{key: other})) for other in others if other != getattr(features, key))
+    for key, values in features.items():
+        for value in values:
+            if value != (asked := getattr(case.features, key)):
+                yield key, asked, value, replace(case, features=replace(case.features, **{key: value}))
+    for dtype in ("float32", "bfloat16", None):
+        if dtype != (asked := case.training.compute_dtype):
+            yield "compute_dtype", asked, dtype, replace(case, training=replace(case.training, compute_dtype=dtype))
 
 
 def _reduced_too_often(trial: Trial) -> str | None:

@@ -1,12 +1,14 @@
 """What each forward pass was fed, and the loss computed from it.
 
-Tokens are the first integer tensor the root module is called with. Labels and the local loss are what
+Tokens are the first tensor the root module is called with, if it is one of integers (a later pipeline stage is called
+with activations). Labels and the local loss are what
 torch.nn.functional.cross_entropy was called with and returned, so no trainer has to report them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +64,10 @@ class SampleRecorder:
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clock.enter_forward()
-        for value in (*args, *kwargs.values()):
-            if torch.is_tensor(value) and not value.is_floating_point() and value.dim() == 2:
-                tokens = local(value).to("cpu", torch.int64, copy=True).numpy()
-                self._tokens.setdefault(self._clock.step, []).append(tokens)
-                return
+        first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+        if first is not None and not first.is_floating_point() and first.dim() == 2:
+            tokens = local(first).to("cpu", torch.int64, copy=True).numpy()
+            self._tokens.setdefault(self._clock.step, []).append(tokens)
 
     def _leave(self, *_: Any) -> None:
         self._clock.leave_forward()
@@ -76,12 +77,11 @@ class SampleRecorder:
         self._losses.setdefault(self._clock.step, []).append(loss)
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
-        """One record a forward pass; the n-th loss of a step belongs to its n-th forward pass."""
-        tokens, losses = self._tokens.get(step, []), self._losses.get(step, [])
+        """One record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were fed."""
         found = []
-        for index, fed in enumerate(tokens):
-            loss = losses[index] if index < len(losses) else None
-            labels, total, valid = _read_loss(loss, fed.shape) if loss else (None, None, None)
+        for fed, loss in itertools.zip_longest(self._tokens.get(step, []), self._losses.get(step, [])):
+            shape = (-1,) if fed is None else fed.shape
+            labels, total, valid = _read_loss(loss, shape) if loss else (None, None, None)
             found.append(Microbatch(fed, labels, total, valid))
         return tuple(found)
 
@@ -91,4 +91,5 @@ def _read_loss(loss: _Loss, shape: tuple[int, ...]) -> tuple[np.ndarray | None, 
     value = loss.value.double()
     total = float(value.sum()) if loss.reduction != "mean" else (float(value) * valid if valid else 0.0)
     labels = loss.labels.to("cpu", torch.int64).numpy()
-    return (labels.reshape(shape) if labels.size == np.prod(shape) else None), total, valid
+    fits = shape == (-1,) or labels.size == np.prod(shape)
+    return (labels.reshape(shape) if fits else None), total, valid

@@ -59,8 +59,27 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"tied_embeddings with tp {dims.tp}: the output projection has no weight of its own to shard"
     if dims.tp > 1 and case.model.ffn_dim % dims.tp:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
-    if dims.dp_shard == 1 and (features.param_dtype or features.reduce_dtype):
-        yield "param_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
+    if dims.dp_shard == 1 and (case.training.compute_dtype or features.reduce_dtype):
+        yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
+    yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
+
+
+def _unfinished(case: Case) -> dict[str, bool]:
+    features, training = case.features, case.training
+    return {
+        f"wrapper {features.wrapper}": features.wrapper not in (None, "ddp", "fsdp2")
+        or (features.wrapper == "fsdp2" and case.dims.dp_shard == 1),
+        "reshard_after_forward as a number": isinstance(features.reshard_after_forward, int),
+        "cpu_offload": features.cpu_offload,
+        "async_tp": features.async_tp,
+        "activation_checkpointing": features.activation_checkpointing != "none",
+        "compile": features.compile,
+        "quantize": training.quantize is not None,
+        "variable_length": training.variable_length,
+        "document_mask": training.document_mask,
+        "decay matrices": training.decay != "all",
+        "dropout": case.model.dropout > 0,
+    }
 
 
 adapter = Llama3()

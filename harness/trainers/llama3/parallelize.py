@@ -140,7 +140,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
 
     Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then.
     """
-    policy = mixed_precision(case.features)
+    policy = mixed_precision(case)
     reshard = case.features.reshard_after_forward
     units: list[nn.Module | None] = [*model.layers.values()]
     last: list[nn.Module | None] = [model.norm, model.output]
@@ -157,9 +157,9 @@ def present(modules: list[nn.Module | None]) -> list[nn.Module]:
     return [module for module in modules if module is not None]
 
 
-def mixed_precision(features: Features) -> MixedPrecisionPolicy:
+def mixed_precision(case: Case) -> MixedPrecisionPolicy:
     """None leaves the recipe's dtype."""
-    param, reduce = features.param_dtype, features.reduce_dtype
+    param, reduce = case.training.compute_dtype, case.features.reduce_dtype
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[param] if param else None, reduce_dtype=DTYPES[reduce] if reduce else None
     )
