@@ -244,7 +244,11 @@ def fsdp_units(case: Case) -> list[tuple[list[str], bool]]:
 
 def _flows(case: Case, rank: int) -> tuple[Flow, ...]:
     tp_index = coordinate(case.dims, rank)["tp"]
-    flows = (*_data_parallel_flows(case, tp_index), *_tensor_parallel_flows(case))
+    flows = (
+        *_data_parallel_flows(case, tp_index),
+        *_tensor_parallel_flows(case),
+        *_context_parallel_flows(case, rank),
+    )
     return tuple(flow for flow in flows if flow.bytes)
 
 
@@ -308,6 +312,29 @@ def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
     if not case.features.loss_parallel:
         vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+
+
+def _context_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
+    """In every layer each rank needs the keys and values of all cp ranks, once forward and once more backward.
+
+    They are of all query heads (repeated before attention) that tp left here. all_gather brings them at once; alltoall
+    passes them on to the next rank, cp - 1 times. Their gradients are always passed on, cp times, until each is back
+    where its keys are: in float64 as they are, else in float32, in which they are summed up.
+    """
+    dims, model, training = case.dims, case.model, case.training
+    if dims.cp == 1:
+        return
+    layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
+    dtype = training.compute_dtype or training.dtype
+    passed = 2 * layers * case.passes * case.local_batch * (training.seq_len // dims.cp) * model.dim // dims.tp
+    if case.features.cp_rotation == "allgather":
+        yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
+        yield Flow("cp", "keys and values", "all_gather", "backward", dims.cp * passed * BYTES[dtype])
+    else:
+        yield Flow("cp", "keys and values", "all_to_all", "forward", (dims.cp - 1) * passed * BYTES[dtype])
+        yield Flow("cp", "keys and values", "all_to_all", "backward", (dims.cp - 1) * passed * BYTES[dtype])
+    summed = BYTES["float64" if dtype == "float64" else "float32"]
+    yield Flow("cp", "gradients of keys and values", "all_to_all", "backward", dims.cp * passed * summed)
 
 
 def _outside_bytes(case: Case) -> int:

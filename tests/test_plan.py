@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
-from harness.case import AXES, ParallelDims
+from harness.case import AXES, Case, ParallelDims
 from harness.plan import (
     Flow,
     chunk,
@@ -363,3 +363,29 @@ def test_the_plan_of_the_largest_model_covers_all_its_parameters() -> None:
     case = tiny_case(ParallelDims(dp_shard=4, tp=8), replace(ADAMW, seq_len=8), model=PRESETS["405B"])
     plan = make_plan(case)
     assert len(plan.slices[31]) == 126 * 9 + 3
+
+
+def test_keys_and_values_go_round_over_cp_forward_and_back_with_their_gradients() -> None:
+    """tiny: 1 layer, dim 4, 8 samples of 8 tokens: keys and values are 2 x 8 x 8 x 4 float64 numbers = 4096 bytes."""
+    case = tiny_case(ParallelDims(cp=4), replace(ADAMW, seq_len=8))
+    gathered = cp_flows(case)
+    passed_on = cp_flows(replace(case, features=replace(case.features, cp_rotation="alltoall")))
+    assert gathered == [
+        Flow("cp", "keys and values", "all_gather", "forward", 4096),
+        Flow("cp", "keys and values", "all_gather", "backward", 4096),
+        Flow("cp", "gradients of keys and values", "all_to_all", "backward", 4096),
+    ]
+    assert passed_on == [
+        Flow("cp", "keys and values", "all_to_all", "forward", 3072),
+        Flow("cp", "keys and values", "all_to_all", "backward", 3072),
+        Flow("cp", "gradients of keys and values", "all_to_all", "backward", 4096),
+    ]
+
+
+def test_of_bfloat16_keys_the_gradients_go_round_in_float32_and_tp_leaves_a_rank_its_heads() -> None:
+    case = tiny_case(ParallelDims(cp=4, tp=2), replace(ADAMW, seq_len=8, compute_dtype="bfloat16"))
+    assert [flow.bytes for flow in cp_flows(case)] == [512, 512, 1024]
+
+
+def cp_flows(case: Case) -> list[Flow]:
+    return [flow for flow in make_plan(case).flows[0] if "keys" in flow.role]

@@ -215,7 +215,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
         case: load("llama3").unsupported(case)
         for case in (
             Case("pp", "", ParallelDims(pp=2)),
-            Case("cp", "", ParallelDims(cp=4)),
             Case("ddp_tp", "", ParallelDims(dp_replicate=2, tp=2)),
             Case("tied", "", ParallelDims(tp=2), TIED),
             Case("ffn", "", ParallelDims(tp=2), ModelConfig(ffn_dim=193)),
@@ -225,7 +224,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     }
     assert {case.name: reason for case, reason in refused.items()} == {
         "pp": "pp 2: pipeline parallel is not implemented yet",
-        "cp": "cp 4: context parallel is not implemented yet",
         "ddp_tp": "dp_replicate 2 x tp 2 without dp_shard: torch DDP does not take DTensors",
         "tied": "tied_embeddings with tp 2: the output projection has no weight of its own to shard",
         "ffn": "ffn_dim 193 is not divisible by tp 2",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.checks.traffic import observed as observed_traffic
+from harness.plan import Flow
 from harness.trial import Result, Trial, bytes_text, ranks_text
 
 Lines = tuple[tuple[str, str], ...]
@@ -55,8 +56,16 @@ def finding_line(name: str, result: Result) -> tuple[str, str]:
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """Rank 0's planned flows that did not happen as planned, in step 1."""
     seen = observed_traffic(trial.ranks[0], 1)
-    for flow in trial.plan.flows[0]:
-        moved = seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0)
-        if moved != flow.bytes and not flow.optional:
-            what = f"{flow.role}: {flow.op} over {flow.axis} in {flow.phase}"
-            yield "traffic", f"{what}: expected {bytes_text(flow.bytes)} per step, observed {bytes_text(moved)}"
+    for (axis, op, phase), flows in _by_collective(trial.plan.flows[0]).items():
+        moved, wanted = seen.get((trial.plan.group_of(0, axis), op, phase), 0), sum(flow.bytes for flow in flows)
+        if moved != wanted and not all(flow.optional for flow in flows):
+            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {axis} in {phase}"
+            yield "traffic", f"{what}: expected {bytes_text(wanted)} per step, observed {bytes_text(moved)}"
+
+
+def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
+    """Flows that cannot be told apart: over cp both parameters and keys are gathered."""
+    found: dict[tuple[str, str, str], list[Flow]] = {}
+    for flow in flows:
+        found.setdefault((flow.axis, flow.op, flow.phase), []).append(flow)
+    return found

@@ -3,6 +3,7 @@
 The model is reference/model.py, unmodified; parallelism is applied from outside. Everything else is this folder's:
 
     parallelize.py   the mesh; tensor parallel, FSDP2, DDP; when and how gradients are reduced
+    context.py       context parallel: attention over the ranks that share a sequence
     data.py          which samples this rank reads
     recipe.py        optimizer and learning rate
     clip.py          the global gradient norm and clipping by it
@@ -51,8 +52,6 @@ def _obstacles(case: Case) -> Iterator[str]:
     dims, features = case.dims, case.features
     if dims.pp > 1:
         yield f"pp {dims.pp}: pipeline parallel is not implemented yet"
-    if dims.cp > 1:
-        yield f"cp {dims.cp}: context parallel is not implemented yet"
     if dims.tp > 1 and dims.dp_replicate > 1 and dims.dp_shard == 1:
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} without dp_shard: torch DDP does not take DTensors"
     if dims.tp > 1 and case.model.tied_embeddings:

@@ -26,10 +26,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.case import AXES, Case, Features, ParallelDims
+from harness.trainers.llama3 import context
 from reference.model import Llama
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different samples
+LOSS_AXES = (*DATA_AXES, "cp")  # ranks along these see different tokens
 
 
 # ---- the mesh
@@ -50,9 +52,13 @@ def axes_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """What fully_shard gets: (dp_replicate, dp_shard) for HSDP, dp_shard alone for FSDP.
 
-    Trap: flattening the two gives FSDP over all of them, with the same numbers (torchtitan #711).
+    Trap: flattening the two gives FSDP over all of them, with the same numbers (torchtitan #711). What is flattened is
+    dp_shard with cp, whose ranks hold equal parameters.
     """
-    return mesh[tuple(axis for axis in DATA_AXES if axis in axes_of(mesh))]
+    if "cp" not in axes_of(mesh):
+        return mesh[tuple(axis for axis in DATA_AXES if axis in axes_of(mesh))]
+    shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if "dp_shard" in axes_of(mesh) else mesh["cp"]
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if "dp_replicate" in axes_of(mesh) else shards
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
@@ -65,8 +71,8 @@ def data_parallel_rank(mesh: DeviceMesh | None) -> int:
 
 
 def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """In place; afterwards the value is the same on every rank. One all_reduce for each axis that divides the data."""
-    for axis in DATA_AXES:
+    """In place; afterwards the value is the same on every rank. One all_reduce for each axis that divides the tokens."""
+    for axis in LOSS_AXES:
         if mesh is not None and axis in axes_of(mesh):
             dist.all_reduce(value, group=mesh.get_group(axis))
     return value
@@ -79,7 +85,9 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
     """Make parameters DTensors that hold this rank's slice. The model may be on the meta device."""
     if mesh is not None and "tp" in axes_of(mesh):
         apply_tensor_parallel(model, mesh["tp"], case.features)
-    if mesh is not None and "dp_shard" in axes_of(mesh):
+    if mesh is not None and "cp" in axes_of(mesh):
+        context.apply_context_parallel(model, mesh["cp"], case)
+    if mesh is not None and {"dp_shard", "cp"} & set(axes_of(mesh)):
         apply_fsdp(model, data_parallel_mesh(mesh), case)
 
 

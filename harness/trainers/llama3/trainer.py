@@ -24,11 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from harness.case import Case
 from harness.trainers import Metrics
-from harness.trainers.llama3 import checkpoint, clip, data, parallelize, recipe
+from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, recipe
 from reference.data import IGNORED
 from reference.model import Llama, at_least_float32, initial_weights
 
-Microbatch = tuple[Tensor, Tensor]  # tokens, labels: int64 [local_batch, seq_len]
+# tokens, labels: int64 [local_batch, s]; positions: int64 [s], None for 0 .. s-1. s is seq_len, divided by cp.
+Microbatch = tuple[Tensor, Tensor, Tensor | None]
 
 
 # ---- joining and leaving
@@ -122,15 +123,22 @@ def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
 # ---- one step
 
 
+def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
+    """What of a microbatch this rank computes: all of it, or under context parallel its positions."""
+    if mesh is None or "cp" not in parallelize.axes_of(mesh):
+        return tokens, labels, None
+    return context.shard_sequence(tokens, labels, mesh["cp"], load_balance=case.features.cp_load_balance)
+
+
 def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
-    """Tokens that the step's loss is averaged over: all microbatches (on the host) of all data-parallel ranks."""
-    count = sum(int((labels != IGNORED).sum()) for _, labels in microbatches)
+    """Tokens that the step's loss is averaged over: all microbatches of all ranks that see different tokens."""
+    count = sum(int((labels != IGNORED).sum()) for _, labels, _ in microbatches)
     return int(parallelize.sum_over_data_ranks(torch.tensor(count, device=device), mesh))
 
 
-def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
     """Sum of the valid tokens' negative log-likelihoods, in at least float32. A microbatch without any gives 0."""
-    logits = at_least_float32(model(tokens))  # [b, s, vocab]
+    logits = at_least_float32(model(tokens, positions))  # [b, s, vocab]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -139,19 +147,19 @@ def forward_backward(
 ) -> Tensor:
     """Leave in .grad the gradient of the global mean loss; return this rank's sum of token losses, float64 []."""
     total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
-    for index, (tokens, labels) in enumerate(microbatches):
+    for index, (tokens, labels, positions) in enumerate(microbatches):
         last = index == len(microbatches) - 1
         with parallelize.gradient_sync(model, last=last), parallelize.loss_context(mesh, case.features):
-            loss = loss_of(model, tokens, labels)
-            scaled(loss, dp=case.dims.dp, valid_tokens=valid_tokens).backward()
+            loss = loss_of(model, tokens, labels, positions)
+            scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
         total += whole(loss.detach())
     parallelize.settle_gradients(model.parameters())
     return total
 
 
-def scaled(loss: Tensor, *, dp: int, valid_tokens: int) -> Tensor:
-    """What this rank differentiates. DDP and FSDP2 average over the dp ranks; the factor dp makes that a sum."""
-    return loss * dp / valid_tokens
+def scaled(loss: Tensor, *, ranks: int, valid_tokens: int) -> Tensor:
+    """What this rank differentiates. DDP and FSDP2 average over dp and cp ranks; the factor makes that a sum."""
+    return loss * ranks / valid_tokens
 
 
 def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) -> float:
@@ -193,9 +201,11 @@ class Trainer:
                 checkpoint.save(self, checkpoints)
 
     def train_step(self) -> Metrics:
-        microbatches = self.microbatches.step()
+        microbatches = [
+            sequence_part(tokens.to(self.device), labels.to(self.device), self.mesh, self.case)
+            for tokens, labels in self.microbatches.step()
+        ]
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
-        microbatches = [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in microbatches]
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss_sum = forward_backward(
