@@ -124,6 +124,11 @@ class Law(pytest.Item):
         except Unsupported as reason:
             pytest.skip(f"not run: {reason}")
         result = next(result for result in judgement.results if result.check == self.name)
+        expected = self.parent.case.expected_failure
+        if judgement.verdict is Verdict.XFAIL and result.verdict in (Verdict.FAIL, Verdict.UNKNOWN) and expected:
+            pytest.xfail(f"{expected.because}; see {expected.script}")
+        if expected and judgement.verdict is Verdict.FAIL and self.name in expected.laws.split():
+            raise Broken(check_text(judgement, result))
         if result.verdict is Verdict.NOT_APPLICABLE:
             pytest.skip(f"{self.name} not applicable: {result.note}")
         if result.verdict is not Verdict.PASS:

@@ -113,6 +113,20 @@ class Features:
                 raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {named}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpectedFailure:
+    """A case that torch gets wrong. It must fail in just this way, else it is no longer true and must be looked at.
+
+    because: what is wrong, and where that is reported. script: a minimal program in the project that shows it without the
+    harness. laws: those that fail, separated by blanks. named: part of the diagnosis' first line.
+    """
+
+    because: str = ""
+    script: str = ""
+    laws: str = ""
+    named: str = ""
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare."""
@@ -124,6 +138,7 @@ class Case:
     training: TrainingConfig = TrainingConfig()
     features: Features = Features()
     runs: int = 1
+    expected_failure: ExpectedFailure | None = None
     file: str = ""
 
     @property
@@ -340,10 +355,24 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
         training=_record(TrainingConfig, fragment.get("training"), f"{where}: training"),
         features=_record(Features, fragment.get("features"), f"{where}: features"),
         runs=fragment.get("runs", 1),
+        expected_failure=_expected_failure(fragment.get("expected_failure"), f"{where}: expected_failure"),
         file=file,
     )
     _validate(case, fragment.get("world_size"), where)
     return case
+
+
+def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
+    """All four are needed: a failure that nobody can look into is not expected but ignored."""
+    if value is None:
+        return None
+    expected: ExpectedFailure = _record(ExpectedFailure, value, where)
+    for field in dataclasses.fields(expected):
+        if not getattr(expected, field.name):
+            raise CaseError(f"{where}: {field.name} is missing")
+    if not (ROOT / expected.script).is_file():
+        raise CaseError(f"{where}: script {expected.script!r}: no such file in the project; write the minimal program")
+    return expected
 
 
 def _model(value: Any, where: str) -> ModelConfig:

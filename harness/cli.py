@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, golden, matrix, trainers
+from harness import ROOT, coverage, golden, matrix, trainers
 from harness.case import Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
@@ -91,6 +91,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def run_matrix(args: argparse.Namespace) -> int:
+    if args.all:
+        return show_pairs(load_all(args.cases), args.trainer)
     cases = matrix.matching(load_all(args.cases), args.expression)
     cases = cases if args.seed is None else [reseeded(case, args.seed) for case in cases]
     if args.list:
@@ -103,6 +105,13 @@ def run_matrix(args: argparse.Namespace) -> int:
         abandon(progress)
     print(matrix.matrix_report(outcomes, progress.elapsed()))
     return matrix_code(outcomes)
+
+
+def show_pairs(cases: Sequence[Case], trainer: str) -> int:
+    """Every pair of options with its case or its reason; a pair with neither is a gap in the matrix."""
+    found = coverage.pairs(cases, trainers.load(trainer))
+    print(coverage.pairs_text(found))
+    return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
 
 
 def join_nodes(args: argparse.Namespace) -> int:
@@ -170,7 +179,7 @@ def checked_fault(spec: str) -> str:
 def exit_code(judgement: Judgement) -> int:
     if judgement.fired is False:
         return NOT_JUDGED
-    return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(judgement.verdict, NOT_JUDGED)
+    return {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}.get(judgement.verdict, NOT_JUDGED)
 
 
 def worst(codes: Iterable[int]) -> int:
@@ -276,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; default {JOBS}")
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
     many.add_argument("--list", action="store_true", help="only list the cases")
+    many.add_argument("--all", action="store_true", help="only list every pair of options, with its case or its reason")
     _how_to_run(many)
     gold = _command(commands, "golden", goldens, "compare the reference with its accepted curves, or accept it")
     _selection(gold)

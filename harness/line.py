@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT, golden, trainers
-from harness.case import Case, from_json, to_json
+from harness.case import Case, ExpectedFailure, from_json, to_json
 from harness.checks import judge
 from harness.diagnose import Diagnosis, diagnose
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
@@ -64,12 +64,26 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN."""
+        """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
+
+        A case that is expected to fail does so with exactly its laws and its cause, or is a FAIL.
+        """
+        if self.case.expected_failure is not None and self.fault is None:
+            return Verdict.XFAIL if self._fails_as_expected(self.case.expected_failure) else Verdict.FAIL
         verdicts = {result.verdict for result in self.results}
         for verdict in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS):
             if verdict in verdicts:
                 return verdict
         return Verdict.UNKNOWN
+
+    def _fails_as_expected(self, expected: ExpectedFailure) -> bool:
+        broken = {result.check for result in self.results if result.verdict is Verdict.FAIL}
+        unknown = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
+        cause = self.diagnosis.cause if self.diagnosis else ""
+        # Ranks that die leave nothing to judge the other laws by.
+        return (
+            broken == set(expected.laws.split()) and expected.named in cause and (not unknown or "completed" in broken)
+        )
 
 
 class Unsupported(Exception):

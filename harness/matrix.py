@@ -91,7 +91,7 @@ def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
 def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
     """The grid, the report of every case that is not green, and one line that counts."""
     judged = [outcome.judgement for outcome in outcomes if outcome.judgement]
-    reports = [case_report(judgement) for judgement in judged if judgement.verdict is not Verdict.PASS]
+    reports = [case_report(judgement) for judgement in judged if judgement.verdict not in (Verdict.PASS, Verdict.XFAIL)]
     return "\n\n".join([grid(outcomes), *reports, summary(outcomes, seconds)])
 
 

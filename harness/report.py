@@ -18,8 +18,19 @@ MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT
 def headline(judgement: Judgement) -> str:
     """The first line: verdict, case, cause."""
     cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
+    cause = " ".join(text for text in (cause, _expectation(judgement)) if text)
     fault = f"+{judgement.fault.rpartition(':')[2]}" if judgement.fault else ""
     return f"{judgement.verdict} {judgement.case.name}{fault}" + (f"    {cause}" if cause else "")
+
+
+def _expectation(judgement: Judgement) -> str:
+    expected = judgement.case.expected_failure
+    if expected is None or judgement.fault:
+        return ""
+    if judgement.verdict is Verdict.XFAIL:
+        return f"(expected: {expected.because}; see {expected.script})"
+    remedy = f"if {expected.script} passes too, take expected_failure out of {judgement.case.file}"
+    return f"(expected to fail by {expected.laws}, named {expected.named!r}: {remedy})"
 
 
 def case_report(judgement: Judgement) -> str:

@@ -20,9 +20,12 @@ from reference.record import ReferenceRun, ReferenceStep
 
 
 class Verdict(StrEnum):
+    """XFAIL is a case's only, never a law's: it failed in just the way that it is expected to."""
+
     PASS = "PASS"
     FAIL = "FAIL"
     UNKNOWN = "UNKNOWN"
+    XFAIL = "XFAIL"
     NOT_APPLICABLE = "NOT APPLICABLE"
 
 

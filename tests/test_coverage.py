@@ -1,0 +1,47 @@
+"""What the matrix covers, told from the cases themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from literal import tiny_case
+
+from harness.case import Case
+from harness.coverage import MISSING, options, pairs
+
+
+class Picky:
+    """A trainer that cannot do one thing."""
+
+    name = "picky"
+
+    def unsupported(self, case: Case) -> str | None:
+        return "SGD with TP is beyond it" if case.dims.tp > 1 and case.training.optimizer == "sgd" else None
+
+
+def state(cases: list[Case], one: str, other: str) -> tuple[tuple[str, ...], str]:
+    found = pairs(cases, Picky())  # type: ignore[arg-type]
+    return next((p.cases, p.reason) for p in found if {p.one.name, p.other.name} == {one, other})
+
+
+def test_a_pair_is_covered_by_the_cases_that_have_both() -> None:
+    case = replace(tiny_case("fsdp_2_tp_2"), name="both")
+    assert state([case, tiny_case("tp_2")], "FSDP2", "TP") == (("both",), "")
+
+
+def test_a_pair_without_a_case_is_refused_by_validation_or_by_the_trainer_or_missing() -> None:
+    assert state([], "SGD", "TP") == ((), "SGD with TP is beyond it")
+    assert state([], "DDP", "SGD") == ((), MISSING)
+    assert state([], "DDP", "reshard never")[1].startswith("wrapper 'ddp' shards nothing")
+
+
+def test_alternatives_are_no_pair() -> None:
+    kinds = {option.name: option.kind for option in options()}
+    assert all(kinds[p.one.name] != kinds[p.other.name] for p in pairs([], Picky()))  # type: ignore[arg-type]
+
+
+def test_every_pair_is_told_in_a_line_and_counted() -> None:
+    text = pairs_text(pairs([replace(tiny_case("fsdp_2_tp_2"), name="both")], Picky()))  # type: ignore[arg-type]
+    assert "FSDP2 x TP" in text and " both\n" in text
+    assert "refused: SGD with TP is beyond it" in text
+    assert text.splitlines()[-1].startswith(f"{len(text.splitlines()) - 2} pairs of options: ")

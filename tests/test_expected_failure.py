@@ -1,0 +1,85 @@
+"""A case that torch gets wrong is kept, and must fail in just the way that is written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from literal import tiny_case
+
+from harness.case import CaseError, ExpectedFailure, load_cases
+from harness.diagnose import Diagnosis
+from harness.line import Judgement
+from harness.report import headline
+from harness.trial import Finding, Result, Verdict
+
+EXPECTED = ExpectedFailure(because="torch drops a term", script="torch_bugs/x.py", laws="gradients", named="0.5 times")
+CASE = replace(tiny_case("fsdp_2"), expected_failure=EXPECTED)
+
+
+def judged(broken: str, cause: str = "", unknown: str = "") -> Judgement:
+    results = [Result("loss", Verdict.PASS, 1)]
+    results += [Result(law, Verdict.FAIL, 1, (Finding("a", "b", "c"),)) for law in broken.split()]
+    results += [Result(law, Verdict.UNKNOWN) for law in unknown.split()]
+    return Judgement(CASE, Path("out"), tuple(results), Diagnosis(cause) if cause else None, 1.0)
+
+
+def test_it_fails_as_expected() -> None:
+    judgement = judged("gradients", "gradients are 0.5 times the reference's")
+    assert judgement.verdict is Verdict.XFAIL
+    assert headline(judgement) == (
+        "XFAIL tiny    gradients are 0.5 times the reference's (expected: torch drops a term; see torch_bugs/x.py)"
+    )
+
+
+def test_a_case_that_passes_although_it_is_expected_to_fail_is_a_failure() -> None:
+    judgement = judged("")
+    assert judgement.verdict is Verdict.FAIL
+    assert headline(judgement) == (
+        "FAIL tiny    (expected to fail by gradients, named '0.5 times': if torch_bugs/x.py passes too, take"
+        " expected_failure out of cases/tiny.yaml)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause", "unknown"),
+    [
+        ("gradients update", "gradients are 0.5 times", ""),
+        ("update", "gradients are 0.5 times", ""),
+        ("gradients", "gradients are 2 times", ""),
+        ("gradients", "gradients are 0.5 times", "update"),
+    ],
+)
+def test_a_case_that_fails_in_another_way_than_expected_is_a_failure(broken: str, cause: str, unknown: str) -> None:
+    assert judged(broken, cause, unknown).verdict is Verdict.FAIL
+
+
+def test_ranks_that_die_leave_the_other_laws_unknown() -> None:
+    case = replace(CASE, expected_failure=replace(EXPECTED, laws="completed", named="rank 1 died"))
+    assert replace(judged("completed", "rank 1 died", "gradients"), case=case).verdict is Verdict.XFAIL
+
+
+def test_a_fault_is_judged_as_if_nothing_were_expected() -> None:
+    assert replace(judged("gradients", "gradients are 0.5 times"), fault="x").verdict is Verdict.FAIL
+
+
+YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("because: a, laws: b, named: c", "expected_failure: script is missing"),
+        (
+            "because: a, laws: b, named: c, script: no.py",
+            "expected_failure: script 'no.py': no such file in the project",
+        ),
+        ("becos: a", "expected_failure: unknown key 'becos'; did you mean 'because'?"),
+    ],
+)
+def test_an_expectation_without_evidence_is_refused(tmp_path: Path, written: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(YAML % written)
+    with pytest.raises(CaseError) as error:
+        load_cases(tmp_path / "a.yaml")
+    assert message in str(error.value)
