@@ -7,7 +7,7 @@ from dataclasses import replace
 from literal import tiny_case
 
 from harness.case import Case
-from harness.coverage import MISSING, options, pairs
+from harness.coverage import MISSING, options, pairs, pairs_text
 
 
 class Picky:
