@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from harness import ROOT
+from harness import ROOT, schedule
 from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -473,8 +473,9 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(
             f"{where}: tied_embeddings with pp {dims.pp}: first and last stage would have to share a weight"
         )
-    if features.schedule in ("GPipe", "1F1B") and case.stages_per_rank > 1:
-        raise CaseError(f"{where}: schedule {features.schedule} has one stage a rank, asked for {case.stages_per_rank}")
+    numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
+    if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
+        raise CaseError(f"{where}: {reason}")
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:

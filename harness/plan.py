@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness import schedule
 from harness.case import AXES, Case, ParallelDims
 from reference.config import ModelConfig
 
@@ -138,15 +139,19 @@ def shard_axis(dims: ParallelDims) -> str:
 
 # ---- pipeline stages and positions
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-
 
 def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
-    """The n-th round of stages goes forward over the pp ranks; V-shaped schedules send every second round back."""
-    pp, at = case.dims.pp, coordinate(case.dims, rank)["pp"]
-    back = case.features.schedule in V_SHAPED and pp > 1
-    rounds = range(case.stages_per_rank)
-    return tuple(number * pp + (pp - 1 - at if back and number % 2 else at) for number in rounds)
+    return schedule.stages_of(
+        case.features.schedule, case.dims.pp, case.stages_per_rank, coordinate(case.dims, rank)["pp"]
+    )
+
+
+def actions_of_rank(case: Case, rank: int) -> tuple[schedule.Action, ...]:
+    """What a rank does in one pass of the schedule, in order; nothing without a pipeline."""
+    if case.dims.pp == 1:
+        return ()
+    numbers = case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches
+    return schedule.actions(*numbers, coordinate(case.dims, rank)["pp"])
 
 
 def layers_of_stage(case: Case, stage: int) -> range:

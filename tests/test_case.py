@@ -187,7 +187,7 @@ WRONG_LINES = {
     "dims: {pp: 2}\nmodel: {tied_embeddings: true}": "tied_embeddings with pp 2: first and last stage would have to share"
     " a weight",
     "dims: {pp: 2}\nfeatures: {stages_per_rank: 2}\nmodel: {n_layers: 4}": "schedule 1F1B has one stage a rank, asked"
-    " for 2",
+    " for stages_per_rank 2",
     "features: {accumulation: 0}": "features: accumulation must be at least 1, got 0",
     "model: 80B": "model: unknown preset '80B'; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
     "model: {preset: [8B]}": "model: unknown preset ['8B']; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",

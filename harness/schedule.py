@@ -1,0 +1,165 @@
+"""Who computes what, when, in a pipeline: the actions of every schedule, by arithmetic alone.
+
+An action is written as torch writes it: stage, kind, microbatch: 0F2 is the forward pass of microbatch 2 on stage 0. Kinds:
+F forward, B whole backward, or its halves I (gradient of the input, which the previous stage waits for) and W (gradient of
+the weights, which nobody waits for). A rank's stages are its chunks; its pp index counts from the first stage's rank.
+
+GPipe (Huang et al. 2019) runs all forwards, then all backwards. 1F1B (Narayanan et al. 2019) lets each rank run as many
+forwards ahead as there are ranks behind it, then alternates. Interleaved1F1B (Narayanan et al. 2021) does so with several
+chunks, going through them in rounds of microbatches; LoopedBFS (Lamy-Poirier 2023) finishes a chunk before the next.
+InterleavedZeroBubble is ZB1P, ZBVZeroBubble section 6 of Qi et al. 2024; DualPipeV halves DeepSeek's DualPipe (2024).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+class Action(NamedTuple):
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Slots = Iterable[tuple[str, int]]
+"""Kinds with the chunk they are of, in order; which microbatch follows from counting. Chunk -1: whichever is due."""
+
+
+def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...]:
+    """The stages at a pp index: each round of stages runs forward over the ranks, every second one back if V-shaped."""
+    back = schedule in V_SHAPED
+    return tuple(n * pp + (pp - 1 - index if back and n % 2 else index) for n in range(chunks))
+
+
+def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | None:
+    """Why a schedule does not take these numbers, in one sentence; None if it does."""
+    if schedule in ("GPipe", "1F1B") and chunks != 1:
+        return f"schedule {schedule} has one stage a rank, asked for stages_per_rank {chunks}"
+    if schedule in V_SHAPED and chunks != 2:
+        return f"schedule {schedule} is a V of two stages a rank, asked for stages_per_rank {chunks}"
+    if schedule == "1F1B" and microbatches < pp:
+        return f"schedule 1F1B needs at least as many microbatches as stages: {microbatches} < pp {pp}"
+    if schedule == "DualPipeV" and microbatches < 2 * pp:
+        return f"schedule DualPipeV needs at least as many microbatches as stages: {microbatches} < 2 x pp {pp}"
+    rounds = rounds_of(pp, microbatches)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
+        return (
+            f"schedule {schedule} goes through microbatches in {rounds} equal rounds"
+            f" (microbatches // pp = {microbatches} // {pp}), which do not divide {microbatches}"
+        )
+    return None
+
+
+def rounds_of(pp: int, microbatches: int) -> int:
+    """Rounds of about pp microbatches, in which the interleaved schedules visit the chunks."""
+    return max(1, microbatches // pp)
+
+
+def actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) -> tuple[Action, ...]:
+    """What the rank at a pp index does in one pass of the schedule, in order. Only where `refusal` is None."""
+    stages = stages_of(schedule, pp, chunks, index)
+    behind = pp - 1 - index
+    size = microbatches // rounds_of(pp, microbatches)
+    if schedule == "GPipe":
+        return _numbered([("F", 0)] * microbatches + [("B", 0)] * microbatches, stages)
+    if schedule == "LoopedBFS":
+        return tuple(_looped_bfs(stages, microbatches))
+    if schedule == "1F1B":
+        return _numbered(_one_forward_one_backward(_rounds(1, 1, microbatches), behind), stages)
+    if schedule == "Interleaved1F1B":
+        ahead = (chunks - 1) * size + 2 * behind
+        return _numbered(_one_forward_one_backward(_rounds(chunks, size, microbatches), ahead), stages)
+    if schedule == "InterleavedZeroBubble":
+        ahead = (chunks - 1) * size + behind
+        return _numbered(_zb1p(_rounds(chunks, size, microbatches), ahead, late=index), stages)
+    if schedule == "ZBVZeroBubble":
+        full = max(2 * pp - 1, microbatches)  # made for a full pipeline, then what there is not is left out
+        made = _numbered(_zbv(pp, index, full), stages)
+        return tuple(action for action in made if action.microbatch < microbatches)
+    assert schedule == "DualPipeV", schedule
+    return _numbered(_dual_pipe_v(pp, index, microbatches), stages)
+
+
+def _numbered(slots: Slots, stages: tuple[int, ...]) -> tuple[Action, ...]:
+    """Each chunk takes its microbatches in order; a W finishes the earliest I (of its chunk) that still lacks one."""
+    counted: Counter[tuple[str, int]] = Counter()
+    unfinished: deque[tuple[int, int]] = deque()
+    made = []
+    for kind, chunk in slots:
+        if kind == "W":
+            owed = next(due for due in unfinished if chunk in (due[0], -1))
+            unfinished.remove(owed)
+            chunk, number = owed
+        else:
+            way = "F" if kind == "F" else "B"
+            number = counted[way, chunk]
+            counted[way, chunk] += 1
+        if kind == "I":
+            unfinished.append((chunk, number))
+        made.append(Action(stages[chunk], kind, number))
+    return tuple(made)
+
+
+def _rounds(chunks: int, size: int, microbatches: int) -> list[int]:
+    """The chunk of every forward, in order; backwards go through the chunks the other way round."""
+    return [chunk for _ in range(microbatches // size) for chunk in range(chunks) for _ in range(size)]
+
+
+def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[str, int]]:
+    """`ahead` forwards, then one of each in turn, then the backwards that are left."""
+    last = max(order)
+    for number in range(ahead + len(order)):
+        if number < len(order):
+            yield "F", order[number]
+        if number >= ahead and number - ahead < len(order):
+            yield "B", last - order[number - ahead]
+
+
+def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
+    """1F1B with halved backwards; the W of an I follows `late` backwards later, so they fill the bubble at the end."""
+    ahead = min(ahead, len(order))
+    done = 0
+    for kind, chunk in _one_forward_one_backward(order, ahead):
+        yield ("I" if kind == "B" else kind), chunk
+        done += kind == "B"
+        if kind == "B" and done > late:
+            yield "W", -1
+    yield from [("W", -1)] * min(late, done)
+
+
+def _zbv(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
+    behind = pp - index
+    fill = [("F", 0)] * (2 * behind - 1) + [("F", 1), ("F", 0)] * index + [("F", 1), ("I", 1), ("W", 1)] * behind
+    left = microbatches - (2 * pp - 1 - index)  # forwards of the way down that are still to come
+    steady: list[tuple[str, int]] = []
+    for number in range(microbatches - pp):
+        steady += [("F", 0)] * (number < left) + [("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
+    drain = [("I", 0), ("I", 1)] * index + [("I", 0), ("W", 0)] * behind + [("W", 1)] * index + [("W", 0)] * index
+    return fill + steady + drain
+
+
+def _dual_pipe_v(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
+    behind = pp - 1 - index
+    fill = [("F", 0)] * (2 * behind) + [("F", 0), ("F", 1)] * (index + 1) + [("I", 1), ("W", -1), ("F", 1)] * behind
+    steady = [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (microbatches - 2 * pp + index + 1)
+    steady += [("B", 1), ("F", 1), ("B", 0)] * behind
+    turns = itertools.islice(itertools.cycle((1, 0)), 2 * (index + 1))
+    drain = [("B" if number <= index else "I", chunk) for number, chunk in enumerate(turns)]
+    return fill + steady + drain + [("W", -1), ("I", 0)] * behind + [("W", -1)] * (index + 1)
+
+
+def _looped_bfs(stages: tuple[int, ...], microbatches: int) -> Iterator[Action]:
+    """Breadth first: all microbatches of a chunk; backwards in just the opposite order."""
+    for stage in stages:
+        yield from (Action(stage, "F", number) for number in range(microbatches))
+    for stage in reversed(stages):
+        yield from (Action(stage, "B", number) for number in reversed(range(microbatches)))
