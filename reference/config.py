@@ -109,8 +109,9 @@ class TrainingConfig:
 
     `compute_dtype`: what parameters are cast to for forward and backward; None leaves them as they are. `quantize`: the
     format of the blocks' matrix products, by torchao. `variable_length`: even steps train on the first half of each
-    sample's tokens. `document_mask`: attention does not look past a separator. `decay`: "all", or "matrices" for a
-    weight decay that leaves norm weights alone.
+    sample's tokens. `document_mask`: attention does not look past a separator; positions count on all the same, from the
+    row's first token. `masked_samples`: every fourth sample drawn has no valid label at all. `decay`: "all", or
+    "matrices" for a weight decay that leaves norm weights alone.
     """
 
     steps: int = 3
@@ -132,6 +133,7 @@ class TrainingConfig:
     quantize: str | None = None
     variable_length: bool = False
     document_mask: bool = False
+    masked_samples: bool = False
     decay: str = "all"
 
     def __post_init__(self) -> None:
@@ -144,3 +146,7 @@ class TrainingConfig:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         if self.max_norm is not None and self.max_norm <= 0:
             raise ValueError(f"max_norm must be positive, or null for no clipping, got {self.max_norm}")
+        if self.variable_length and self.seq_len % 2:
+            raise ValueError(f"variable_length trains on half of each sample: seq_len must be even, got {self.seq_len}")
+        if self.masked_samples and self.data is not None:
+            raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")

@@ -17,6 +17,7 @@ from reference.config import ModelConfig, TrainingConfig
 IGNORED = -100  # torch.nn.functional.cross_entropy's default ignore_index
 SEPARATOR = 0  # stands between two documents
 MASKED = np.array([0.0, 0.25, 0.5, 0.9])  # fractions of a sample's labels
+MASKED_PLACE = 3  # in every four samples drawn, the one that masked_samples leaves without labels
 STEPS_PER_EPOCH = 64
 
 
@@ -35,11 +36,21 @@ class TokenDataset:
     Documents of unequal lengths are packed into each row. Samples are made when asked for and depend on (seed, index).
     """
 
-    def __init__(self, vocab_size: int, seq_len: int, n_samples: int, seed: int, global_batch: int = 16) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        n_samples: int,
+        seed: int,
+        global_batch: int = 16,
+        masked_samples: bool = False,
+    ) -> None:
         if vocab_size < 16:
             raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to tell samples apart")
         self.vocab_size, self.seq_len, self.n_samples, self.seed = vocab_size, seq_len, n_samples, seed
         self.masked = masked_fractions(epoch_order(n_samples, seed), global_batch)
+        if masked_samples:
+            self.masked[epoch_order(n_samples, seed)[MASKED_PLACE::4]] = 1.0
 
     def __len__(self) -> int:
         return self.n_samples
@@ -85,7 +96,9 @@ def masked_fractions(order: np.ndarray, global_batch: int) -> np.ndarray:
 
 
 def masked_count(fraction: float, seq_len: int, generator: np.random.Generator) -> int:
-    """How many labels from the left are masked: the fraction, a few more by chance, and never all."""
+    """How many labels from the left are masked: the fraction, a few more by chance, and all only if it is 1."""
+    if fraction == 1:
+        return seq_len
     return min(int(fraction * seq_len) + int(generator.integers(0, seq_len // 8 + 1)), seq_len - 1)
 
 
@@ -142,7 +155,20 @@ def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset 
     if training.data is not None:
         return FileDataset(training.data, training.seq_len, model.vocab_size, training.global_batch)
     n_samples = STEPS_PER_EPOCH * training.global_batch
-    return TokenDataset(model.vocab_size, training.seq_len, n_samples, training.seed, training.global_batch)
+    return TokenDataset(
+        model.vocab_size,
+        training.seq_len,
+        n_samples,
+        training.seed,
+        training.global_batch,
+        training.masked_samples,
+    )
+
+
+def documents(tokens: Tensor) -> Tensor:
+    """The number, from 0, of the document that each token of a row is in; a separator ends its own. int64 [b, s]"""
+    ends = (tokens == SEPARATOR).long()
+    return ends.cumsum(dim=-1) - ends
 
 
 def epoch_order(n_samples: int, seed: int) -> np.ndarray:
@@ -156,6 +182,11 @@ def sample_order(training: TrainingConfig, n_samples: int, epoch: int) -> list[i
     Rank r of dp takes order[r::dp], so the ranks' local batches of a step are together order[k * GB : (k + 1) * GB].
     """
     return [int(i) for i in epoch_order(n_samples, training.seed + epoch)]
+
+
+def step_length(training: TrainingConfig, step: int) -> int:
+    """How many tokens of each sample, from its first, a step (from 1) trains on."""
+    return training.seq_len // 2 if training.variable_length and step % 2 == 0 else training.seq_len
 
 
 def step_samples(training: TrainingConfig, n_samples: int, step: int) -> tuple[int, ...]:

@@ -70,13 +70,17 @@ class RMSNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and earlier ones.
+    """softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and earlier ones, of its own document only.
 
-    q, k, v [b, heads, s, head_dim]. No parameters: it is a module so that context parallel has something to replace.
+    q, k, v [b, heads, s, head_dim], documents int64 [b, s] or None: all of a row is one. No parameters: it is a module so
+    that context parallel has something to replace.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        if documents is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # [b, s, s]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=same.tril().unsqueeze(1))
 
 
 class Attention(nn.Module):
@@ -84,7 +88,7 @@ class Attention(nn.Module):
 
     Positions travel down to here as integers and become angles here, not in a table beside the model: a buffer is
     lost between the meta device and to_empty, a float argument is cast by mixed precision, and under sequence parallel
-    only this input is the whole sequence.
+    only this input is the whole sequence. Document numbers travel down for the same reasons.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -97,7 +101,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
         self.inner_attention = CausalAttention()
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         b, s, _ = x.shape
         heads = (b, s, -1, self.config.head_dim)
         q, k, v = self.wq(x).view(heads), self.wk(x).view(heads), self.wv(x).view(heads)
@@ -105,7 +109,8 @@ class Attention(nn.Module):
         q, k = rotate(q, angles), rotate(k, angles)
         repeats = q.shape[2] // k.shape[2]  # query heads per key head; head i reads key head i // repeats
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        out = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [b, heads, s, head_dim]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [b, heads, s, head_dim]
+        out = self.inner_attention(q, k, v) if documents is None else self.inner_attention(q, k, v, documents)
         return self.wo(out.transpose(1, 2).flatten(2))
 
     def angles(self, positions: Tensor, like: Tensor) -> Tensor:
@@ -136,8 +141,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, documents)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -155,7 +160,8 @@ class TiedOutput(nn.Module):
 class Llama(nn.Module):
     """tokens int64 [b, s] -> logits [b, s, vocab].
 
-    positions: int64 [s] or [b, s], where each column sits in the whole sequence; None means 0 .. s-1. On a pipeline
+    positions: int64 [s] or [b, s], where each column sits in the whole sequence; None means 0 .. s-1. documents: int64
+    [b, s], which document of its row each token is in; None means that attention looks past separators. On a pipeline
     stage without tok_embeddings, `tokens` is the previous stage's activations.
     """
 
@@ -168,10 +174,10 @@ class Llama(nn.Module):
         linear = nn.Linear(config.dim, config.vocab_size, bias=False) if not config.tied_embeddings else None
         self.output: nn.Module | None = linear or TiedOutput()
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [b, s, dim]
         for layer in self.layers.values():
-            x = layer(x, positions)
+            x = layer(x, positions, documents)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.project(x)
 

@@ -32,6 +32,8 @@ class ReferenceRun:
     samples: sample ids of each step, in order, [steps][global_batch]. tokens, labels: int64 [distinct samples, seq_len]
     in the order of sample_ids. sample_gradients: for step 1, by fqn, each sample's own contribution to the gradient,
     [global_batch, k], at the k flat positions of sample_positions[fqn]; they sum to the whole gradient there.
+    unmasked_losses: for step 1 of a recipe with a document mask, the sum of the losses of each sample's tokens if attention
+    did look past separators, [global_batch].
     """
 
     weights: dict[str, np.ndarray]
@@ -43,3 +45,4 @@ class ReferenceRun:
     sample_gradients: dict[str, np.ndarray]
     sample_positions: dict[str, np.ndarray]
     environment: dict[str, str] = field(default_factory=dict)
+    unmasked_losses: np.ndarray | None = None

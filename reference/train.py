@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reference.config import ModelConfig, TrainingConfig
-from reference.data import IGNORED, Dataset, build_dataset, step_samples
+from reference.data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
 from reference.model import at_least_float32, initial_weights, llama_from
 from reference.record import ReferenceRun, ReferenceStep
 
@@ -38,16 +39,28 @@ def train(
     samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
     start = by_fqn(model)
     positions = {fqn: spread_positions(p.numel()) for fqn, p in model.named_parameters()}
-    sample_gradients = gradient_per_sample(model, *batch(dataset, samples[0], device), positions)
+    batches = [
+        cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
+    ]
+    sample_gradients = gradient_per_sample(model, *batches[0], positions, training.document_mask)
+    unmasked = loss_per_sample(model, *batches[0]) if training.document_mask else None
     told = tuple(
-        train_step(model, optimizer, *batch(dataset, ids, device), step=step, training=training)
-        for step, ids in enumerate(samples, start=1)
+        train_step(model, optimizer, *both, step=step, training=training) for step, both in enumerate(batches, start=1)
     )
     sample_ids = tuple(dict.fromkeys(i for ids in samples for i in ids))
     tokens, labels = batch(dataset, sample_ids, "cpu")
     environment = {"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())}
     return ReferenceRun(
-        start, told, samples, sample_ids, tokens.numpy(), labels.numpy(), sample_gradients, positions, environment
+        start,
+        told,
+        samples,
+        sample_ids,
+        tokens.numpy(),
+        labels.numpy(),
+        sample_gradients,
+        positions,
+        environment,
+        unmasked,
     )
 
 
@@ -60,9 +73,9 @@ def train_step(
     step: int,
     training: TrainingConfig,
 ) -> ReferenceStep:
-    """One optimizer step on a global batch [global_batch, seq_len]; `step` counts from 1."""
+    """One optimizer step on a global batch [global_batch, s]; `step` counts from 1."""
     valid_tokens = count_valid(labels)
-    loss = forward_loss(model, tokens, labels) / valid_tokens
+    loss = forward_loss(model, tokens, labels, document_mask=training.document_mask) / valid_tokens
     optimizer.zero_grad()
     loss.backward()
     gradients = by_fqn(model, gradients=True)
@@ -75,9 +88,9 @@ def train_step(
     return ReferenceStep(step, loss.item(), grad_norm, lr, valid_tokens, gradients, by_fqn(model), state)
 
 
-def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, document_mask: bool = False) -> Tensor:
     """Sum of the negative log-likelihoods of the valid labels, in at least float32. tokens, labels [b, s] -> []"""
-    logits = at_least_float32(model(tokens))  # [b, s, vocab]
+    logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))  # [b, s, vocab]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -116,21 +129,28 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW, or SGD without momentum; weight decay on every parameter; one tensor at a time."""
+    """AdamW, or SGD without momentum; one tensor at a time."""
+    groups = optimizer_groups(model, training)
     if training.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=training.lr, weight_decay=training.weight_decay, foreach=False)
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=training.lr,
-        betas=(training.beta1, training.beta2),
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        foreach=False,
-    )
+        return torch.optim.SGD(groups, lr=training.lr, foreach=False)
+    betas = (training.beta1, training.beta2)
+    return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, foreach=False)
+
+
+def optimizer_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
+    """Parameters with the weight decay of each: all alike, or vectors (norm weights) in a group without."""
+    decayed = [p for p in model.parameters() if training.decay == "all" or p.dim() > 1]
+    others = [p for p in model.parameters() if training.decay != "all" and p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def gradient_per_sample(
-    model: nn.Module, tokens: Tensor, labels: Tensor, positions: Mapping[str, np.ndarray]
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Mapping[str, np.ndarray],
+    document_mask: bool = False,
 ) -> dict[str, np.ndarray]:
     """Each sample's part of the batch's gradient at the given flat positions, by fqn [global_batch, k].
 
@@ -140,11 +160,23 @@ def gradient_per_sample(
     parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
     for row_tokens, row_labels in zip(tokens.split(1), labels.split(1), strict=True):
         model.zero_grad()
-        (forward_loss(model, row_tokens, row_labels) / valid_tokens).backward()
+        (forward_loss(model, row_tokens, row_labels, document_mask=document_mask) / valid_tokens).backward()
         for fqn, gradient in by_fqn(model, gradients=True).items():
             parts[fqn].append(gradient.ravel()[positions[fqn]])
     model.zero_grad()
     return {fqn: np.stack(rows) for fqn, rows in parts.items()}
+
+
+@torch.no_grad()
+def loss_per_sample(model: nn.Module, tokens: Tensor, labels: Tensor) -> np.ndarray:
+    """The sum of the losses of each sample's tokens, without a document mask. float64 [b]"""
+    rows = zip(tokens.split(1), labels.split(1), strict=True)
+    return np.array([forward_loss(model, *row).item() for row in rows])
+
+
+def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` tokens of each sample, and their labels."""
+    return tokens[:, :length], labels[:, :length]
 
 
 def spread_positions(n: int) -> np.ndarray:

@@ -17,7 +17,9 @@ from reference.data import (
     FileDataset,
     TokenDataset,
     build_dataset,
+    documents,
     sample_order,
+    step_length,
     step_samples,
 )
 
@@ -161,3 +163,26 @@ def test_a_token_beyond_the_vocabulary_is_named_when_its_sample_is_read(tmp_path
         ValueError, match=r"big.npy: sample 1 \(tokens 4 to 8\) holds ids from 254 to 258, but vocab_size"
     ):
         dataset[1]
+
+
+def test_a_separator_ends_its_document() -> None:
+    assert documents(torch.tensor([[5, 0, 6, 7, 0, 0, 8], [0, 1, 1, 1, 1, 1, 0]])).tolist() == [
+        [0, 0, 1, 1, 1, 2, 3],
+        [0, 1, 1, 1, 1, 1, 1],
+    ]
+
+
+def test_with_masked_samples_every_fourth_sample_drawn_has_no_label_and_the_others_are_as_before() -> None:
+    without, with_them = (
+        build_dataset(training, ModelConfig()) for training in (RECIPE, TrainingConfig(masked_samples=True))
+    )
+    for step in (1, 2, 64):
+        for place, id_ in enumerate(step_samples(RECIPE, len(without), step)):
+            (tokens, labels), (same, masked) = without[id_], with_them[id_]
+            assert torch.equal(tokens, same)
+            assert (masked == IGNORED).all() if place % 4 == 3 else torch.equal(labels, masked)
+
+
+def test_with_variable_length_even_steps_are_half_as_long() -> None:
+    assert [step_length(TrainingConfig(variable_length=True), step) for step in (1, 2, 3, 4)] == [32, 16, 32, 16]
+    assert [step_length(RECIPE, step) for step in (1, 2)] == [32, 32]

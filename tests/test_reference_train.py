@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reference.config import ModelConfig, TrainingConfig
-from reference.data import build_dataset
+from reference.data import build_dataset, documents
 from reference.model import initial_weights, llama_from
 from reference.train import (
     ReferenceRun,
@@ -211,3 +211,83 @@ def test_tied_embeddings_train_as_one_parameter() -> None:
     run = train(ModelConfig(tied_embeddings=True), RECIPE, steps=1)
     assert "output.weight" not in run.steps[0].gradients
     assert (np.abs(run.steps[0].gradients["tok_embeddings.weight"]).max(axis=1) > 0).all()
+
+
+def test_with_decay_of_matrices_norm_weights_move_by_their_gradient_alone(run: ReferenceRun) -> None:
+    training = replace(RECIPE, optimizer="sgd", warmup_steps=0, decay="matrices")
+    first = train(DEBUG, training, steps=1).steps[0]
+    for fqn, value in run.weights.items():
+        recipe = replace(training, weight_decay=0.0) if fqn.endswith("norm.weight") else training
+        assert relative(first.parameters[fqn], value - first.lr * change(first, fqn, value, recipe)) < 1e-14
+    assert sum(fqn.endswith("norm.weight") for fqn in run.weights) == 5
+
+
+def test_adamw_with_decay_of_matrices_shrinks_matrices_only(run: ReferenceRun) -> None:
+    other = train(DEBUG, replace(RECIPE, decay="matrices"), steps=1).steps[0]
+    for fqn, decayed in run.steps[0].parameters.items():
+        kept = decayed + run.steps[0].lr * 0.1 * run.weights[fqn] * fqn.endswith("norm.weight")
+        assert relative(other.parameters[fqn], kept) < 1e-14
+
+
+def test_a_step_of_half_length_is_one_of_which_the_second_halfs_labels_are_ignored(run: ReferenceRun) -> None:
+    """A later token moves no earlier logit, so that whole rows give the same loss."""
+    first, second, third = train(DEBUG, replace(RECIPE, variable_length=True)).steps
+    assert first.loss == run.steps[0].loss and third.valid_tokens == run.steps[2].valid_tokens
+    tokens, labels = batch(build_dataset(RECIPE, DEBUG), run.samples[1], "cpu")
+    labels[:, 16:] = -100
+    assert second.valid_tokens == int((labels >= 0).sum())
+    model = llama_from(first.parameters, config=DEBUG, dtype=torch.float64)
+    assert second.loss == pytest.approx(forward_loss(model, tokens, labels).item() / second.valid_tokens, rel=1e-14)
+
+
+def test_with_a_document_mask_each_document_is_read_as_if_alone(run: ReferenceRun) -> None:
+    """One row holds three documents, the first two each with the separator that ends it; positions count on."""
+    row, ends = torch.tensor([[7, 9, 0, 5, 6, 7, 8, 0, 3, 4]]), (0, 3, 8, 10)
+    model = llama_from(run.weights, config=DEBUG, dtype=torch.float64)
+    together = model(row, documents=documents(row))
+    for start, stop in zip(ends, ends[1:], strict=False):
+        alone = model(row[:, start:stop], torch.arange(start, stop))
+        torch.testing.assert_close(together[:, start:stop], alone, rtol=1e-12, atol=1e-12)
+    assert (model(row) - together)[:, 3:].abs().max() > 1e-2
+
+
+def test_with_a_document_mask_training_and_every_samples_gradient_go_by_it(run: ReferenceRun) -> None:
+    masked = train(DEBUG, replace(RECIPE, document_mask=True), steps=1)
+    first, tokens, labels = masked.steps[0], *batch(build_dataset(RECIPE, DEBUG), run.samples[0], "cpu")
+    model = llama_from(run.weights, config=DEBUG, dtype=torch.float64)
+    total = sum(loss_of_documents_alone(model, *both) for both in zip(tokens, labels, strict=True))
+    assert first.loss == pytest.approx(total / first.valid_tokens, rel=1e-12)
+    for fqn, parts in masked.sample_gradients.items():
+        assert relative(parts.sum(axis=0), first.gradients[fqn].ravel()[masked.sample_positions[fqn]]) < 1e-12
+
+
+def loss_of_documents_alone(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> float:
+    starts = [0, *(index + 1 for index, token in enumerate(tokens.tolist()) if token == 0), len(tokens)]
+    parts = [slice(start, stop) for start, stop in zip(starts, starts[1:], strict=False) if stop > start]
+    return sum(forward_loss(model, tokens[None, part], labels[None, part]).item() for part in parts)
+
+
+def test_the_losses_without_the_mask_are_those_of_the_recipe_without_it(run: ReferenceRun) -> None:
+    masked = train(DEBUG, replace(RECIPE, document_mask=True), steps=1)
+    assert masked.unmasked_losses is not None and run.unmasked_losses is None
+    assert masked.unmasked_losses.sum() / run.steps[0].valid_tokens == pytest.approx(run.steps[0].loss, rel=1e-13)
+    assert abs(masked.steps[0].loss - run.steps[0].loss) > 1e-3
+
+
+def test_samples_without_a_label_add_nothing() -> None:
+    run = train(DEBUG, replace(RECIPE, masked_samples=True), steps=1)
+    for parts in run.sample_gradients.values():
+        assert [row for row in range(16) if not parts[row].any()] == [3, 7, 11, 15]
+    assert run.steps[0].valid_tokens == int((run.labels >= 0).sum()) and math.isfinite(run.steps[0].loss)
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"variable_length": True, "seq_len": 31}, "seq_len must be even, got 31"),
+        ({"masked_samples": True, "data": "t.npy"}, "no label of a token file is masked"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(wrong: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TrainingConfig(**wrong)  # type: ignore[arg-type]

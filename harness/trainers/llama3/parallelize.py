@@ -126,10 +126,12 @@ def outer_plan(features: Features) -> dict[str, ParallelStyle]:
 
 
 def layer_plan(features: Features) -> dict[str, ParallelStyle]:
-    """One TransformerBlock. Attention is called with (x, positions); positions are None or whole on every rank."""
+    """One TransformerBlock. Attention is called with (x, positions, documents); the latter are None or whole on every rank."""
     between = Shard(1) if features.sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
