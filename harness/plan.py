@@ -43,7 +43,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that one rank must move over one axis in every step, for one purpose.
+    """Bytes that one rank must move over one axis in a step, for one purpose.
 
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
     neither on bucketing nor on the algorithm behind the collective. optional: a trainer may as well do this outside of
@@ -63,9 +63,10 @@ class Plan:
     """groups: by axis of degree above 1, its groups' ranks. slices[rank][fqn]: what each rank must hold.
 
     shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
-    flows[rank]: its traffic in every step. parameter_bytes[rank]: (least, most) bytes of parameters a
-    rank may keep between steps; the most counts the padding of uneven chunks. outside_bytes[rank]: the most it may move
-    in a step outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
+    flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
+    parameters a rank may keep between steps; the most counts the padding of uneven chunks. outside_bytes: the most it may
+    move in a step outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights'
+    gradients).
     """
 
     dims: ParallelDims
@@ -75,8 +76,13 @@ class Plan:
     stages: dict[int, tuple[int, ...]]
     slices: dict[int, dict[str, Slice]]
     flows: dict[int, tuple[Flow, ...]]
+    even_flows: dict[int, tuple[Flow, ...]]
     parameter_bytes: dict[int, tuple[int, int]]
     outside_bytes: int
+
+    def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
+        """Its traffic in a step: even ones may train on shorter samples."""
+        return self.flows[rank] if step % 2 else self.even_flows[rank]
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
@@ -112,6 +118,7 @@ def make_plan(case: Case) -> Plan:
         rank: slices_of_rank(dims, rank, {fqn: shapes[fqn] for stage in held for fqn in placed[stage]})
         for rank, held in stages.items()
     }
+    flows = _flows_of_ranks(case, case.seq_len(1))
     return Plan(
         dims=dims,
         shapes=shapes,
@@ -119,7 +126,8 @@ def make_plan(case: Case) -> Plan:
         shard_axis=shard_axis(dims),
         stages=stages,
         slices=slices,
-        flows={rank: _flows(case, rank) for rank in slices},
+        flows=flows,
+        even_flows=_flows_of_ranks(case, case.seq_len(2)) if case.training.variable_length else flows,
         outside_bytes=_outside_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank]) for rank in slices},
     )
@@ -247,12 +255,16 @@ def fsdp_units(case: Case) -> list[tuple[list[str], bool]]:
     return [(unit, again) for unit in (first, *blocks) if unit] + [(last, policy == "always")]
 
 
-def _flows(case: Case, rank: int) -> tuple[Flow, ...]:
+def _flows_of_ranks(case: Case, length: int) -> dict[int, tuple[Flow, ...]]:
+    return {rank: _flows(case, rank, length) for rank in range(case.dims.world_size)}
+
+
+def _flows(case: Case, rank: int, length: int) -> tuple[Flow, ...]:
     tp_index = coordinate(case.dims, rank)["tp"]
     flows = (
         *_data_parallel_flows(case, tp_index),
-        *_tensor_parallel_flows(case),
-        *_context_parallel_flows(case, rank),
+        *_tensor_parallel_flows(case, length),
+        *_context_parallel_flows(case, rank, length),
     )
     return tuple(flow for flow in flows if flow.bytes)
 
@@ -292,7 +304,7 @@ def _data_parallel_flows(case: Case, tp_index: int) -> Iterable[Flow]:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
 
 
-def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
+def _tensor_parallel_flows(case: Case, length: int) -> Iterable[Flow]:
     """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
@@ -302,7 +314,7 @@ def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
     if dims.tp == 1:
         return
     size = BYTES[training.compute_dtype or training.dtype]
-    activation = case.local_batch * (training.seq_len // dims.cp) * model.dim * size * case.passes
+    activation = case.local_batch * (length // dims.cp) * model.dim * size * case.passes
     layers = model.n_layers
     if case.features.sequence_parallel:
         yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + 1) * activation)
@@ -319,7 +331,7 @@ def _tensor_parallel_flows(case: Case) -> Iterable[Flow]:
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
 
 
-def _context_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
+def _context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     """In every layer each rank needs the keys and values of all cp ranks, once forward and once more backward.
 
     They are of all query heads (repeated before attention) that tp left here. all_gather brings them at once; alltoall
@@ -331,7 +343,7 @@ def _context_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
         return
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
     dtype = training.compute_dtype or training.dtype
-    passed = 2 * layers * case.passes * case.local_batch * (training.seq_len // dims.cp) * model.dim // dims.tp
+    passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * model.dim // dims.tp
     if case.features.cp_rotation == "allgather":
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
         yield Flow("cp", "keys and values", "all_gather", "backward", dims.cp * passed * BYTES[dtype])

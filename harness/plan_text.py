@@ -22,7 +22,11 @@ def plan_text(case: Case, plan: Plan) -> str:
     parts += ["", "rank grid", *_table(_grid(plan))]
     parts += ["", "groups", *(_table(_groups(plan)) or ["  none: one rank"])]
     parts += ["", "slices that a rank holds", *_table(_slices(plan))]
-    parts += ["", "bytes of rank 0 in every step", *(_table(_flows(plan)) or ["  none"])]
+    parts += [
+        "",
+        f"bytes of rank 0 in every {'' if plan.flows == plan.even_flows else 'odd '}step",
+        *(_table(_flows(plan)) or ["  none"]),
+    ]
     least, most = plan.parameter_bytes[0]
     return "\n".join(
         [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]

@@ -90,16 +90,22 @@ def sample_loss(id_: int) -> float:
 def _reference_step(case: Case, number: int, weights: Any, gradients: list[Any], labels: np.ndarray) -> ReferenceStep:
     batch = case.training.global_batch
     ids = range((number - 1) * batch, number * batch)
-    valid = int((labels[list(ids)] != -100).sum())
+    valid = int((labels[list(ids), : case.seq_len(number)] != -100).sum())
     norms = [math.sqrt(math.fsum(x * x for g in step.values() for x in g.ravel().tolist())) for step in gradients]
     parameters, state = {}, {}
     for fqn, start in weights.items():
         seen = [clip(norm, case.training) * step[fqn] for norm, step in zip(norms, gradients, strict=True)]
-        parameters[fqn], state[fqn] = optimize(start, seen[:number], case.training)
+        parameters[fqn], state[fqn] = optimize(start, seen[:number], recipe_of(fqn, case.training))
     loss = math.fsum(map(sample_loss, ids)) / valid
     return ReferenceStep(
         number, loss, norms[number - 1], rate(number, case.training), valid, gradients[number - 1], parameters, state
     )
+
+
+def recipe_of(fqn: str, training: TrainingConfig) -> TrainingConfig:
+    """decay "matrices" leaves norm weights alone."""
+    spared = training.decay == "matrices" and fqn.endswith("norm.weight")
+    return replace(training, weight_decay=0.0) if spared else training
 
 
 def rate(step: int, training: TrainingConfig) -> float:
@@ -199,7 +205,7 @@ def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
     """The plan's bytes in two buckets each, and a loss summed over all ranks outside of forward and backward."""
     plan, found, world = make_plan(case), [], tuple(range(case.dims.world_size))
     for step in range(1, case.training.steps + 1) if len(world) > 1 else ():
-        for flow in plan.flows[rank]:
+        for flow in plan.flows_of(rank, step):
             ranks = plan.group_of(rank, flow.axis)
             for count in (8, flow.bytes - 8):
                 found.append(Collective(flow.op, ranks, str(ranks), "float64", count, flow.phase, step, 0))
@@ -229,13 +235,16 @@ def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> 
     share = rank // case.dims.tp  # tp is innermost, so its peers are neighbours and have one share
     size, times = case.local_batch, case.features.accumulation
     ids = reference.samples[step - 1][share * size * times : (share + 1) * size * times]
-    return tuple(microbatch_of(reference, ids[i * size : (i + 1) * size]) for i in range(times))
+    length = case.seq_len(step)
+    return tuple(microbatch_of(reference, ids[i * size : (i + 1) * size], length) for i in range(times))
 
 
-def microbatch_of(reference: ReferenceRun, ids: Iterable[int]) -> Microbatch:
+def microbatch_of(reference: ReferenceRun, ids: Iterable[int], length: int | None = None) -> Microbatch:
     rows = list(ids)
-    labels = reference.labels[rows]
-    return Microbatch(reference.tokens[rows], labels, math.fsum(map(sample_loss, rows)), int((labels != -100).sum()))
+    labels = reference.labels[rows, :length]
+    return Microbatch(
+        reference.tokens[rows, :length], labels, math.fsum(map(sample_loss, rows)), int((labels != -100).sum())
+    )
 
 
 # ---- altering one thing
@@ -301,7 +310,9 @@ def with_updates_that_follow(trial: Trial) -> Trial:
         starts = {tensor.fqn: tensor.value for tensor in evidence.parameters}
         for step in steps:
             past = [(clip(norm, training), s.gradients) for norm, s in zip(norms, evidence.steps[:step], strict=False)]
-            results = {f: optimize(start, [c * g[f] for c, g in past], training) for f, start in starts.items()}
+            results = {
+                f: optimize(start, [c * g[f] for c, g in past], recipe_of(f, training)) for f, start in starts.items()
+            }
             kept = {f: state for f, (_, state) in results.items()} if step == training.steps else {}
             parameters = {f: value for f, (value, _) in results.items()}
             changes = {"parameters": parameters, "optimizer_state": kept, "grad_norm": norms[step - 1]}

@@ -50,7 +50,10 @@ def test_every_law_is_one_sentence() -> None:
         assert law(name)[0].isupper() and law(name).endswith("."), name
 
 
-@pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
+RECIPES = {"adamw": ADAMW, "sgd": SGD, "variable": replace(ADAMW, variable_length=True, decay="matrices")}
+
+
+@pytest.mark.parametrize("training", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_correct_run_passes_every_law_and_each_examines_something(layout: str, variant: str, training) -> None:

@@ -382,6 +382,17 @@ def test_another_recipe_than_the_one_asked_for_is_found(mistake: str) -> None:
     assert {finding.where.split(",")[0] for finding in findings("update", broken)} >= {"rank 0"}
 
 
+def test_norm_weights_that_decay_although_only_matrices_should_are_found() -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, decay="matrices")))
+    wrong = findings("update", trained_as(trial, ADAMW))
+    assert {finding.where.split(", ")[2] for finding in wrong} == {fqn for fqn in trial.plan.shapes if "norm" in fqn}
+
+
+def test_samples_in_full_length_in_a_step_that_trains_on_half_are_found() -> None:
+    asked, ran = (tiny_case("fsdp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
+    assert {finding.where.split("step ")[1] for finding in findings("samples", trial_of(asked, ran))} == {"2"}
+
+
 def test_sgd_without_clipping_shows_the_ratio() -> None:
     trial = trial_of(tiny_case("single", replace(SGD, weight_decay=0.0)))
     broken = trained_as(trial, replace(trial.case.training, max_norm=None))

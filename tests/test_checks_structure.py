@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from literal import (
+    ADAMW,
     SGD,
     UNEVEN,
     judged,
@@ -230,6 +231,13 @@ def test_ranks_that_rightly_hold_nothing_pass() -> None:
 
 
 # ---- traffic
+
+
+def test_an_even_step_that_moves_as_much_as_an_odd_one_is_named() -> None:
+    asked, ran = (tiny_case("tp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
+    assert findings("traffic", trial_of(asked, ran))[0] == Finding(
+        "rank 0, step 2, backward all_gather over tp [0,1]", "1.536 kB (1536)", "3.072 kB (3072)"
+    )
 
 
 def dropping(op: str, phase: str, step: int | None = None):

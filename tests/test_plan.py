@@ -319,6 +319,16 @@ def test_tensor_parallel_activations_do_not_depend_on_accumulation() -> None:
     assert flows("tp_2", accumulation=4)[0] == ("tp", "all_gather", "forward", 3072)
 
 
+def test_even_steps_of_half_length_move_half_the_activations_and_all_parameters() -> None:
+    plan = make_plan(tiny_case("fsdp_2_tp_2", replace(ADAMW, variable_length=True)))
+    assert plan.flows == make_plan(tiny_case("fsdp_2_tp_2")).flows
+    assert plan.flows_of(0, 1) == plan.flows_of(0, 3) == plan.flows[0]
+    ratios = {
+        flow.role: short.bytes / flow.bytes for flow, short in zip(plan.flows[0], plan.flows_of(0, 2), strict=True)
+    }
+    assert ratios == {"parameters": 1.0, "gradients": 1.0, "activations": 0.5, "norm gradients": 1.0}
+
+
 # ---- memory and what is not planned
 
 

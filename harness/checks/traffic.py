@@ -23,9 +23,9 @@ def check(trial: Trial) -> Result:
         return not_applicable("traffic", "one rank moves nothing")
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
-        wanted = planned(trial, rank)
-        optional = {_key(trial, rank, flow) for flow in trial.plan.flows[rank] if flow.optional}
         for step in range(1, trial.case.training.steps + 1):
+            wanted = planned(trial, rank, step)
+            optional = {_key(trial, rank, flow) for flow in trial.plan.flows_of(rank, step) if flow.optional}
             seen = observed(evidence, step)
             seen |= {key: wanted[key] for key in optional if key not in seen}
             examined += len(wanted)
@@ -34,9 +34,9 @@ def check(trial: Trial) -> Result:
     return verdict_of("traffic", findings, examined)
 
 
-def planned(trial: Trial, rank: int) -> dict[Key, int]:
+def planned(trial: Trial, rank: int, step: int) -> dict[Key, int]:
     totals: dict[Key, int] = defaultdict(int)
-    for flow in trial.plan.flows[rank]:
+    for flow in trial.plan.flows_of(rank, step):
         totals[_key(trial, rank, flow)] += flow.bytes
     return dict(totals)
 

@@ -8,7 +8,7 @@ schedule and the optimizer are judged on their own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,6 +61,13 @@ def observed_norm(trial: Trial, step: int) -> float:
     return math.sqrt(math.fsum(total))
 
 
+def recipe_of(trial: Trial, fqn: str) -> TrainingConfig:
+    """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
+    training = trial.case.training
+    spared = training.decay == "matrices" and len(trial.plan.shapes.get(fqn, ())) == 1
+    return replace(training, weight_decay=0.0) if spared else training
+
+
 def _wrong_lr(rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
     if step.lr is not None and math.isclose(step.lr, wanted, rel_tol=1e-12):
         return []
@@ -71,13 +78,13 @@ def _replay(
     trial: Trial, evidence: RankEvidence, fqn: str, start: np.ndarray, norms: dict[int, float], rates: dict[int, float]
 ) -> list[Finding]:
     """The first step at which this parameter is not what the optimizer makes of it."""
-    zero = np.zeros_like(start)
+    zero, recipe = np.zeros_like(start), recipe_of(trial, fqn)
     state = _State(start, zero, zero, zero)
     for step in evidence.steps:
         if fqn not in step.gradients or fqn not in step.parameters:
             return []  # `completed` reports it
         clip = tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm)
-        expected, magnitude = _advance(state, step, clip * step.gradients[fqn], rates[step.step], trial.case.training)
+        expected, magnitude = _advance(state, step, clip * step.gradients[fqn], rates[step.step], recipe)
         bound = tolerance.update_bound(trial.case, magnitude)
         where = f"rank {evidence.rank}, step {step.step}, {fqn}"
         finding = _compare(where, step.parameters[fqn], expected, bound, state.value)
@@ -95,8 +102,8 @@ def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEviden
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
     state = _State(tensor.value, zero, zero, zero)
-    lr = trial.reference.steps[0].lr
-    expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, trial.case.training)
+    lr, recipe = trial.reference.steps[0].lr, recipe_of(trial, tensor.fqn)
+    expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, recipe)
     bound = tolerance.update_bound(trial.case, magnitude)
     return bool((np.abs(first.parameters[tensor.fqn] - expected) <= bound).all())
 

@@ -48,7 +48,7 @@ def loss_averaged_per_rank(fired: Fired) -> None:
         def local_count(microbatches: Any, mesh: Any, device: Any) -> int:
             fired()
             ranks = 1 if mesh is None else mesh.size()  # the case has no other axes than data-parallel ones
-            return ranks * sum(int((labels != IGNORED).sum()) for _, labels in microbatches)
+            return ranks * sum(int((part.labels != IGNORED).sum()) for part in microbatches)
 
         return local_count
 

@@ -60,7 +60,16 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
     if dims.dp_shard == 1 and (case.training.compute_dtype or features.reduce_dtype):
         yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
+    yield from _torchs_limits_of_the_recipe(case)
     yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
+
+
+def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
+    dims, training = case.dims, case.training
+    if dims.cp > 1 and training.document_mask:
+        yield f"document_mask with cp {dims.cp}: torch's ring attention takes no mask but the causal one"
+    if dims.pp > 1 and training.variable_length:
+        yield f"variable_length with pp {dims.pp}: torch's pipeline stages fix the shapes they exchange at the first step"
 
 
 def _unfinished(case: Case) -> dict[str, bool]:
@@ -74,9 +83,6 @@ def _unfinished(case: Case) -> dict[str, bool]:
         "activation_checkpointing": features.activation_checkpointing != "none",
         "compile": features.compile,
         "quantize": training.quantize is not None,
-        "variable_length": training.variable_length,
-        "document_mask": training.document_mask,
-        "decay matrices": training.decay != "all",
         "dropout": case.model.dropout > 0,
     }
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.case import Case
-from reference.data import build_dataset
+from reference.data import SEPARATOR, build_dataset
 
 
 class ResumableSampler(DistributedSampler):
@@ -53,9 +54,15 @@ class Microbatches:
         sampler.start = done // self.case.dims.dp
         self.iterator = iter(self.loader)
 
-    def step(self) -> list[tuple[Tensor, Tensor]]:
-        """The microbatches of the next optimizer step."""
+    def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The microbatches of the next optimizer step, of each sample its first `length` tokens (None: all)."""
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
         self.samples += self.case.training.global_batch
-        return [next(self.iterator) for _ in range(self.case.features.accumulation)]
+        whole = [next(self.iterator) for _ in range(self.case.features.accumulation)]
+        return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
+
+
+def documents(tokens: Tensor) -> Tensor:
+    """Which document of its row each token is in: how many separators stand before it. int64 [b, s]"""
+    return pad((tokens[:, :-1] == SEPARATOR).cumsum(dim=1), (1, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,30 +16,33 @@ from harness.case import TrainingConfig
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
-    """AdamW, or SGD without momentum; weight decay on every parameter.
+    """AdamW, or SGD without momentum.
 
     AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic
     operation. (torch has no sharding rule for the fused SGD.)
     """
-    parameters = [{"params": family} for family in by_mesh(model)]
+    groups = parameter_groups(model, training)
     if training.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=training.lr, weight_decay=training.weight_decay)
-    return torch.optim.AdamW(
-        parameters,
-        lr=training.lr,
-        betas=(training.beta1, training.beta2),
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        fused=True,
-    )
+        return torch.optim.SGD(groups, lr=training.lr)
+    betas = (training.beta1, training.beta2)
+    return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
 
 
-def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel."""
-    families: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        families.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(families.values())
+def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
+    """A group for each weight decay and each mesh.
+
+    Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel.
+    """
+    families: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+    for fqn, parameter in model.named_parameters():
+        family = weight_decay(fqn, training), getattr(parameter, "device_mesh", None)
+        families.setdefault(family, []).append(parameter)
+    return [{"params": members, "weight_decay": decay} for (decay, _), members in families.items()]
+
+
+def weight_decay(fqn: str, training: TrainingConfig) -> float:
+    """Norm weights are left alone if only matrices are to decay. By name: a wrapper may flatten what has two dims."""
+    return 0.0 if training.decay == "matrices" and fqn.endswith("norm.weight") else training.weight_decay
 
 
 def build_scheduler(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:

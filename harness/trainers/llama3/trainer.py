@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,17 @@ from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize
 from reference.data import IGNORED
 from reference.model import Llama, at_least_float32, initial_weights
 
-# tokens, labels: int64 [local_batch, s]; positions: int64 [s], None for 0 .. s-1. s is seq_len, divided by cp.
-Microbatch = tuple[Tensor, Tensor, Tensor | None]
+
+class Microbatch(NamedTuple):
+    """tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1.
+
+    documents: int64 [local_batch, s], which of its row's each token is in; None without a document mask.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
 
 
 # ---- joining and leaving
@@ -126,31 +136,31 @@ def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
 def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
     """What of a microbatch this rank computes: all of it, or under context parallel its positions."""
     if mesh is None or "cp" not in parallelize.axes_of(mesh):
-        return tokens, labels, None
-    return context.shard_sequence(tokens, labels, mesh["cp"], load_balance=case.features.cp_load_balance)
+        return Microbatch(tokens, labels, documents=data.documents(tokens) if case.training.document_mask else None)
+    return Microbatch(*context.shard_sequence(tokens, labels, mesh["cp"], load_balance=case.features.cp_load_balance))
 
 
 def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
     """Tokens that the step's loss is averaged over: all microbatches of all ranks that see different tokens."""
-    count = sum(int((labels != IGNORED).sum()) for _, labels, _ in microbatches)
+    count = sum(int((part.labels != IGNORED).sum()) for part in microbatches)
     return int(parallelize.sum_over_data_ranks(torch.tensor(count, device=device), mesh))
 
 
-def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+def loss_of(model: nn.Module, part: Microbatch) -> Tensor:
     """Sum of the valid tokens' negative log-likelihoods, in at least float32. A microbatch without any gives 0."""
-    logits = at_least_float32(model(tokens, positions))  # [b, s, vocab]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits = at_least_float32(model(part.tokens, part.positions, part.documents))  # [b, s, vocab]
+    return F.cross_entropy(logits.flatten(0, 1), part.labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def forward_backward(
     model: nn.Module, microbatches: list[Microbatch], *, case: Case, mesh: DeviceMesh | None, valid_tokens: int
 ) -> Tensor:
     """Leave in .grad the gradient of the global mean loss; return this rank's sum of token losses, float64 []."""
-    total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
-    for index, (tokens, labels, positions) in enumerate(microbatches):
+    total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
+    for index, part in enumerate(microbatches):
         last = index == len(microbatches) - 1
         with parallelize.gradient_sync(model, last=last), parallelize.loss_context(mesh, case.features):
-            loss = loss_of(model, tokens, labels, positions)
+            loss = loss_of(model, part)
             scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
         total += whole(loss.detach())
     parallelize.settle_gradients(model.parameters())
@@ -203,7 +213,7 @@ class Trainer:
     def train_step(self) -> Metrics:
         microbatches = [
             sequence_part(tokens.to(self.device), labels.to(self.device), self.mesh, self.case)
-            for tokens, labels in self.microbatches.step()
+            for tokens, labels in self.microbatches.step(self.case.seq_len(self.step + 1))
         ]
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
         for optimizer in self.optimizers:
@@ -228,7 +238,7 @@ class Trainer:
 
     def display(self, metrics: Metrics, seconds: float) -> None:
         if int(os.environ.get("RANK", 0)) == 0:
-            tokens = self.case.training.global_batch * self.case.training.seq_len
+            tokens = self.case.training.global_batch * self.case.seq_len(metrics.step)
             print(
                 f"step {metrics.step}  loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.6f}  lr {metrics.lr:.3e}"
                 f"  tokens/s {tokens / seconds:,.0f}",
