@@ -265,6 +265,7 @@ def _flows(case: Case, rank: int, length: int) -> tuple[Flow, ...]:
         *_data_parallel_flows(case, tp_index),
         *_tensor_parallel_flows(case, length),
         *_context_parallel_flows(case, rank, length),
+        *_recomputed_flows(case, rank, length),
     )
     return tuple(flow for flow in flows if flow.bytes)
 
@@ -352,6 +353,35 @@ def _context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow
         yield Flow("cp", "keys and values", "all_to_all", "backward", (dims.cp - 1) * passed * BYTES[dtype])
     summed = BYTES["float64" if dtype == "float64" else "float32"]
     yield Flow("cp", "gradients of keys and values", "all_to_all", "backward", dims.cp * passed * summed)
+
+
+def recomputed_layers(case: Case, rank: int) -> list[int]:
+    """The rank's layers whose activations are computed again in backward; "layer": the second, fourth, .. of the model."""
+    kind = case.features.activation_checkpointing
+    layers = [layer for stage in stages_of_rank(case, rank) for layer in layers_of_stage(case, stage)]
+    return [layer for layer in layers if kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)]
+
+
+def _recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+    """What activation checkpointing issues again in backward. Of FSDP nothing: it gathers once for all of backward.
+
+    A block runs again only until the last activation that backward needs has come by, the input of w2. So the residual
+    stream is brought into attention and feed-forward again, and out of attention, but not out of feed-forward. "op"
+    keeps the results of reductions and of attention, and with the latter what context parallel gathered for it.
+    """
+    dims, model, training = case.dims, case.model, case.training
+    layers, kept = len(recomputed_layers(case, rank)), case.features.activation_checkpointing == "op"
+    size = BYTES[training.compute_dtype or training.dtype]
+    activation = layers * case.local_batch * (length // dims.cp) * model.dim * size * case.passes
+    if dims.tp > 1 and case.features.sequence_parallel:
+        yield Flow("tp", "recomputed activations", "all_gather", "backward", 2 * activation)
+    if dims.tp > 1 and not kept:
+        op = "reduce_scatter" if case.features.sequence_parallel else "all_reduce"
+        yield Flow("tp", "recomputed activations", op, "backward", activation)
+    if dims.cp > 1 and not kept:
+        gathered = case.features.cp_rotation == "allgather"
+        op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)
+        yield Flow("cp", "recomputed keys and values", op, "backward", times * 2 * activation // dims.tp)
 
 
 def _outside_bytes(case: Case) -> int:

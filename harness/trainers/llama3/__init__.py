@@ -3,6 +3,7 @@
 The model is reference/model.py, unmodified; parallelism is applied from outside. Everything else is this folder's:
 
     parallelize.py   the mesh; tensor parallel, FSDP2, DDP; when and how gradients are reduced
+    recompute.py     activation checkpointing and torch.compile
     context.py       context parallel: attention over the ranks that share a sequence
     data.py          which samples this rank reads
     recipe.py        optimizer and learning rate
@@ -45,7 +46,7 @@ class Llama3:
         trainer.leave()
 
     def fqn(self, name: str) -> str:
-        return name.removeprefix("module.")  # DDP's
+        return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")  # DDP's, checkpointing's
 
 
 def _obstacles(case: Case) -> Iterator[str]:
@@ -80,7 +81,6 @@ def _unfinished(case: Case) -> dict[str, bool]:
         "reshard_after_forward as a number": isinstance(features.reshard_after_forward, int),
         "cpu_offload": features.cpu_offload,
         "async_tp": features.async_tp,
-        "activation_checkpointing": features.activation_checkpointing != "none",
         "compile": features.compile,
         "quantize": training.quantize is not None,
         "dropout": case.model.dropout > 0,

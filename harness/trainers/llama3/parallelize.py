@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.case import AXES, Case, Features, ParallelDims
-from harness.trainers.llama3 import context
+from harness.trainers.llama3 import context, recompute
 from reference.model import Llama
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,6 +87,7 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
         apply_tensor_parallel(model, mesh["tp"], case.features)
     if mesh is not None and "cp" in axes_of(mesh):
         context.apply_context_parallel(model, mesh["cp"], case)
+    recompute.apply_checkpointing(model, case)
     if mesh is not None and {"dp_shard", "cp"} & set(axes_of(mesh)):
         apply_fsdp(model, data_parallel_mesh(mesh), case)
 

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from harness.case import Case
 from harness.trainers import Metrics
-from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, recipe
+from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, recipe, recompute
 from reference.data import IGNORED
 from reference.model import Llama, at_least_float32, initial_weights
 
@@ -106,7 +106,7 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
     """Copy this rank's slice of every full tensor into place. No communication."""
     for fqn, parameter in model.named_parameters():
-        full = torch.from_numpy(weights[fqn])
+        full = torch.from_numpy(weights[recompute.plain(fqn)])
         if full.shape != parameter.shape:
             raise ValueError(f"weights of {fqn} have shape {tuple(full.shape)}, the model {tuple(parameter.shape)}")
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
