@@ -97,6 +97,20 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """What a rank computed in a step, counted. Keys are words with a blank between them.
+
+    calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
+    products: "phase dtype", matrix products of that dtype. random: "forward passes" of the model that drew random
+    numbers, and "other state fqn", recomputations that began with another state of the generator than forward.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    products: dict[str, int] = field(default_factory=dict)
+    random: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StepEvidence:
     """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
 
@@ -115,6 +129,7 @@ class StepEvidence:
     parameters: dict[str, np.ndarray]
     optimizer_state: dict[str, dict[str, np.ndarray]]
     memory: dict[str, int]
+    activity: Activity = field(default_factory=Activity)
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,7 @@ class RankEvidence:
     """All that one rank saw. `parameters` is the state before the first step.
 
     structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...}).
+    compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
     """
 
@@ -133,6 +149,7 @@ class RankEvidence:
     steps: tuple[StepEvidence, ...]
     structure: dict[str, dict[str, Any]] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    compiler: dict[str, int] = field(default_factory=dict)
     fault: bool | None = None
 
 

@@ -18,7 +18,17 @@ from harness import golden
 from harness.case import Case, Features, ParallelDims
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
-from harness.evidence import Collective, Exit, Group, Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
+from harness.evidence import (
+    Activity,
+    Collective,
+    Exit,
+    Group,
+    Microbatch,
+    RankEvidence,
+    Run,
+    StepEvidence,
+    TensorEvidence,
+)
 from harness.plan import make_plan, tp_dim
 from harness.trial import Result, Trial
 from reference.config import ModelConfig, TrainingConfig
@@ -163,6 +173,7 @@ def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -
         collectives=_collectives(ran, rank),
         steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps),
         structure=_structure(ran, rank),
+        compiler={"graphs": 2} if ran.features.compile else {},
     )
 
 
@@ -228,7 +239,21 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         parameters=parameters,
         optimizer_state=state if last else {},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
+        activity=_activity(case),
     )
+
+
+def _activity(case: Case) -> Activity:
+    """The calls and products of the tiny model's one layer, whose seven products and the output's count twice in backward."""
+    passes, dtype = case.passes, case.training.compute_dtype or case.training.dtype
+    kind, compiled = case.features.activation_checkpointing, case.features.compile
+    calls = {"forward ": passes}
+    calls |= {} if compiled else {"forward layers.0": passes, "forward layers.0.attention.wq": passes}
+    recomputed = kind in ("full", "op")
+    calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
+    again = {"full": 6, "op": 3}.get(kind, 0)
+    products = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
+    return Activity(calls, products, {"forward passes": passes} if case.model.dropout else {})
 
 
 def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> tuple[Microbatch, ...]:

@@ -26,7 +26,7 @@ from harness.trial import Finding, Result, Verdict
 
 NAMES = [
     "completed",
-    *("collective_order", "memory", "placements", "process_groups", "shard_contents", "traffic"),
+    *("collective_order", "features", "memory", "placements", "process_groups", "shard_contents", "traffic"),
     *("initial_weights", "samples"),
     *("determinism", "golden", "grad_norm", "gradients", "loss", "replica_agreement", "reported_loss", "update"),
 ]
@@ -35,6 +35,8 @@ VARIANTS = {
     "accumulation": {"accumulation": 2},
     "uneven": {"model": UNEVEN},
     "twice": {"runs": 2},
+    "checkpointed": {"activation_checkpointing": "full"},
+    "compiled": {"compile": True},
     "never resharded, no sequence parallel": {"reshard_after_forward": "never", "sequence_parallel": False},
 }
 HAS_REPLICAS = {"ddp_2", "hsdp_2x2", "tp_2", "fsdp_2_tp_2"}
@@ -154,6 +156,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_number
     assert verdicts == {
         "completed": "PASS",
         "collective_order": "PASS",
+        "features": "PASS",
         "memory": "FAIL",
         "placements": "FAIL",
         "process_groups": "PASS",

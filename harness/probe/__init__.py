@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from harness.evidence import Collective, RankEvidence, StepEvidence, TensorEvidence
-from harness.probe import structure
+from harness.probe import activity, structure
+from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.samples import SampleRecorder
@@ -33,6 +34,7 @@ class Probe:
         self.collectives = CollectiveRecorder(self.clock.where, on_issue)
         self.values = ValueRecorder(self.clock)
         self.samples = SampleRecorder(self.clock)
+        self.activity = ActivityRecorder(self.clock)
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
 
@@ -40,13 +42,16 @@ class Probe:
         self.collectives.install()
         self.values.install()
         self.samples.install()
+        self.activity.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
+        self.activity.attach(self._parts)
         self.samples.attach(self._parts)
         self._parameters = structure.parameter_evidence(self._parts)
 
     def remove(self) -> None:
+        self.activity.remove()
         self.samples.remove()
         self.values.remove()
         self.collectives.remove()
@@ -63,6 +68,7 @@ class Probe:
             steps=tuple(self._step(step, self.values.steps[step], displayed) for step in steps),
             structure=structure.wrappers(self._parts),
             environment=environment(),
+            compiler=activity.compiler(),
             fault=fault,
         )
 
@@ -78,6 +84,7 @@ class Probe:
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,
             memory=values.memory,
+            activity=self.activity.of_step(step),
         )
 
 

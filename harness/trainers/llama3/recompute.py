@@ -37,7 +37,7 @@ def apply_checkpointing(model: Llama, case: Case) -> None:
 
 
 def is_checkpointed(layer: int, case: Case) -> bool:
-    """"layer": every second one, counted over the whole model, so that stages of a pipeline do not matter."""
+    """ "layer": every second one, counted over the whole model, so that stages of a pipeline do not matter."""
     kind = case.features.activation_checkpointing
     return kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)
 
@@ -73,5 +73,3 @@ def apply_compile(model: Llama) -> None:
     """In place, so that names stay. Blocks are alike: the first one is compiled, the others find its code."""
     for block in model.layers.values():
         block.compile(fullgraph=True, dynamic=False)
-
-

@@ -1,0 +1,156 @@
+"""Every feature asked for left traces that it took place, and what was not asked for left none.
+
+Recomputation is a block's forward call inside backward, and the matrix products that are done once more than a forward
+and a backward pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind,
+precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from harness.checks import verdict_of
+from harness.evidence import StepEvidence
+from harness.plan import layers_of_stage, recomputed_layers
+from harness.trial import Finding, Result, Trial
+
+STAGE = "structure"
+
+Looked = Iterator[Finding | None]  # None: something was looked at, and was right
+
+
+def check(trial: Trial) -> Result:
+    looked: list[Finding | None] = []
+    for rank, evidence in sorted(trial.ranks.items()):
+        looked += [*_wrappers(trial, rank), *_graphs(trial, rank)]
+        for step in evidence.steps:
+            looked += _recomputed_blocks(trial, rank, step)
+            looked += _compiled_blocks(trial, rank, step)
+            looked += _products(trial, rank, step)
+            looked += _random_numbers(trial, rank, step)
+        looked += _reduced(trial, rank)
+    return verdict_of("features", [finding for finding in looked if finding], len(looked))
+
+
+def _expect(where: str, expected: object, observed: object) -> Finding | None:
+    return None if expected == observed else Finding(where, str(expected), str(observed))
+
+
+# ---- wrappers and precision
+
+
+def _wrappers(trial: Trial, rank: int) -> Looked:
+    kinds = sorted({claim["kind"] for claim in trial.ranks[rank].structure.values()})
+    yield _expect(f"rank {rank}, data-parallel wrapper", trial.case.wrapper or "none", " and ".join(kinds) or "none")
+
+
+def _reduced(trial: Trial, rank: int) -> Looked:
+    """Gradients on their way over the data ranks. That there are any is the law `traffic`'s."""
+    case, plan = trial.case, trial.plan
+    groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, "dp_replicate") if axis in plan.groups}
+    seen = {
+        call.dtype
+        for call in trial.ranks[rank].collectives
+        if call.ranks in groups and call.phase == "backward" and call.op in ("reduce_scatter", "all_reduce")
+    }
+    wanted = case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
+    if floats := sorted(dtype for dtype in seen if "float" in dtype):
+        yield _expect(f"rank {rank}, dtype of reduced gradients", wanted, " and ".join(floats))
+
+
+# ---- recomputation
+
+
+def layers_of(trial: Trial, rank: int) -> list[int]:
+    return [layer for stage in trial.plan.stages[rank] for layer in layers_of_stage(trial.case, stage)]
+
+
+def recomputations(step: StepEvidence) -> dict[str, int]:
+    """How often each module was called inside backward."""
+    called = step.activity.calls.items()
+    return {key.removeprefix("backward "): count for key, count in called if key.startswith("backward ")}
+
+
+def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Compiled code recomputes without calling anything: then only the products tell."""
+    again = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
+    seen, asked = recomputations(step), {f"layers.{layer}" for layer in again}
+    for layer in layers_of(trial, rank):
+        wanted = trial.case.passes if layer in again else 0
+        where = f"rank {rank}, step {step.step}, recomputations of layers.{layer}"
+        yield _expect(where, wanted, seen.get(f"layers.{layer}", 0))
+    for fqn in seen:
+        if not any(fqn == block or fqn.startswith(f"{block}.") for block in asked):
+            yield _expect(f"rank {rank}, step {step.step}, recomputations of {fqn or 'the model'}", 0, seen[fqn])
+
+
+def products(step: StepEvidence, phase: str) -> Counter[str]:
+    """Matrix products of a phase by dtype."""
+    counted = Counter[str]()
+    for key, count in step.activity.products.items():
+        if key.startswith(f"{phase} "):
+            counted[key.removeprefix(f"{phase} ")] += count
+    return counted
+
+
+def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
+    """How many products backward repeats: in every block recomputed all but the last, whose result nobody needs.
+
+    "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
+    for trainers fuse weights. A product has two in backward, one for each of its gradients.
+    """
+    case, layers = trial.case, len(layers_of(trial, rank))
+    outputs = case.passes * (case.n_stages - 1 in trial.plan.stages[rank])
+    each, rest = divmod(products(step, "forward").total() - outputs, layers * case.passes)
+    if rest or each < 1:
+        return None
+    again = each // 2 if case.features.activation_checkpointing == "op" else each - 1
+    return again * case.passes * len(recomputed_layers(case, rank))
+
+
+def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Quantised products are judged by their own format."""
+    if trial.case.training.quantize:
+        return
+    where = f"rank {rank}, step {step.step}, matrix products"
+    forward, backward = products(step, "forward"), products(step, "backward")
+    wanted = trial.case.training.compute_dtype or trial.case.training.dtype
+    yield _expect(f"{where}' dtype", wanted, " and ".join(sorted(forward | backward)) or "none")
+    again = products_again(trial, rank, step)
+    if again is None:
+        yield Finding(f"{where} in forward", "equally many in every block", str(forward.total()))
+    else:
+        yield _expect(f"{where} repeated in backward", again, backward.total() - 2 * forward.total())
+
+
+# ---- compile
+
+
+def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Each module of a block is called once a pass; of a compiled block none is."""
+    wanted = 0 if trial.case.features.compile else trial.case.passes
+    for layer in layers_of(trial, rank):
+        inside = {count for key, count in step.activity.calls.items() if key.startswith(f"forward layers.{layer}.")}
+        where = f"rank {rank}, step {step.step}, calls of each module of layers.{layer}"
+        yield _expect(
+            where, wanted, " or ".join(map(str, sorted(inside))) if len(inside) > 1 else max(inside, default=0)
+        )
+
+
+def _graphs(trial: Trial, rank: int) -> Looked:
+    compiler = trial.ranks[rank].compiler
+    breaks = sorted(key for key in compiler if key.startswith("graph break"))
+    graphs = compiler.get("graphs", 0)
+    wanted = "compiled graphs" if trial.case.features.compile else "no compiled graph"
+    yield _expect(f"rank {rank}, torch.compile", wanted, "compiled graphs" if graphs else "no compiled graph")
+    yield _expect(f"rank {rank}, torch.compile", "no graph break", breaks[0] if breaks else "no graph break")
+
+
+# ---- dropout
+
+
+def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    wanted = trial.case.passes if trial.case.model.dropout else 0
+    drawn = step.activity.random.get("forward passes", 0)
+    yield _expect(f"rank {rank}, step {step.step}, forward passes that drew random numbers", wanted, drawn)

@@ -1,0 +1,51 @@
+"""A feature asked for is not in force, or one that nobody asked for is. Told by its traces alone; numbers may be right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.checks import features
+from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, some
+from harness.trial import Trial, Verdict
+
+
+def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "features" not in broken:
+        return None
+    cause = _checkpointing(trial)
+    return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
+
+
+def _checkpointing(trial: Trial) -> str | None:
+    """Another kind of checkpointing whose traces are those seen; else the blocks it is on."""
+    asked, blocks = trial.case.features.activation_checkpointing, _recomputed(trial)
+    for kind in ("none", "full", "layer", "op"):
+        other = replace(trial.case, features=replace(trial.case.features, activation_checkpointing=kind))
+        fits = features.check(replace(trial, case=other)).verdict is Verdict.PASS
+        if fits and kind == "none":
+            return f"activation checkpointing {asked} is asked for, none took place"
+        if fits:
+            return f"activation checkpointing {asked} is asked for, {kind} is in force"
+    wanted = {rank: _asked(trial, rank) for rank in trial.ranks}
+    wrong = [rank for rank in trial.ranks if blocks[rank] != wanted[rank]]
+    if not wrong or trial.case.features.compile:
+        return None
+    told = some(sorted(blocks[wrong[0]]), 4) or "none"
+    meant = some(sorted(wanted[wrong[0]]), 4) or "none"
+    return (
+        f"activation checkpointing {asked} is in the wrong place{on_ranks(trial, wrong)}:"
+        f" recomputed are {told}, asked for {meant}"
+    )
+
+
+def _recomputed(trial: Trial) -> dict[int, set[str]]:
+    """The blocks that each rank called inside backward, in any step."""
+    found: dict[int, set[str]] = {}
+    for rank, evidence in trial.ranks.items():
+        called = {fqn for step in evidence.steps for fqn in features.recomputations(step)}
+        found[rank] = {fqn for fqn in called if fqn.startswith("layers.") and fqn.count(".") == 1}
+    return found
+
+
+def _asked(trial: Trial, rank: int) -> set[str]:
+    return {f"layers.{layer}" for layer in features.recomputed_layers(trial.case, rank)}

@@ -1,0 +1,121 @@
+"""What a rank computed in a step: forward calls of modules, matrix products, random numbers, compiled graphs.
+
+No feature need report itself. A module called inside backward is recomputed. A module inside a compiled one is never
+called from Python: its hooks are silent, though its products are counted. Random numbers move the generator's state.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.evidence import Activity
+from harness.probe.clock import Clock
+from harness.probe.structure import plain_fqn
+
+PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
+"""aten's matrix products, those with `out` called by compiled code -> which argument is the first factor."""
+
+
+class ActivityRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._steps: dict[int, Activity] = {}
+        self._states: dict[tuple[int, str], set[int]] = defaultdict(set)
+        self._draws = False
+        self._hooks: list[Any] = []
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        """Like the collectives' recorder: a kernel in front of the operator, below autograd and DTensor."""
+        self._library = torch.library.Library("aten", "IMPL")
+        for name, factor in PRODUCTS.items():
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if operator is not None:
+                kernel = functools.partial(self._product, operator, factor)
+                self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        """A wrapper and what it wraps have one name; the inner one is hooked, as recomputation calls it alone."""
+        for part in parts:
+            for fqn, module in {plain_fqn(name): module for name, module in part.named_modules()}.items():
+                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._called, fqn)))
+            self._hooks.append(part.register_forward_pre_hook(self._enter, prepend=True))
+            self._hooks.append(part.register_forward_hook(self._leave))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._library is not None:
+            self._library._destroy()
+        self._hooks, self._library = [], None
+
+    def of_step(self, step: int) -> Activity:
+        return self._steps.get(step, Activity())
+
+    def _now(self) -> Activity:
+        return self._steps.setdefault(self._clock.step, Activity())
+
+    def _product(self, operator: Any, factor: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        first = args[factor]
+        if first.device.type != "meta" and type(first).__name__ != "FakeTensor":  # these are a compiler's, tracing
+            _count(self._now().products, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
+        return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def _called(self, fqn: str, *_: Any) -> None:
+        """Trap: a compiler traces this hook with the module; it must see nothing of it."""
+        if torch.compiler.is_compiling():
+            return
+        phase = self._clock.phase()
+        _count(self._now().calls, f"{phase} {fqn}")
+        if self._draws:
+            self._compare_random_state(fqn, phase)
+
+    def _compare_random_state(self, fqn: str, phase: str) -> None:
+        """Recomputation must begin with the state that some forward call of this step began with."""
+        seen, state = self._states[self._clock.step, fqn], _random_state()
+        if phase != "backward":
+            seen.add(state)
+        elif state not in seen:
+            _count(self._now().random, f"other state {fqn}")
+
+    def _enter(self, *_: Any) -> None:
+        self._before = _random_state()
+
+    def _leave(self, *_: Any) -> None:
+        if _random_state() != self._before:
+            self._draws = True  # so that from the next pass on modules' states are compared, which costs time
+            _count(self._now().random, "forward passes")
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def _count(counts: dict[str, int], key: str) -> None:
+    counts[key] = counts.get(key, 0) + 1
+
+
+def _random_state() -> int:
+    """A checksum of the default generators' states."""
+    found = zlib.crc32(torch.default_generator.get_state().numpy().data)
+    if torch.cuda.is_initialized():
+        found = zlib.crc32(torch.cuda.get_rng_state().numpy().data, found)
+    return found
+
+
+def compiler() -> dict[str, int]:
+    """Of torch.compile in this process: graphs made, and graph breaks by their reason."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return {}
+    counters = sys.modules["torch._dynamo.utils"].counters
+    found = {"graphs": int(counters["stats"]["unique_graphs"])}
+    found |= {f"graph break: {str(reason).splitlines()[0]}": int(n) for reason, n in counters["graph_break"].items()}
+    return {key: count for key, count in found.items() if count}

@@ -1,0 +1,169 @@
+"""The law `features` on literal evidence: what was asked for and left no trace, and what nobody asked for and did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
+
+from harness.diagnose import diagnose
+from harness.plan import Flow, make_plan
+from harness.trial import Finding, Trial, Verdict
+
+
+def found(trial: Trial) -> list[Finding]:
+    return list(judged("features", trial).findings)
+
+
+def cause(trial: Trial) -> str:
+    told = diagnose(trial, [judged("features", trial)])
+    return told.cause if told else ""
+
+
+def with_activity(trial: Trial, rank: int, step: int, **changes: Any) -> Trial:
+    record = trial.ranks[rank].steps[step - 1]
+    return with_step(trial, rank, step, activity=replace(record.activity, **changes))
+
+
+def ran(asked: dict[str, Any], really: dict[str, Any]) -> Trial:
+    return trial_of(tiny_case("fsdp_2", **asked), tiny_case("fsdp_2", **really))
+
+
+# ---- activation checkpointing
+
+
+def test_checkpointing_asked_for_and_never_seen_is_named() -> None:
+    trial = ran({"activation_checkpointing": "full"}, {})
+    assert found(trial)[:2] == [
+        Finding("rank 0, step 1, recomputations of layers.0", "1", "0"),
+        Finding("rank 0, step 1, matrix products repeated in backward", "6", "0"),
+    ]
+    assert cause(trial) == "activation checkpointing full is asked for, none took place"
+
+
+def test_checkpointing_that_nobody_asked_for_is_named() -> None:
+    trial = ran({}, {"activation_checkpointing": "op"})
+    assert found(trial)[0] == Finding("rank 0, step 1, recomputations of layers.0", "0", "1")
+    assert cause(trial) == "activation checkpointing none is asked for, op is in force"
+
+
+def test_selective_checkpointing_that_kept_nothing_is_known_by_its_products_alone() -> None:
+    trial = ran({"activation_checkpointing": "op"}, {"activation_checkpointing": "full"})
+    assert found(trial)[0] == Finding("rank 0, step 1, matrix products repeated in backward", "3", "6")
+    assert cause(trial) == "activation checkpointing op is asked for, full is in force"
+
+
+def test_every_second_block_begins_with_the_second_so_that_a_single_block_is_left_alone() -> None:
+    assert judged("features", trial_of(tiny_case("fsdp_2", activation_checkpointing="layer"))).verdict == Verdict.PASS
+    wrong = ran({"activation_checkpointing": "layer"}, {"activation_checkpointing": "full"})
+    assert cause(wrong) == "activation checkpointing layer is asked for, full is in force"
+
+
+def test_a_block_recomputed_in_one_step_of_three_is_not_enough() -> None:
+    trial = trial_of(tiny_case("fsdp_2", activation_checkpointing="full"))
+    calls = {"forward layers.0.attention.wq": 1}
+    trial = with_activity(trial, 1, 2, calls=calls, products={"forward float64": 8, "backward float64": 16})
+    assert found(trial) == [
+        Finding("rank 1, step 2, recomputations of layers.0", "1", "0"),
+        Finding("rank 1, step 2, matrix products repeated in backward", "6", "0"),
+    ]
+    told = "activation checkpointing full is in the wrong place"
+    assert not cause(trial).startswith(told)  # the blocks are right; what is wrong is how often
+
+
+def test_fused_projections_change_the_number_of_products_and_break_nothing() -> None:
+    """Five products a block (query, key and value in one, both of SwiGLU's in one), of which four are repeated."""
+    trial = trial_of(tiny_case("fsdp_2", activation_checkpointing="full"))
+    for rank in trial.ranks:
+        for step in (1, 2, 3):
+            fused = {"forward float64": 6, "backward float64": 16}
+            trial = with_activity(trial, rank, step, products=fused)
+    assert found(trial) == []
+
+
+# ---- compile
+
+
+def test_compile_asked_for_and_modules_called_one_by_one() -> None:
+    trial = ran({"compile": True}, {})
+    assert found(trial)[:2] == [
+        Finding("rank 0, torch.compile", "compiled graphs", "no compiled graph"),
+        Finding("rank 0, step 1, calls of each module of layers.0", "0", "1"),
+    ]
+
+
+def test_a_graph_break_is_told_with_its_reason() -> None:
+    trial = trial_of(tiny_case("fsdp_2", compile=True))
+    trial = with_rank(trial, 1, compiler={"graphs": 3, "graph break: call to print": 2})
+    assert found(trial) == [Finding("rank 1, torch.compile", "no graph break", "graph break: call to print")]
+
+
+def test_compiled_recomputation_is_known_by_its_products() -> None:
+    trial = ran({"compile": True, "activation_checkpointing": "full"}, {"compile": True})
+    assert {finding.where.split(", ")[-1] for finding in found(trial)} == {"matrix products repeated in backward"}
+
+
+# ---- wrappers, precision, dropout
+
+
+def test_another_wrapper_than_the_one_asked_for_is_named() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    structure = {"": trial.ranks[1].structure["layers.0"] | {"kind": "replicate"}}
+    assert found(with_rank(trial, 1, structure=structure)) == [
+        Finding("rank 1, data-parallel wrapper", "ddp", "replicate")
+    ]
+
+
+def test_gradients_reduced_in_another_dtype_are_seen() -> None:
+    trial = with_collectives(trial_of(tiny_case("fsdp_2")), 0, lambda call: [replace(call, dtype="float32")])
+    assert found(trial) == [Finding("rank 0, dtype of reduced gradients", "float64", "float32")]
+
+
+def test_products_in_another_dtype_are_seen() -> None:
+    trial = with_activity(trial_of(tiny_case("single")), 0, 3, products={"forward float64": 8, "backward float32": 16})
+    assert found(trial) == [Finding("rank 0, step 3, matrix products' dtype", "float64", "float32 and float64")]
+
+
+@pytest.mark.parametrize(("asked", "really", "numbers"), [(0.1, 0.0, ("1", "0")), (0.0, 0.1, ("0", "1"))])
+def test_dropout_is_seen_by_the_random_numbers_it_draws(asked: float, really: float, numbers: tuple[str, str]) -> None:
+    cases = [tiny_case("single", model=replace(TINY, dropout=p)) for p in (asked, really)]
+    where = "rank 0, step 1, forward passes that drew random numbers"
+    assert found(trial_of(*cases))[0] == Finding(where, *numbers)
+
+
+# ---- the plan of recomputation
+
+
+def again(layout: str, kind: str, **changes: Any) -> list[tuple[str, int]]:
+    flows = make_plan(tiny_case(layout, ADAMW, activation_checkpointing=kind, **changes)).flows[0]
+    return [(flow.op, flow.bytes) for flow in flows if flow.role.startswith("recomputed")]
+
+
+def test_fsdp_gathers_no_more_when_blocks_are_recomputed() -> None:
+    plain = make_plan(tiny_case("fsdp_2")).flows[0]
+    assert make_plan(tiny_case("fsdp_2", activation_checkpointing="full")).flows[0] == plain
+
+
+def test_tensor_parallel_brings_activations_in_again_and_out_of_attention_only() -> None:
+    # activation: 8 samples x 4 positions x 4 wide x 8 bytes = 1024
+    assert again("tp_2", "full") == [("all_gather", 2048), ("reduce_scatter", 1024)]
+    assert again("tp_2", "op") == [("all_gather", 2048)]
+    assert again("tp_2", "full", sequence_parallel=False) == [("all_reduce", 1024)]
+    assert again("tp_2", "op", sequence_parallel=False) == []
+    assert again("tp_2", "layer", model=replace(TINY, n_layers=5)) == [("all_gather", 4096), ("reduce_scatter", 2048)]
+
+
+def test_keys_and_values_go_round_again() -> None:
+    case = replace(tiny_case("single", replace(ADAMW, seq_len=8)), name="cp")
+    case = replace(case, dims=replace(case.dims, cp=4))
+
+    def gone_round(kind: str, rotation: str) -> list[Flow]:
+        features = replace(case.features, activation_checkpointing=kind, cp_rotation=rotation)
+        flows = make_plan(replace(case, features=features)).flows[0]
+        return [flow for flow in flows if flow.role == "recomputed keys and values"]
+
+    assert gone_round("full", "allgather") == [Flow("cp", "recomputed keys and values", "all_gather", "backward", 4096)]
+    assert gone_round("full", "alltoall") == [Flow("cp", "recomputed keys and values", "all_to_all", "backward", 3072)]
+    assert gone_round("op", "allgather") == []
