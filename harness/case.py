@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from harness import ROOT, schedule
-from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
+from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig, noise_key
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -183,6 +183,17 @@ class Case:
     def seq_len(self, step: int) -> int:
         """Tokens of each sample that step (from 1) trains on."""
         return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len
+
+    @property
+    def noise_key(self) -> str:
+        """Under which the reference's noise is kept: how gradients are added over ranks, and whether products are cut."""
+        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile
+        return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")
+
+    @property
+    def golden_noise_key(self) -> str:
+        """The same for the reference itself: another build's kernels may sum in any order."""
+        return noise_key(self.training, self.features.reduce_dtype, "parts")
 
     @property
     def exact(self) -> bool:

@@ -136,7 +136,8 @@ def goldens(args: argparse.Namespace) -> int:
     chosen = matrix.matching(every, args.expression)
     recipes = {golden.recipe_name(case): case for case in chosen}
     options = Options(out=args.out)
-    code = worst(_golden(case, options, accept=args.accept) for case in recipes.values())
+    noises = {name: _noise_keys(name, every) for name in recipes}
+    code = worst(_golden(case, options, noises[name], accept=args.accept) for name, case in recipes.items())
     for path in sorted(set(golden.FOLDER.glob("*.json")) - {golden.path_of(case) for case in every}):
         print(f"{path.name}: no case uses it; delete it")
     return code
@@ -225,9 +226,15 @@ def _case_folders(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _golden(case: Case, options: Options, *, accept: bool) -> int:
-    """Compare one recipe's reference with its golden, or accept it, which is never a pass."""
-    reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)
+def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
+    """What the golden must tell for all cases of its recipe to be judged."""
+    users = [case for case in cases if golden.recipe_name(case) == recipe and not case.exact]
+    return list(dict.fromkeys(key for case in users for key in (case.noise_key, case.golden_noise_key)))
+
+
+def _golden(case: Case, options: Options, noise: Sequence[str], *, accept: bool) -> int:
+    """Compare one recipe's reference with its golden, or accept it and measure its noise, which is never a pass."""
+    reference = load(reference_folder(case, options, noise if accept else ()) / "reference.npz", ReferenceRun)
     if accept:
         print(golden.accept(case, reference) + "\n  accepted, not judged: review `git diff golden/`")
         return NOT_JUDGED

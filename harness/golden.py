@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from harness import ROOT
 from harness.case import Case
 from harness.evidence import write_text
 from reference.config import ModelConfig, TrainingConfig
-from reference.record import ReferenceRun
+from reference.record import Noise, ReferenceRun
 
 FOLDER = ROOT / "golden"
+NUMBERS = ("loss", "grad_norm", "gradient")
 
 
 class GoldenError(Exception):
@@ -29,11 +31,15 @@ class GoldenError(Exception):
 
 @dataclass(frozen=True)
 class Golden:
-    """Loss and gradient norm (before clipping) of every step, and the environment that made them."""
+    """Loss and gradient norm (before clipping) of every step, and the environment that made them.
+
+    noise: by Case.noise_key, how far repeats of the reference lie from it; empty for exact recipes.
+    """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     environment: dict[str, str]
+    noise: dict[str, Noise] = field(default_factory=dict)
 
 
 def recipe(case: Case) -> dict[str, Any]:
@@ -58,7 +64,8 @@ def path_of(case: Case, folder: Path = FOLDER) -> Path:
 
 def from_reference(reference: ReferenceRun) -> Golden:
     losses = tuple(step.loss for step in reference.steps)
-    return Golden(losses, tuple(step.grad_norm for step in reference.steps), dict(reference.environment))
+    norms = tuple(step.grad_norm for step in reference.steps)
+    return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
 
 
 def load(case: Case, folder: Path = FOLDER) -> Golden:
@@ -71,6 +78,7 @@ def load(case: Case, folder: Path = FOLDER) -> Golden:
             tuple(float(step["loss"]) for step in steps),
             tuple(float(step["grad_norm"]) for step in steps),
             record["environment"],
+            {key: _noise(told) for key, told in record.get("noise", {}).items()},
         )
     except FileNotFoundError as error:
         remedy = "make it with `harness golden --accept`, review it"
@@ -82,6 +90,21 @@ def load(case: Case, folder: Path = FOLDER) -> Golden:
     return golden
 
 
+def _noise(told: dict[str, Any]) -> Noise:
+    return Noise(int(told["repeats"]), *(tuple(map(float, told[name])) for name in NUMBERS))
+
+
+def _noise_lines(noise: Mapping[str, Noise]) -> str:
+    """Two digits: it is a spread over a few repeats."""
+
+    def told(one: Noise) -> str:
+        spreads = ", ".join(f'"{name}": [{", ".join(f"{x:.1e}" for x in getattr(one, name))}]' for name in NUMBERS)
+        return f'{{"repeats": {one.repeats}, {spreads}}}'
+
+    lines = ",\n".join(f'    "{key}": {told(one)}' for key, one in noise.items())
+    return f',\n  "noise": {{\n{lines}\n  }}' if lines else ""
+
+
 def render(case: Case, golden: Golden) -> str:
     """The file's text: one line a step, floats in full precision, so that a review sees what moved."""
     steps = [
@@ -89,7 +112,14 @@ def render(case: Case, golden: Golden) -> str:
         for number, (loss, norm) in enumerate(zip(golden.losses, golden.grad_norms, strict=True), start=1)
     ]
     head = json.dumps({"recipe": recipe(case), "environment": golden.environment}, indent=2)
-    return head.removesuffix("\n}") + ',\n  "steps": [\n' + ",\n".join(steps) + "\n  ]\n}\n"
+    return (
+        head.removesuffix("\n}")
+        + ',\n  "steps": [\n'
+        + ",\n".join(steps)
+        + "\n  ]"
+        + _noise_lines(golden.noise)
+        + "\n}\n"
+    )
 
 
 def accept(case: Case, reference: ReferenceRun, folder: Path = FOLDER) -> str:

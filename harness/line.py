@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,13 +213,23 @@ def _link(source: Path, target: Path) -> None:
 # ---- the reference, computed once for a recipe
 
 
-def reference_folder(case: Case, options: Options) -> Path:
-    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions."""
-    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_oracle_key(case)}-{options.device}"
+def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
+    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions.
+
+    noise: what to measure besides, by Case.noise_key; None: what this case needs and no golden can tell.
+    """
+    noise = _unknown_noise(case, options) if noise is None else noise
+    measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_oracle_key(case)}-{options.device}{measured}"
     with _only_one(folder.with_suffix(".lock")):
         if not (folder / "reference.npz").exists():
-            _launch_reference(case, folder, options)
+            _launch_reference(case, folder, options, noise)
     return folder
+
+
+def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
+    """Goldens hold the noise of the recipes in cases/ on CPU; another seed or device has its own, measured each time."""
+    return () if case.exact or (case.file and options.device == "cpu") else (case.noise_key,)
 
 
 def _oracle_key(case: Case) -> str:
@@ -247,11 +257,11 @@ def _only_one(lock: Path) -> Iterator[None]:
         yield
 
 
-def _launch_reference(case: Case, folder: Path, options: Options) -> None:
+def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
     fresh = folder.with_name(folder.name + ".partial")
     if fresh.exists():
         shutil.rmtree(fresh)
-    wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device}
+    wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
     job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
     exits = launch(job)
     if exits[0].how != "ok":

@@ -41,11 +41,11 @@ def rank(options: dict[str, Any]) -> None:
 
 
 def reference(options: dict[str, Any]) -> None:
-    """options: case, directory; leaves reference.npz and weights.npz there."""
+    """options: case, directory, device, noise (keys to measure); leaves reference.npz and weights.npz in the directory."""
     from reference.train import train
 
     case, directory = from_json(options["case"]), Path(options["directory"])
-    told = train(case.model, case.training, options["device"])
+    told = train(case.model, case.training, options["device"], noise=options["noise"])
     partial = directory / ".weights.partial.npz"
     np.savez(partial, **told.weights)  # type: ignore[arg-type]
     os.replace(partial, directory / "weights.npz")

@@ -20,6 +20,18 @@ That moves the next loss by at most sum |g_i| |delta theta_i| and the next gradi
 the reference's own path, |g' - g| / |theta' - theta|, times |delta theta|. Everything needed is in the reference's
 evidence. Measured on correct runs: about 1/30 of gamma. Real mistakes start at 1e-8; a recipe whose bounds reach that
 (many steps of AdamW with a tiny eps) is not judged at all rather than judged bluntly.
+
+Measured tier (anything narrower, and quantized products). Nothing derived is near the truth: bfloat16's worst case is a
+hundred times what happens, and 8-bit rounding jumps. So the reference is repeated 16 times in other orders of summation
+(reference/noise.py) and the bound is FACTOR times the largest distance that a repeat had from it up to that step.
+
+A correct layout is one more repeat. It would lie beyond the largest of 16 once in 17 times; how far beyond depends on
+the distribution. The worst one seen is that of losses and norms, whose error is one number with a normal distribution
+(gradients are judged by their worst entry of thousands, which hardly varies). For it, the chance to lie beyond 4 times
+the largest of 16 is 1e-6 (of 8: 1e-4; beyond 3 times the largest of 16: 3e-5): with three numbers a step, three steps
+and twenty cases, one false alarm in 4,000 runs of a matrix. FACTOR is 4 for every recipe. Two things a spread cannot
+show are added: no distance is less than one unit of the last place in which losses and norms are told, and quantized
+products' rare jumps are made frequent in the repeats.
 """
 
 from __future__ import annotations
@@ -31,10 +43,11 @@ import numpy as np
 
 from harness.case import Case
 from reference.config import TrainingConfig
-from reference.record import ReferenceRun, ReferenceStep
+from reference.record import Noise, ReferenceRun, ReferenceStep
 
 LAMBDA = 8.0
 SMALLEST_MISTAKE = 1e-8
+FACTOR = 4.0
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9}
 
 
@@ -44,10 +57,16 @@ class NoBound(ArithmeticError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest relative differences that rounding explains, by step (from 1)."""
+    """Largest relative differences that rounding explains, by step (from 1). how: where they come from, "" if derived."""
 
     loss: dict[int, float]
     gradient: dict[int, float]
+    grad_norm: dict[int, float]
+    how: str = ""
+
+    def text(self, bound: float) -> str:
+        """As a finding shows it."""
+        return f"{bound:.1e}" + (f": {self.how}" if self.how else "")
 
 
 def gamma(case: Case, products_per_layer: int) -> float:
@@ -57,8 +76,27 @@ def gamma(case: Case, products_per_layer: int) -> float:
     return LAMBDA * math.sqrt(depth * longest) * UNIT_ROUNDOFF[training.dtype]
 
 
-def bounds(case: Case, reference: ReferenceRun) -> Bounds:
-    """The bounds of every step of a run of this recipe. Only for cases of the exact tier."""
+def bounds(case: Case, reference: ReferenceRun, noise: Noise | None = None) -> Bounds:
+    """The bounds of every step of a run of this recipe; noise: the reference's own, for all but the exact tier."""
+    return derived_bounds(case, reference) if case.exact else measured_bounds(case, noise)
+
+
+def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
+    if noise is None:
+        accept = f"`harness golden --accept -k {case.name}` measures it"
+        raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
+    if not all(map(math.isfinite, (*noise.loss, *noise.grad_norm, *noise.gradient))):
+        raise NoBound("a repeat of the reference has a NaN")
+    unit = 2 * UNIT_ROUNDOFF["float64" if case.training.dtype == "float64" else "float32"]
+
+    def by_step(spread: tuple[float, ...]) -> dict[int, float]:
+        return {step: FACTOR * max(largest, unit) for step, largest in enumerate(spread, start=1)}
+
+    how = f"{FACTOR:g} x the spread of {noise.repeats} repeats of the reference"
+    return Bounds(by_step(noise.loss), by_step(noise.gradient), by_step(noise.grad_norm), how)
+
+
+def derived_bounds(case: Case, reference: ReferenceRun) -> Bounds:
     forward, both = gamma(case, 7), gamma(case, 21)
     loss, gradient = {}, {}
     loss_drift = gradient_drift = 0.0
@@ -73,7 +111,7 @@ def bounds(case: Case, reference: ReferenceRun) -> Bounds:
         raise NoBound("the reference's own path has a NaN, or a gradient that was all zero")
     if max(*loss.values(), *gradient.values()) >= SMALLEST_MISTAKE:
         raise NoBound(f"rounding alone explains {max(gradient.values()):.1e} by the last step; ask for fewer steps")
-    return Bounds(loss, gradient)
+    return Bounds(loss, gradient, gradient)
 
 
 def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: TrainingConfig) -> np.ndarray:

@@ -12,10 +12,12 @@ from enum import StrEnum
 
 import numpy as np
 
+from harness import tolerance
 from harness.case import Case
 from harness.evidence import RankEvidence, Run, StepEvidence
 from harness.golden import Golden
 from harness.plan import Plan, Slice, coordinate, numel
+from harness.tolerance import Bounds
 from reference.record import ReferenceRun, ReferenceStep
 
 
@@ -62,6 +64,12 @@ class Trial:
     repeat: Run | None = None
     golden: Golden | None = None
     golden_problem: str = ""
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """How close is close, by step. Raises tolerance.NoBound."""
+        noise = self.reference.noise or (self.golden.noise if self.golden else {})
+        return tolerance.bounds(self.case, self.reference, noise.get(self.case.noise_key))
 
     @property
     def ranks(self) -> dict[int, RankEvidence]:

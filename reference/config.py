@@ -150,3 +150,22 @@ class TrainingConfig:
             raise ValueError(f"variable_length trains on half of each sample: seq_len must be even, got {self.seq_len}")
         if self.masked_samples and self.data is not None:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
+
+
+def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
+    """The modules whose matrix products a recipe with `quantize` runs in 8 bits: every nn.Linear of every block.
+
+    Not the output, whose errors no later layer evens out: the rule of torchao's and torchtitan's float8 recipes.
+    """
+    shapes = model.parameter_shapes()
+    return tuple(
+        f.removesuffix(".weight") for f, shape in shapes.items() if f.startswith("layers.") and len(shape) == 2
+    )
+
+
+def noise_key(training: TrainingConfig, reduce_dtype: str | None, kind: str) -> str:
+    """Under which the reference's noise is kept (reference/noise.py): "float32 shares".
+
+    reduce_dtype: in which gradients are added over ranks; None is as they are computed. kind: "shares" or "parts".
+    """
+    return f"{reduce_dtype or training.compute_dtype or training.dtype} {kind}"

@@ -26,6 +26,16 @@ class ReferenceStep:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """How far repeats of the reference lie from it, by step: the largest relative distance of any of them."""
+
+    repeats: int
+    loss: tuple[float, ...]
+    grad_norm: tuple[float, ...]
+    gradient: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ReferenceRun:
     """The oracle's account of a recipe. weights: before the first step, as the model holds them.
 
@@ -34,6 +44,7 @@ class ReferenceRun:
     [global_batch, k], at the k flat positions of sample_positions[fqn]; they sum to the whole gradient there.
     unmasked_losses: for step 1 of a recipe with a document mask, the sum of the losses of each sample's tokens if attention
     did look past separators, [global_batch].
+    noise: where it was measured, by the dtype in which gradients are reduced.
     """
 
     weights: dict[str, np.ndarray]
@@ -46,3 +57,4 @@ class ReferenceRun:
     sample_positions: dict[str, np.ndarray]
     environment: dict[str, str] = field(default_factory=dict)
     unmasked_losses: np.ndarray | None = None
+    noise: dict[str, Noise] = field(default_factory=dict)

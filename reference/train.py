@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.config import ModelConfig, TrainingConfig
+from reference.config import ModelConfig, TrainingConfig, quantized_modules
 from reference.data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
 from reference.model import at_least_float32, initial_weights, llama_from
+from reference.noise import Order, Reordered, measure, orders
+from reference.precision import DTYPES, Worker
 from reference.record import ReferenceRun, ReferenceStep
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 POSITIONS = 1024  # per parameter, where each sample's own gradient is kept
 
 
@@ -29,12 +31,15 @@ def train(
     device: str = "cpu",
     weights: Mapping[str, np.ndarray] | None = None,
     steps: int | None = None,
+    noise: Sequence[str] = (),
 ) -> ReferenceRun:
-    """Train from `weights` (by default the seed's) and tell all. `steps` stops early; the schedule is still the recipe's."""
+    """Train from `weights` (by default the seed's) and tell all. `steps` stops early; the schedule is still the recipe's.
+
+    noise: which kinds to measure, as config.noise_key spells them; each takes sixteen times as long again.
+    """
     dataset = build_dataset(training, model_config)
     weights = initial_weights(model_config, training.seed) if weights is None else weights
     model = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
-    optimizer = build_optimizer(model, training)
     steps = training.steps if steps is None else steps
     samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
     start = by_fqn(model)
@@ -42,11 +47,17 @@ def train(
     batches = [
         cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
     ]
-    sample_gradients = gradient_per_sample(model, *batches[0], positions, training.document_mask)
-    unmasked = loss_per_sample(model, *batches[0]) if training.document_mask else None
-    told = tuple(
-        train_step(model, optimizer, *both, step=step, training=training) for step, both in enumerate(batches, start=1)
-    )
+    worker = Worker(model, training, quantized_modules(model_config))
+    worker.begin()
+    sample_gradients = gradient_per_sample(worker.module, *batches[0], positions, training.document_mask)
+    unmasked = loss_per_sample(worker.module, *batches[0]) if training.document_mask else None
+    told = _train_steps(model, worker, batches, training)
+
+    def repeat(order: Order) -> tuple[ReferenceStep, ...]:
+        again = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
+        return _train_steps(again, Worker(again, training, quantized_modules(model_config)), batches, training, order)
+
+    spread = {key: measure(told, [repeat(order) for order in noise_orders(key, training)]) for key in noise}
     sample_ids = tuple(dict.fromkeys(i for ids in samples for i in ids))
     tokens, labels = batch(dataset, sample_ids, "cpu")
     environment = {"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())}
@@ -61,6 +72,26 @@ def train(
         positions,
         environment,
         unmasked,
+        spread,
+    )
+
+
+def noise_orders(key: str, training: TrainingConfig) -> list[Order]:
+    reduce_dtype, kind = key.split()
+    return orders(kind, training, DTYPES[reduce_dtype])
+
+
+def _train_steps(
+    model: nn.Module,
+    worker: Worker,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    training: TrainingConfig,
+    order: Order | None = None,
+) -> tuple[ReferenceStep, ...]:
+    optimizer = build_optimizer(model, training)
+    return tuple(
+        train_step(model, optimizer, *both, step=step, training=training, worker=worker, order=order)
+        for step, both in enumerate(batches, start=1)
     )
 
 
@@ -72,12 +103,22 @@ def train_step(
     *,
     step: int,
     training: TrainingConfig,
+    worker: Worker | None = None,
+    order: Order | None = None,
 ) -> ReferenceStep:
-    """One optimizer step on a global batch [global_batch, s]; `step` counts from 1."""
+    """One optimizer step on a global batch [global_batch, seq_len]; `step` counts from 1.
+
+    worker: what computes, if not the model itself. order: of summation; None is one pass over the whole batch.
+    """
+    worker = worker or Worker(model, training, ())
     valid_tokens = count_valid(labels)
-    loss = forward_loss(model, tokens, labels, document_mask=training.document_mask) / valid_tokens
-    optimizer.zero_grad()
-    loss.backward()
+    worker.begin()
+    loss = 0.0
+    with Reordered(order, step) if order else nullcontext():
+        for part in order.cut(tokens, labels) if order else [(tokens, labels)]:
+            loss += backward(worker.module, *part, valid_tokens=valid_tokens, document_mask=training.document_mask)
+            worker.collect(order.reduce_dtype if order else None)
+    worker.finish()
     gradients = by_fqn(model, gradients=True)
     grad_norm = clip_gradients(model.parameters(), training.max_norm)
     lr = learning_rate(step, training)
@@ -85,7 +126,16 @@ def train_step(
         group["lr"] = lr
     optimizer.step()
     state = optimizer_state(model, optimizer)
-    return ReferenceStep(step, loss.item(), grad_norm, lr, valid_tokens, gradients, by_fqn(model), state)
+    return ReferenceStep(step, loss, grad_norm, lr, valid_tokens, gradients, by_fqn(model), state)
+
+
+def backward(
+    model: nn.Module, tokens: Tensor, labels: Tensor, *, valid_tokens: int, document_mask: bool = False
+) -> float:
+    """These samples' part of the mean loss; its gradients are added to those that are there."""
+    loss = forward_loss(model, tokens, labels, document_mask=document_mask) / valid_tokens
+    loss.backward()
+    return loss.item()
 
 
 def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, document_mask: bool = False) -> Tensor:

@@ -78,13 +78,19 @@ def test_cases_that_share_a_recipe_share_one_reference(tmp_path: Path) -> None:
     assert len([path for path in (tmp_path / ".reference").iterdir() if path.is_dir()]) == 1
 
 
-def test_a_case_without_a_bound_is_unknown_and_not_green(tmp_path: Path) -> None:
-    case = case_of("bf16", dims={"dp_shard": 2}, training={"dtype": "float32", "compute_dtype": "bfloat16"})
+def test_a_recipe_whose_noise_no_golden_holds_is_unknown_and_not_green(tmp_path: Path) -> None:
+    training = {"dtype": "float32", "compute_dtype": "bfloat16"}
+    case = case_of("bf16", dims={"dp_shard": 2}, training=training, file="cases/new.yaml")
     judgement = run_case(case, Options(out=tmp_path))
     assert judgement.verdict is Verdict.UNKNOWN
     assert {name for name, verdict in verdicts(judgement).items() if verdict is Verdict.FAIL} == set()
     assert verdicts(judgement)["traffic"] is Verdict.PASS  # gathered and reduced in bfloat16
-    assert verdicts(judgement)["gradients"] is Verdict.UNKNOWN
+    unknown = next(result for result in judgement.results if result.check == "gradients")
+    assert (unknown.verdict, unknown.note) == (
+        Verdict.UNKNOWN,
+        "no bound: the noise of this recipe's reference was never measured;"
+        " `harness golden --accept -k bf16` measures it",
+    )
 
 
 def test_a_folder_that_is_not_ours_is_not_deleted(tmp_path: Path) -> None:

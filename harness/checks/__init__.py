@@ -57,11 +57,6 @@ def not_applicable(name: str, reason: str) -> Result:
     return Result(name, Verdict.NOT_APPLICABLE, note=reason)
 
 
-def no_bound(name: str) -> Result:
-    """The law applies, but nobody has said how close is close: that is no pass, and no reason to look away."""
-    return Result(name, Verdict.UNKNOWN, note="no bound: only cases that are float64 throughout have one so far")
-
-
 def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
     """FAIL with findings, PASS without."""
     verdict = Verdict.FAIL if findings else Verdict.PASS

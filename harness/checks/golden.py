@@ -6,20 +6,18 @@ Fails when model, torch, data or the recipe's meaning changed: reference against
 from __future__ import annotations
 
 from harness import tolerance
-from harness.checks import no_bound, not_applicable, verdict_of
+from harness.checks import not_applicable, verdict_of
 from harness.trial import Finding, Result, Trial, Verdict
 
 STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
-    if not trial.case.exact:
-        return no_bound("golden")
     if not trial.case.file:
         return not_applicable("golden", "the case is in no file (it was given another seed), so it has no golden")
     if trial.golden is None:
         return Result("golden", Verdict.UNKNOWN, note=trial.golden_problem)
-    bounds = tolerance.bounds(trial.case, trial.reference)
+    bounds = tolerance.bounds(trial.case, trial.reference, trial.golden.noise.get(trial.case.golden_noise_key))
     steps = trial.reference.steps
     findings = []
     if len(trial.golden.losses) != len(steps):
@@ -27,9 +25,9 @@ def check(trial: Trial) -> Result:
     for step, loss, norm in zip(steps, trial.golden.losses, trial.golden.grad_norms, strict=False):
         for what, seen, accepted, bound in (
             ("loss", step.loss, loss, bounds.loss[step.step]),
-            ("gradient norm", step.grad_norm, norm, bounds.gradient[step.step]),
+            ("gradient norm", step.grad_norm, norm, bounds.grad_norm[step.step]),
         ):
             if not abs(seen - accepted) <= bound * abs(accepted):
                 where = f"step {step.step}, {what}"
-                findings.append(Finding(where, f"{accepted!r} (golden)", f"{seen!r} (reference)", f"{bound:.1e}"))
+                findings.append(Finding(where, f"{accepted!r} (golden)", f"{seen!r} (reference)", bounds.text(bound)))
     return verdict_of("golden", findings, 2 * len(steps))

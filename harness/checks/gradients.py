@@ -5,16 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from harness import tolerance
-from harness.checks import no_bound, verdict_of
+from harness.checks import verdict_of
 from harness.trial import Finding, Result, Trial, take
 
 STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
-    if not trial.case.exact:
-        return no_bound("gradients")
-    bounds = tolerance.bounds(trial.case, trial.reference).gradient
+    bounds = trial.bounds
     findings, examined = [], 0
     worst: list[float] = [0.0]
     for rank, step, reference in trial.steps():
@@ -22,10 +20,12 @@ def check(trial: Trial) -> Result:
             difference = _difference(trial, rank, fqn, gradient, reference.gradients[fqn])
             examined += 1
             worst.append(difference)
-            if not difference <= bounds[step.step]:
+            if not difference <= bounds.gradient[step.step]:
                 where = f"rank {rank}, step {step.step}, {fqn}"
                 found = f"off by {difference:.2e} of the largest entry"
-                findings.append((difference, Finding(where, "the reference's", found, f"{bounds[step.step]:.1e}")))
+                findings.append(
+                    (difference, Finding(where, "the reference's", found, bounds.text(bounds.gradient[step.step])))
+                )
     ordered = [finding for _, finding in sorted(findings, key=lambda pair: -pair[0])]
     return verdict_of("gradients", ordered, examined, f"largest difference {max(worst):.1e}")
 

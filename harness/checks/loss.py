@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 
-from harness import tolerance
-from harness.checks import no_bound, verdict_of
+from harness.checks import verdict_of
 from harness.trial import Finding, Result, Trial, Verdict
 
 STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
-    if not trial.case.exact:
-        return no_bound("loss")
-    bounds = tolerance.bounds(trial.case, trial.reference).loss
+    bounds = trial.bounds
     findings, worst = [], 0.0
     for step in trial.reference.steps:
         observed = global_loss(trial, step.step)
@@ -22,10 +19,10 @@ def check(trial: Trial) -> Result:
             return Result("loss", Verdict.UNKNOWN, note=f"step {step.step}: no rank's loss was seen")
         difference = _relative(observed, step.loss)
         worst = max(worst, difference)
-        if not difference <= bounds[step.step]:
+        if not difference <= bounds.loss[step.step]:
             found = f"{observed!r} (off by {difference:.2e})"
-            findings.append(Finding(f"step {step.step}", repr(step.loss), found, f"{bounds[step.step]:.1e}"))
-        findings += _odd_peers(trial, step.step, bounds[step.step])
+            findings.append(Finding(f"step {step.step}", repr(step.loss), found, bounds.text(bounds.loss[step.step])))
+        findings += _odd_peers(trial, step.step, bounds.loss[step.step])
     return verdict_of("loss", findings, len(trial.reference.steps), f"largest difference {worst:.1e}")
 
 

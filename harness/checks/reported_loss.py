@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 
-from harness import tolerance
-from harness.checks import no_bound, verdict_of
+from harness.checks import verdict_of
 from harness.trial import Finding, Result, Trial
 
 STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
-    if not trial.case.exact:
-        return no_bound("reported_loss")
-    bounds = tolerance.bounds(trial.case, trial.reference).loss
+    bounds = trial.bounds
     findings, examined, worst = [], 0, 0.0
     for rank, step, reference in trial.steps():
         shown = step.reported_loss
@@ -26,8 +23,8 @@ def check(trial: Trial) -> Result:
         examined += 1
         difference = abs(shown - reference.loss) / abs(reference.loss) if math.isfinite(shown) else math.inf
         worst = max(worst, difference)
-        if not difference <= bounds[step.step]:
+        if not difference <= bounds.loss[step.step]:
             found = f"{shown!r} (off by {difference:.2e})"
             where = f"rank {rank}, step {step.step}"
-            findings.append(Finding(where, repr(reference.loss), found, f"{bounds[step.step]:.1e}"))
+            findings.append(Finding(where, repr(reference.loss), found, bounds.text(bounds.loss[step.step])))
     return verdict_of("reported_loss", findings, examined, f"largest difference {worst:.1e}")

@@ -63,7 +63,7 @@ def _expected(trial: Trial, rank: int, fqn: str, step: int = 1) -> np.ndarray | 
 
 def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
     """(rank, fqn) whose gradient in a step is off by more than the law allows, in the model's order."""
-    bound = tolerance.bounds(trial.case, trial.reference).gradient[step]
+    bound = trial.bounds.gradient[step]
     found = []
     for rank in sorted(trial.ranks):
         for fqn, seen in _observed(trial, rank, step).items():
@@ -259,7 +259,7 @@ def _loss_is_off(trial: Trial) -> float | None:
     if seen is None:
         return None
     off = abs(seen - wanted) / abs(wanted)
-    return off if not off <= tolerance.bounds(trial.case, trial.reference).loss[1] else None
+    return off if not off <= trial.bounds.loss[1] else None
 
 
 # ---- evidence

@@ -1,0 +1,145 @@
+"""The reference's own noise: how far its numbers move if nothing but the order of summation changes.
+
+A correct layout computes what one device computes and sums it up otherwise, in one of two ways:
+
+    shares  the batch is cut, each share's gradient is rounded and the shares' are added: data and pipeline parallel,
+            accumulation. Every product is computed as on one device, if its kernel sums in the same order for fewer rows.
+    parts   products are cut as well, and each part is rounded before they are added: tensor and context parallel.
+            Kernels that sum in another order (torch.compile) belong here too: every contraction is permuted.
+
+A repeat of the reference does that on one device, `parts` at the level of torch's operators, so that forward, backward
+and emulated products are all met.
+
+Quantized products jump: an operand next to the middle between two 8-bit values goes the other way if it moves by one
+unit of the last place, and later operands follow. Measured (float32, float8_rowwise_with_gw_hp, parts, 60 runs): one in
+thirty has such a jump in step 1, and then a gradient is off by 8e-3 where it else is by 5e-7. Repeats that had none
+would condemn a correct run that has one. So they move each operand by up to SHAKE units before it is rounded, and each
+repeat has as many jumps as SHAKE runs: those of float32, in which products are summed, under `parts`; under `shares`,
+where the first forward pass is that of one device bit by bit, from step 2 on those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference.config import TrainingConfig
+from reference.precision import DTYPES
+from reference.record import Noise, ReferenceStep
+
+SHAKE = 64
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+aten = torch.ops.aten
+
+
+SPLITS = {
+    "shares": ((2, 1), (4, 1), (8, 1), (16, 1)),
+    "parts": ((1, 1), (2, 1), (4, 2), (1, 2), (8, 1), (2, 4), (16, 1), (1, 4)),
+}
+REPEATS = 16
+
+
+@dataclass(frozen=True)
+class Order:
+    """shares: how many backward passes a batch is cut into, after its samples were permuted by `seed`; their gradients
+    are added in reduce_dtype. parts: how many sums a contraction is cut into. shake: units that operands are moved by."""
+
+    kind: str
+    shares: int
+    parts: int
+    seed: int
+    reduce_dtype: torch.dtype
+    unit: float
+
+    def cut(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        there = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(self.seed))
+        return list(zip(tokens[there].chunk(self.shares), labels[there].chunk(self.shares), strict=True))
+
+
+def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> list[Order]:
+    """REPEATS of them; a batch is cut at most into its samples."""
+    splits = [SPLITS[kind][n % len(SPLITS[kind])] for n in range(REPEATS)]
+    unit = torch.finfo(torch.float32 if kind == "parts" else DTYPES[training.dtype]).eps / 2
+    most = training.global_batch
+    return [Order(kind, min(shares, most), parts, n, reduce_dtype, unit) for n, (shares, parts) in enumerate(splits)]
+
+
+def measure(steps: tuple[ReferenceStep, ...], repeats: list[tuple[ReferenceStep, ...]]) -> Noise:
+    """The largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step."""
+
+    def spread(distance: Callable[[ReferenceStep, ReferenceStep], float]) -> tuple[float, ...]:
+        largest, found = 0.0, []
+        for number, step in enumerate(steps):
+            largest = max(largest, *(distance(repeat[number], step) for repeat in repeats))
+            found.append(largest)
+        return tuple(found)
+
+    return Noise(
+        repeats=len(repeats),
+        loss=spread(lambda seen, step: abs(seen.loss / step.loss - 1)),
+        grad_norm=spread(lambda seen, step: abs(seen.grad_norm / step.grad_norm - 1)),
+        gradient=spread(_gradient_distance),
+    )
+
+
+def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
+    """Of the parameter that is farthest off, relative to its largest entry."""
+    largest = {fqn: float(abs(gradient).max()) for fqn, gradient in step.gradients.items()}
+    return max(float(abs(seen.gradients[f] - step.gradients[f]).max()) / largest[f] for f in largest if largest[f])
+
+
+class Reordered(TorchDispatchMode):
+    """While active, products and sums run in another order (under `parts`) and operands are shaken before rounding."""
+
+    def __init__(self, order: Order, step: int) -> None:
+        super().__init__()
+        self.order, self.shake = order, SHAKE * order.unit if order.kind == "parts" or step > 1 else 0.0
+        self.generator = torch.Generator().manual_seed(1000 * order.seed + step)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a quantized tensor, whose own product comes by here as a plain one
+        if func is aten._to_copy.default and kwargs.get("dtype") in FLOAT8:
+            return func(self._shaken(args[0]), **kwargs)
+        return self._reordered(func, args, kwargs) if self.order.kind == "parts" else func(*args, **kwargs)
+
+    def _reordered(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in (aten.mm.default, aten.bmm.default):
+            return self._product(func, *args)
+        if func in (aten.sum.dim_IntList, aten.mean.dim) and not kwargs:
+            return func(self._permuted(args[0], args[1]), *args[1:])
+        if func is aten._log_softmax.default:
+            there = self._permutation(args[0].shape[args[1]], args[0])
+            return func(args[0].index_select(args[1], there), *args[1:]).index_select(args[1], there.argsort())
+        if func is aten.embedding_dense_backward.default:
+            rows = args[0].flatten(0, -2)
+            there = self._permutation(rows.shape[0], rows)
+            return func(rows[there], args[1].flatten()[there], *args[2:])
+        return func(*args, **kwargs)
+
+    def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+        there = self._permutation(a.shape[-1], a)
+        parts = self.order.parts
+        a, b = a.index_select(-1, there), b.index_select(-2, there)
+        total, *others = (func(x, y) for x, y in zip(a.chunk(parts, -1), b.chunk(parts, -2), strict=True))
+        for other in others:
+            total = total + other
+        return total
+
+    def _permuted(self, x: Tensor, dims: list[int]) -> Tensor:
+        for dim in dims:
+            x = x.index_select(dim, self._permutation(x.shape[dim], x))
+        return x
+
+    def _permutation(self, n: int, like: Tensor) -> Tensor:
+        return torch.randperm(n, generator=self.generator).to(like.device)
+
+    def _shaken(self, x: Tensor) -> Tensor:
+        by = torch.rand(x.shape, generator=self.generator, dtype=torch.float64).mul_(2).sub_(1).mul_(self.shake)
+        return x * (1 + by.to(x.device, x.dtype))

@@ -1,0 +1,87 @@
+"""A recipe's low precision: parameters cast for forward and backward, and matrix products in 8 bits.
+
+Which modules are quantized follows from the model's shape alone (config.quantized_modules), for reference, plan and
+trainer alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from reference.config import TrainingConfig
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
+    """Put torchao's modules in the place of these nn.Linear. The parameters stay the same objects, with the same names.
+
+    Products are emulated on CPU, where no hardware has the formats. Tensor parallelism must come after this.
+    """
+    for name in modules:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _quantized(model.get_submodule(name), recipe))
+
+
+def _quantized(linear: nn.Module, recipe: str) -> nn.Module:
+    assert isinstance(linear, nn.Linear), f"{type(linear).__name__} cannot be quantized"
+    emulate = not torch.cuda.is_available()
+    if recipe == "mxfp8":
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        with torch.device("meta"):
+            made = MXFP8Linear(linear.in_features, linear.out_features, bias=False)
+        made.kernel_preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+        made.weight = linear.weight
+        return made
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("float8_"))
+    return Float8Linear.from_float(linear, dataclasses.replace(config, emulate=emulate))
+
+
+class Worker:
+    """What computes for a model: itself, or a copy of it in the compute dtype, as FSDP2's MixedPrecisionPolicy has it.
+
+    The copy gets the parameters' values before every step, and its gradients are cast to reduce_dtype before they are
+    added up and to the parameters' dtype after that.
+    """
+
+    def __init__(self, model: nn.Module, training: TrainingConfig, modules: Iterable[str]) -> None:
+        self.model = self.module = model
+        if training.compute_dtype not in (None, training.dtype):
+            self.module = copy.deepcopy(model).to(DTYPES[training.compute_dtype])
+        if training.quantize:
+            quantize(self.module, training.quantize, modules)
+        self._sums: list[Tensor] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self.model.zero_grad()
+        self._sums = []
+        if self.module is not self.model:
+            for own, parameter in zip(self.module.parameters(), self.model.parameters(), strict=True):
+                own.copy_(parameter)
+
+    def collect(self, reduce_dtype: torch.dtype | None) -> None:
+        """After each backward pass. The model's own gradients add up where they are."""
+        if self.module is self.model:
+            return
+        found = [_gradient(p).to(reduce_dtype or p.dtype) for p in self.module.parameters()]
+        self._sums = [a + b for a, b in zip(self._sums, found, strict=True)] if self._sums else found
+        self.module.zero_grad()
+
+    def finish(self) -> None:
+        for parameter, total in zip(self.model.parameters(), self._sums, strict=bool(self._sums)):
+            parameter.grad = total.to(parameter.dtype)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
