@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness import plan
 from harness.checks.samples import shares_of_samples
 from harness.plan import Slice
 from harness.trial import Trial
@@ -20,7 +21,8 @@ EXPLAINED = 1e-6  # of the gradient's size; rounding leaves 1e-14, a gradient th
 
 @dataclass(frozen=True)
 class Weights:
-    """by_sample: weight by sample id, 1 where it counted as it should. residual: the share of the gradient unexplained.
+    """by_sample: weight by sample id (or cp rank), 1 where it counted as it should. residual: the share of the gradient
+    that is not explained.
 
     Samples that contribute nothing (no valid token) have no weight.
     """
@@ -45,35 +47,66 @@ class Weights:
 
 def sample_weights(trial: Trial, ranks: list[int], fqns: list[str] | None = None) -> Weights | None:
     """Fitted to the step-1 gradients that `ranks` hold of `fqns` (default: all). None if they hold too little."""
+    return _fit(trial, trial.reference.sample_gradients, trial.reference.samples[0], ranks, fqns)
+
+
+def part_weights(trial: Trial, ranks: list[int]) -> Weights | None:
+    """The same for what each cp rank computes: weight by its place along cp. None if the reference has no such parts."""
+    known = trial.reference.part_gradients
+    places = [_eighths(trial, place) for place in range(trial.case.dims.cp)]
+    if not known or None in places:
+        return None
+    summed = {f: np.stack([parts[place].sum(axis=0) for place in places]) for f, parts in known.items()}
+    return _fit(trial, summed, tuple(range(trial.case.dims.cp)), ranks)
+
+
+def _eighths(trial: Trial, place: int) -> list[int] | None:
+    """Which eighths of the sequence the cp rank of that place is fed; None if it is not fed whole ones."""
+    at = plan.positions(trial.case, place * trial.case.dims.tp, trial.case.seq_len(1))  # cp is next to tp
+    eighth = trial.case.seq_len(1) // 8
+    counts = np.bincount(at // eighth, minlength=8)
+    return [int(i) for i in np.flatnonzero(counts)] if set(counts) <= {0, eighth} else None
+
+
+def _fit(
+    trial: Trial,
+    parts: dict[str, np.ndarray],
+    names: tuple[int, ...],
+    ranks: list[int],
+    fqns: list[str] | None = None,
+) -> Weights | None:
+    """parts: by fqn [names, k], at the positions that the reference keeps."""
     rows, targets = [], []
     for rank in ranks:
         for fqn, gradient in next((s.gradients for s in trial.ranks[rank].steps if s.step == 1), {}).items():
             part = trial.slice_of(rank, fqn)
-            if (fqns is None or fqn in fqns) and part is not None and fqn in trial.reference.sample_gradients:
-                known = _within(trial, fqn, part, gradient)
+            if (fqns is None or fqn in fqns) and part is not None and fqn in parts:
+                known = _within(trial, parts[fqn], fqn, part, gradient)
                 scale = float(np.max(np.abs(trial.reference.steps[0].gradients[fqn]), initial=0.0)) or 1.0
                 rows.append(known[0].T / scale)
                 targets.append(known[1] / scale)
-    if not rows or sum(map(len, targets)) < len(trial.reference.samples[0]):
+    if not rows or sum(map(len, targets)) < len(names):
         return None
     matrix, target = np.concatenate(rows), np.concatenate(targets)
     counted = np.any(matrix != 0, axis=0)
     fitted, *_ = np.linalg.lstsq(matrix[:, counted], target, rcond=None)
     size = float(np.linalg.norm(target)) or 1.0
     residual = float(np.linalg.norm(matrix[:, counted] @ fitted - target)) / size
-    ids = [id_ for id_, counts in zip(trial.reference.samples[0], counted, strict=True) if counts]
+    ids = [id_ for id_, counts in zip(names, counted, strict=True) if counts]
     return Weights(dict(zip(ids, map(float, fitted), strict=True)), residual)
 
 
-def _within(trial: Trial, fqn: str, part: Slice, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each sample's own gradient, and the one observed, at the kept positions that lie in the slice."""
+def _within(
+    trial: Trial, parts: np.ndarray, fqn: str, part: Slice, gradient: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The parts' own gradients, and the one observed, at the kept positions that lie in the slice."""
     positions = trial.reference.sample_positions[fqn]
     index = np.array(np.unravel_index(positions, trial.plan.shapes[fqn]))  # [dims, k]
     starts = np.array([start for start, _ in part])[:, None]
     stops = np.array([stop for _, stop in part])[:, None]
     inside = ((index >= starts) & (index < stops)).all(axis=0)
     observed = gradient[tuple((index - starts)[:, inside])]
-    return trial.reference.sample_gradients[fqn][:, inside], observed
+    return parts[:, inside], observed
 
 
 def heard_of(trial: Trial) -> dict[int, list[int]] | None:

@@ -118,6 +118,7 @@ class StepEvidence:
     likewise, kept for the last step only.
     reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
     memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
+    positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
     """
 
     step: int
@@ -130,6 +131,7 @@ class StepEvidence:
     optimizer_state: dict[str, dict[str, np.ndarray]]
     memory: dict[str, int]
     activity: Activity = field(default_factory=Activity)
+    positions: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class ReferenceRun:
     unmasked_losses: for step 1 of a recipe with a document mask, the sum of the losses of each sample's tokens if attention
     did look past separators, [global_batch].
     noise: where it was measured, by the dtype in which gradients are reduced.
+    part_gradients: likewise, what the losses of each eighth of the token positions contribute, [8, k]; empty where the
+    length has no eighths.
     """
 
     weights: dict[str, np.ndarray]
@@ -58,3 +60,4 @@ class ReferenceRun:
     environment: dict[str, str] = field(default_factory=dict)
     unmasked_losses: np.ndarray | None = None
     noise: dict[str, Noise] = field(default_factory=dict)
+    part_gradients: dict[str, np.ndarray] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from reference.precision import DTYPES, Worker
 from reference.record import ReferenceRun, ReferenceStep
 
 POSITIONS = 1024  # per parameter, where each sample's own gradient is kept
+PARTS = 8  # of the token positions, whose gradients are kept as well
 
 
 def train(
@@ -50,6 +51,7 @@ def train(
     worker = Worker(model, training, quantized_modules(model_config))
     worker.begin()
     sample_gradients = gradient_per_sample(worker.module, *batches[0], positions, training.document_mask)
+    part_gradients = gradient_per_part(worker.module, *batches[0], positions, training.document_mask)
     unmasked = loss_per_sample(worker.module, *batches[0]) if training.document_mask else None
     told = _train_steps(model, worker, batches, training)
 
@@ -73,6 +75,7 @@ def train(
         environment,
         unmasked,
         spread,
+        part_gradients,
     )
 
 
@@ -227,6 +230,30 @@ def loss_per_sample(model: nn.Module, tokens: Tensor, labels: Tensor) -> np.ndar
 def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` tokens of each sample, and their labels."""
     return tokens[:, :length], labels[:, :length]
+
+
+def gradient_per_part(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Mapping[str, np.ndarray],
+    document_mask: bool = False,
+) -> dict[str, np.ndarray]:
+    """What the losses of each eighth of the token positions give of the batch's gradient, likewise [8, k].
+
+    Context parallel ranks compute such parts. Empty if the sequence has no eighths.
+    """
+    length, valid_tokens = labels.shape[1], count_valid(labels)
+    parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
+    for start in range(0, length, length // PARTS) if length % PARTS == 0 else ():
+        kept = torch.full_like(labels, IGNORED)
+        kept[:, start : start + length // PARTS] = labels[:, start : start + length // PARTS]
+        model.zero_grad()
+        (forward_loss(model, tokens, kept, document_mask=document_mask) / valid_tokens).backward()
+        for fqn, gradient in by_fqn(model, gradients=True).items():
+            parts[fqn].append(gradient.ravel()[positions[fqn]])
+    model.zero_grad()
+    return {fqn: np.stack(rows) for fqn, rows in parts.items() if rows}
 
 
 def spread_positions(n: int) -> np.ndarray:

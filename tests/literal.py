@@ -30,6 +30,7 @@ from harness.evidence import (
     TensorEvidence,
 )
 from harness.plan import make_plan, tp_dim
+from harness.plan import positions as positions_of
 from harness.trial import Result, Trial
 from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun, ReferenceStep
@@ -38,7 +39,6 @@ TINY = ModelConfig(name="tiny", dim=4, n_layers=1, n_heads=2, n_kv_heads=2, voca
 UNEVEN = replace(TINY, vocab_size=7, ffn_dim=5)  # no degree divides them
 ADAMW = TrainingConfig(steps=3, global_batch=8, seq_len=4, optimizer="adamw", lr=0.01)
 SGD = replace(ADAMW, optimizer="sgd", lr=0.05)
-DATA_AXES = ("dp_replicate", "dp_shard")
 
 LAYOUTS = {
     "single": ParallelDims(),
@@ -48,6 +48,7 @@ LAYOUTS = {
     "tp_2": ParallelDims(tp=2),
     "fsdp_2_tp_2": ParallelDims(dp_shard=2, tp=2),
 }
+EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
 
 
 def tiny_case(layout: str | ParallelDims, training: TrainingConfig = ADAMW, **changes: Any) -> Case:
@@ -73,6 +74,8 @@ def reference_of(case: Case) -> ReferenceRun:
     samples = tuple(tuple(range(step * batch, (step + 1) * batch)) for step in range(training.steps))
     ids = tuple(id_ for step in samples for id_ in step)
     tokens = np.array([[(id_ + 1) // 5**place % 5 for place in range(training.seq_len)] for id_ in ids], np.int64)
+    if training.seq_len > 4:
+        tokens = np.random.default_rng(3).integers(0, 7, tokens.shape)
     labels = np.where(draw.random(tokens.shape) < 0.3, -100, tokens + 1)
     steps = tuple(_reference_step(case, number, weights, gradients, labels) for number in range(1, training.steps + 1))
     counted = (labels[:batch] != -100).any(axis=1)
@@ -183,14 +186,14 @@ def _cut(part: Any) -> tuple[slice, ...]:
 
 def _tensor(case: Case, fqn: str, full: np.ndarray, value: np.ndarray) -> TensorEvidence:
     dims, mesh, placements = case.dims, None, ()
-    if dims.dp_shard > 1 or dims.tp > 1:
-        degrees = {axis: getattr(dims, axis) for axis in ("dp_replicate", "dp_shard", "tp")}
+    if dims.dp_shard * dims.cp > 1 or dims.tp > 1:
+        degrees = {"dp_replicate": dims.dp_replicate, "shard": dims.dp_shard * dims.cp, "tp": dims.tp}
         axes = [axis for axis in degrees if degrees[axis] > 1]
         mesh = np.arange(dims.world_size).reshape([degrees[axis] for axis in axes]).tolist()
         cut = tp_dim(fqn) if dims.tp > 1 else None
         words = {
             "dp_replicate": "Replicate",
-            "dp_shard": "StridedShard(0)" if cut == 0 else "Shard(0)",
+            "shard": "StridedShard(0)" if cut == 0 else "Shard(0)",
             "tp": "Replicate" if cut is None else f"Shard({cut})",
         }
         placements = tuple(words[axis] for axis in axes)
@@ -205,11 +208,11 @@ def _groups(asked: Case, ran: Case, rank: int) -> tuple[Group, ...]:
 
 
 def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
-    groups = make_plan(case)
-    used = {axis: list(groups.group_of(rank, axis)) for axis in DATA_AXES if axis in groups.groups}
-    keys = {"dp_shard": "shard_ranks", "dp_replicate": "replicate_ranks"}
-    kind = "fsdp2" if "dp_shard" in used else "ddp"
-    return {"layers.0": {"kind": kind} | {keys[axis]: ranks for axis, ranks in used.items()}} if used else {}
+    plan = make_plan(case)
+    axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
+    used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
+    kind = "fsdp2" if "shard_ranks" in used else "ddp"
+    return {"layers.0": {"kind": kind} | used} if used else {}
 
 
 def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
@@ -240,6 +243,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         optimizer_state=state if last else {},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
         activity=_activity(case),
+        positions=(positions_of(case, rank, case.seq_len(step.step)),) if case.dims.cp > 1 else (),
     )
 
 
@@ -257,19 +261,20 @@ def _activity(case: Case) -> Activity:
 
 
 def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> tuple[Microbatch, ...]:
-    share = rank // case.dims.tp  # tp is innermost, so its peers are neighbours and have one share
+    share = rank // (case.dims.cp * case.dims.tp)  # the innermost axes: such peers are neighbours, with one share
     size, times = case.local_batch, case.features.accumulation
     ids = reference.samples[step - 1][share * size * times : (share + 1) * size * times]
-    length = case.seq_len(step)
-    return tuple(microbatch_of(reference, ids[i * size : (i + 1) * size], length) for i in range(times))
+    at = positions_of(case, rank, case.seq_len(step))
+    return tuple(microbatch_of(reference, ids[i * size : (i + 1) * size], at, case.dims.cp) for i in range(times))
 
 
-def microbatch_of(reference: ReferenceRun, ids: Iterable[int], length: int | None = None) -> Microbatch:
-    rows = list(ids)
-    labels = reference.labels[rows, :length]
-    return Microbatch(
-        reference.tokens[rows, :length], labels, math.fsum(map(sample_loss, rows)), int((labels != -100).sum())
-    )
+def microbatch_of(
+    reference: ReferenceRun, ids: Iterable[int], at: np.ndarray | None = None, cp: int = 1
+) -> Microbatch:
+    """at: the positions that are fed; of cp ranks that share a sample each has as large a share of its loss."""
+    rows, at = list(ids), np.arange(reference.tokens.shape[1]) if at is None else at
+    labels, total = reference.labels[rows][:, at], math.fsum(sample_loss(id_) / cp for id_ in rows)
+    return Microbatch(reference.tokens[rows][:, at], labels, total, int((labels != -100).sum()))
 
 
 # ---- altering one thing

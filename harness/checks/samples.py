@@ -7,10 +7,12 @@ Samples are recognised by their tokens, labels included; nothing that a data loa
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
 from harness.checks import verdict_of
+from harness.checks.positions import positions_text
 from harness.evidence import RankEvidence
 from harness.plan import positions
 from harness.trial import Finding, Result, Trial
@@ -56,22 +58,35 @@ def rows_of(trial: Trial, rank: int, step: int) -> dict[bytes, int]:
 
 
 def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
-    """Rows that are the tokens of another cp rank."""
+    """Rows that are samples, but not at the positions of this cp rank."""
     findings = []
-    for rank, rows in _fed(trial, step).items():
-        for other in trial.plan.peers(rank, "cp"):
-            known = rows_of(trial, other, step)
-            foreign = sum(row.tobytes() in known for row in rows)
-            if other != rank and foreign and foreign == len(rows):
-                expected = f"the tokens at positions {_interval(trial, rank, step)}"
-                findings.append(Finding(f"rank {rank}, step {step}", expected, f"those of cp peer {other}"))
+    for rank in _fed(trial, step):
+        found = positions_fed(trial, rank, step)
+        wanted = positions(trial.case, rank, trial.case.seq_len(step))
+        if found is not None and not np.array_equal(found, wanted):
+            told = (f"the tokens at positions {positions_text(wanted)}", f"those at {positions_text(found)}")
+            findings.append(Finding(f"rank {rank}, step {step}", *told))
     return findings
 
 
-def _interval(trial: Trial, rank: int, step: int) -> str:
-    at = positions(trial.case, rank, trial.case.seq_len(step))
-    pieces = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
-    return " and ".join(f"{piece[0]}-{piece[-1]}" for piece in pieces)
+def positions_fed(trial: Trial, rank: int, step: int) -> np.ndarray | None:
+    """At which positions the rows that a rank was fed stand in their samples; None if at none that somebody would feed."""
+    rows = _fed(trial, step).get(rank, [])
+    for at in ways_to_cut(trial, rank, step) if rows else ():
+        known = {row[at].tobytes() for row in trial.reference.tokens}
+        if all(row.tobytes() in known for row in rows):
+            return at
+    return None
+
+
+def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
+    """Positions by the plan, balanced the other way, of the cp peers, and the whole sequence: most likely first."""
+    case, length = trial.case, trial.case.seq_len(step)
+    peers = (rank, *(peer for peer in trial.plan.peers(rank, "cp") if peer != rank))
+    balances = (case.features.cp_load_balance, not case.features.cp_load_balance)
+    cases = [replace(case, features=replace(case.features, cp_load_balance=balance)) for balance in balances]
+    even = [other for other in cases if not other.features.cp_load_balance or length % (2 * case.dims.cp) == 0]
+    return [positions(other, peer, length) for peer in peers for other in even] + [np.arange(length)]
 
 
 def _strangers(fed: dict[int, list[int | None]], step: int) -> list[Finding]:

@@ -13,7 +13,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 
-from harness.diagnose.data import wrong_samples, wrong_weights
+from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnose.features import wrong_features
 from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     wrong_contents,
     wrong_features,
     wrong_samples,
+    wrong_positions,
     wrong_gradients,
     wrong_loss,
     wrong_update,

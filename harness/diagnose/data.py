@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from harness.checks.samples import fed_samples, wrong_labels
+from harness import plan
+from harness.checks.positions import positions_text, wrong_rows
+from harness.checks.samples import fed_samples, positions_fed, wrong_labels
 from harness.diagnose.layout import contents_line
-from harness.diagnose.words import Broken, Diagnosis, Lines, in_parameters, on_ranks, rank_words
+from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line, in_parameters, on_ranks, rank_words
 from harness.evidence import Microbatch
 from harness.trial import Trial, take
 
@@ -94,7 +97,8 @@ def _name_samples(trial: Trial, step: int, wanted: set[int]) -> str | None:
     seen = {id_ for ids in shares.values() for id_ in ids}
     when = "" if step == 1 else f" in step {step}"
     return (
-        _differing_peers(trial, fed, when)
+        _cut_otherwise(trial, fed, step, when)
+        or _differing_peers(trial, fed, when)
         or _same_samples(shares, when)
         or _overlapping(shares, when)
         or _no_samples(trial, fed, when)
@@ -103,6 +107,29 @@ def _name_samples(trial: Trial, step: int, wanted: set[int]) -> str | None:
         or _wrong_microbatches(trial, fed, step)
         or _wrong_labels(trial, step)
     )
+
+
+def _cut_otherwise(trial: Trial, fed: Fed, step: int, when: str) -> str | None:
+    """Samples that are right, at positions that are not those of the cp rank."""
+    if trial.case.dims.cp == 1:
+        return None
+    wanted = {rank: plan.positions(trial.case, rank, trial.case.seq_len(step)) for rank in fed}
+    found = {rank: positions_fed(trial, rank, step) for rank in fed}
+    odd = {rank: at for rank, at in found.items() if at is not None and not np.array_equal(at, wanted[rank])}
+    if not odd:
+        return None
+    rank, cut = next(iter(odd.items()))
+    told = f"rank {rank} is fed the tokens at {positions_text(cut)}{when}, its positions are"
+    told = f"{told} {positions_text(wanted[rank])}"
+    if all(len(at) == trial.case.seq_len(step) for at in odd.values()) and len(odd) == len(fed):
+        return f"CP not in force: every cp rank is fed whole sequences{when}, asked for cp {trial.case.dims.cp}"
+    features, balance = trial.case.features, trial.case.features.cp_load_balance
+    other = replace(trial.case, features=replace(features, cp_load_balance=not balance))
+    if all(np.array_equal(at, plan.positions(other, rank, trial.case.seq_len(step))) for rank, at in odd.items()):
+        return f"cp_load_balance {balance} is asked for, {not balance} is in force: {told}"
+    if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(fed) - set(odd)}) == 1:
+        return f"the sequence is not divided over cp: every rank is fed the tokens at {positions_text(cut)}{when}"
+    return f"cp ranks are fed the wrong part of the sequence: {told}"
 
 
 def _no_samples(trial: Trial, fed: Fed, when: str) -> str | None:
@@ -182,3 +209,22 @@ def _wrong_labels(trial: Trial, step: int) -> str | None:
         return None
     count = f"{sum(wrong.values())} labels of step {step}"
     return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {count} are not those of their sample"
+
+
+# ---- positions
+
+
+def wrong_positions(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Tokens are right, and the model turns their queries and keys by the angles of other positions."""
+    if "positions" not in broken:
+        return None
+    wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for rank, step, _ in trial.steps():
+        wanted = plan.positions(trial.case, rank, trial.case.seq_len(step.step))
+        for row in wrong_rows(step.positions, wanted)[:1]:
+            wrong.setdefault(rank, (row, wanted))
+    rank, (row, wanted) = next(iter(wrong.items()))
+    told = f"rank {rank} is told {positions_text(row)} for its tokens at {positions_text(wanted)}"
+    restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
+    what = "rotary positions restart at 0 on each cp rank" if restarted else "wrong rotary positions"
+    return Diagnosis(f"{what}: {told}", (finding_line("positions", broken["positions"]),))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from harness import attribution, tolerance
-from harness.checks.loss import global_loss
+from harness.checks.loss import global_loss, losses
 from harness.checks.traffic import observed as observed_traffic
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.words import (
@@ -25,6 +25,7 @@ from harness.diagnose.words import (
     rank_words,
     traffic_lines,
 )
+from harness.plan import coordinate
 from harness.trial import Trial, ranks_text, take
 
 Pair = tuple[int, str]  # rank, fqn
@@ -39,9 +40,11 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     for explain in (
         _misshapen,
         _not_finite,
+        _nothing_goes_round,
         _scaled,
         _missing_reduction,
         _norms_not_summed,
+        _unequal_parts,
         _unequal_samples,
         _own_samples_only,
     ):
@@ -109,6 +112,25 @@ def _not_finite(trial: Trial, wrong: list[Pair]) -> str | None:
     return f"{what} NaN or infinite in step 1 {_where(trial, bad)}{tail}"
 
 
+def _nothing_goes_round(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
+    seen, flows = observed_traffic(trial.ranks[0], 1), trial.plan.flows[0]
+    for role, text in CP_ROLES.items():
+        for flow in (flow for flow in flows if flow.role == role):
+            others = [
+                f.bytes for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)
+            ]
+            if seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) <= sum(others):
+                return text
+    return None
+
+
+CP_ROLES = {
+    "keys and values": "no keys and values go round over cp: attention sees its own part of the sequence only",
+    "gradients of keys and values": "gradients of keys and values do not go round over cp: each rank keeps its own",
+}
+
+
 def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
     """All that is wrong is one and the same multiple of what it should be."""
     factors = [_factor(trial, rank, fqn) for rank, fqn in wrong]
@@ -159,6 +181,47 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair]) -> str | None:
             if expected is None or tolerance.relative_difference(np.asarray(total), expected) > 1e-9:
                 return None
     return f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
+
+
+def _unequal_parts(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Context parallel: tokens count by the cp rank that computes them, whatever sample they are of."""
+    if trial.case.dims.cp == 1:
+        return None
+    by_rank = {rank: attribution.part_weights(trial, [rank]) for rank in sorted({rank for rank, _ in wrong})}
+    known = {rank: weights for rank, weights in by_rank.items() if weights is not None and weights.explained}
+    if len(known) < len(by_rank):
+        return None
+    for rank, weights in known.items():
+        heard = [place for place, weight in weights.by_sample.items() if abs(weight) > 1e-6]
+        if len(heard) < len(weights.by_sample):
+            told = f"rank {rank}'s gradient holds the tokens of {heard} of {trial.case.dims.cp} cp ranks only"
+            return f"gradient reduction without effect over cp: {told}"
+    weights = next(iter(known.values()))
+    return None if weights.uniform is not None else _parts_text(trial, weights)
+
+
+def _parts_text(trial: Trial, weights: attribution.Weights) -> str:
+    shown = ", ".join(f"{weight:.4g}" for weight in weights.by_sample.values())
+    factor = _divided_by_own_tokens(trial, weights)
+    if factor is None:
+        return f"tokens count unequally in the gradient: weights {shown} by cp rank, each should have 1"
+    cause = "the loss is averaged per cp rank: each divides by its own number of valid tokens, not by the global one"
+    more = "" if math.isclose(factor, 1.0, rel_tol=1e-6) else f", and gradients are {times_text(factor)} that"
+    return f"{cause}{more} (weights {shown})"
+
+
+def _divided_by_own_tokens(trial: Trial, weights: attribution.Weights) -> float | None:
+    """The factor k if each cp rank's part counts as k * all / (cp * its own) valid tokens."""
+    counts = dict.fromkeys(weights.by_sample, 0)
+    for rank in trial.last_stages():
+        place = coordinate(trial.case.dims, rank)
+        if place["tp"] == 0 and place["cp"] in counts:
+            counts[place["cp"]] += sum(count for _, count in losses(trial, rank, 1))
+    if not all(counts.values()):
+        return None
+    total = sum(counts.values())
+    ratios = [w * trial.case.dims.cp * counts[place] / total for place, w in weights.by_sample.items()]
+    return ratios[0] if np.allclose(ratios, ratios[0], rtol=1e-6) else None
 
 
 def _unequal_samples(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -231,7 +294,8 @@ def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
     where, largest = _where(trial, wrong), max(_distance(trial, rank, fqn) for rank, fqn in wrong)
     off = _loss_is_off(trial)
     if off:
-        return f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
+        told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
+        return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
     if largest < 1e-6:
         asked = trial.case.training.dtype
         return f"gradients are off by {largest:.0e} {where}: as by arithmetic in float32, asked for {asked}"

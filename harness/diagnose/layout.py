@@ -18,7 +18,8 @@ from harness.diagnose.words import Broken, Diagnosis, groups_text, in_parameters
 from harness.plan import Slice
 from harness.trial import Trial
 
-DATA_AXES = ("dp_replicate", "dp_shard")
+SHARD_AXES = ("dp_shard", "cp")  # FSDP shards over cp as well: its ranks hold equal parameters
+DATA_AXES = ("dp_replicate", *SHARD_AXES)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Layout:
 
     dims: ParallelDims
     order: tuple[str, ...] = AXES
-    sharded_by: tuple[str, ...] = ("dp_shard",)
+    sharded_by: tuple[str, ...] = SHARD_AXES
     tensor_parallel: bool = True
 
     @property
@@ -63,23 +64,31 @@ def wrong_layout(trial: Trial, broken: Broken) -> Diagnosis | None:
     explaining = [layout for layout in _layouts(trial.case.dims) if _explains(layout, trial, set(wrong))]
     for layout in explaining:
         if _would_change(trial, layout) == set(wrong):
-            return Diagnosis("; ".join(_causes(layout, trial.case.dims)), tuple(_layout_lines(trial, layout)))
+            causes = [*_causes(layout, trial.case.dims), *_unreduced(trial, broken)]
+            return Diagnosis("; ".join(causes), tuple(_layout_lines(trial, layout)))
     return _name_partial(explaining[0], trial, wrong) if explaining else None
 
 
 def _layouts(dims: ParallelDims) -> Iterator[Layout]:
     """One mistake at a time, then two: which axes shard, exchanged axes or degrees, tensor parallel left out."""
-    subsets = [(), DATA_AXES, ("dp_shard", "tp"), (*DATA_AXES, "tp")]
+    subsets = [(), DATA_AXES, (*SHARD_AXES, "tp"), (*DATA_AXES, "tp"), *_parts_of_the_fold(dims)]
     yield from (Layout(dims, sharded_by=subset) for subset in subsets)
     yield Layout(dims, tensor_parallel=False)
     axes = [axis for axis in (*DATA_AXES, "tp") if getattr(dims, axis) > 1]
     rest = tuple(axis for axis in AXES if axis not in axes)
     yield from (Layout(dims, order=(*rest, *order)) for order in itertools.permutations(axes))
-    yield Layout(dims, sharded_by=("dp_replicate",))
+    yield Layout(dims, sharded_by=("dp_replicate", "cp"))
     for shard in range(2, dims.dp):
         if dims.dp % shard == 0:
             yield Layout(replace(dims, dp_replicate=dims.dp // shard, dp_shard=shard))
-    yield from (Layout(dims, sharded_by=subset, tensor_parallel=False) for subset in [*subsets, ("dp_replicate",)])
+    yield from (Layout(dims, sharded_by=subset, tensor_parallel=False) for subset in [*subsets, ("dp_replicate", "cp")])
+
+
+def _parts_of_the_fold(dims: ParallelDims) -> list[tuple[str, ...]]:
+    """Sharded over some axes that are not folded with cp as they should be."""
+    if dims.cp == 1:
+        return []
+    return [("dp_shard",), ("cp",), ("dp_replicate", "dp_shard"), ("dp_replicate",)]
 
 
 def _explains(layout: Layout, trial: Trial, fqns: set[str]) -> bool:
@@ -135,18 +144,20 @@ def _causes(layout: Layout, dims: ParallelDims) -> Iterator[str]:
         shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
         wanted = [axis for axis in AXES if axis in shown]
         yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), asked for ({', '.join(wanted)})"
-    exchanged = (layout.ways, dims.dp // layout.ways) == (dims.dp_replicate, dims.dp_shard)
-    if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.ways != dims.dp_shard:
+    ways = dims.dp_shard * dims.cp
+    as_degrees = dims.cp == 1 and (layout.ways, dims.dp // layout.ways) == (dims.dp_replicate, dims.dp_shard)
+    exchanged = as_degrees or layout.sharded_by == ("dp_replicate", "cp")
+    if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.ways != ways:
         held = f"parameters are sharded over {layout.ways} ranks and replicated {dims.dp_shard} times"
         yield f"dp_replicate and dp_shard exchanged: {held}, asked for {_asked(dims)}"
-    elif layout.ways != dims.dp_shard:
+    elif layout.ways != ways:
         yield _other_strategy(layout, dims)
 
 
 def _asked(dims: ParallelDims) -> str:
-    if dims.dp_shard == 1:
+    if dims.dp_shard * dims.cp == 1:
         return f"whole parameters on each of {dims.dp_replicate} ranks"
-    return f"{dims.dp_shard}" + (f", replicated {dims.dp_replicate} times" if dims.dp_replicate > 1 else "")
+    return f"{dims.dp_shard * dims.cp}" + (f", replicated {dims.dp_replicate} times" if dims.dp_replicate > 1 else "")
 
 
 def _fsdp_over_tp(layout: Layout) -> str:
@@ -154,19 +165,38 @@ def _fsdp_over_tp(layout: Layout) -> str:
     held = f"parameters are sharded over {layout.ways} ranks"
     if layout.tensor_parallel:
         return f"FSDP also over tp: {held} on top of TP, asked for {_asked(layout.dims)}"
-    asked = f"{_asked(layout.dims)} and tp {layout.dims.tp}" if layout.dims.dp > 1 else f"tp {layout.dims.tp}"
+    asked = (
+        f"{_asked(layout.dims)} and tp {layout.dims.tp}"
+        if layout.dims.dp * layout.dims.cp > 1
+        else f"tp {layout.dims.tp}"
+    )
     return f"TP not applied, FSDP over {axes} in its place: {held}, asked for {asked}"
 
 
 def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     """The degree of sharding that is in force, and what that is called."""
+    ranks = dims.dp * dims.cp
     if layout.ways == 1:
-        held = "every dp rank holds whole parameters"
+        held = f"every {'dp' if dims.cp == 1 else 'cp' if dims.dp == 1 else 'dp and cp'} rank holds whole parameters"
     else:
-        times = f" and replicated {dims.dp // layout.ways} times" if layout.ways < dims.dp else ""
-        held = f"parameters are sharded over {layout.ways} ranks{times}"
-    asked, ran = strategy_name(dims.dp, dims.dp_shard), strategy_name(dims.dp, layout.ways)
+        along = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
+        times = f" and replicated {ranks // layout.ways} times" if layout.ways < ranks else ""
+        held = f"parameters are sharded over {layout.ways} ranks{f' along {along}' if dims.cp > 1 else ''}{times}"
+    asked, ran = strategy_name(ranks, dims.dp_shard * dims.cp), strategy_name(ranks, layout.ways)
     return f"{asked} ran as {ran}: {held}, asked for {_asked(dims)}"
+
+
+def _unreduced(trial: Trial, broken: Broken) -> Iterator[str]:
+    """Data-parallel axes and cp, if nothing in backward runs between the ranks along them and gradients are wrong."""
+    used = {
+        call.ranks
+        for call in trial.ranks[0].collectives
+        if call.phase == "backward" and call.op in ("all_reduce", "reduce_scatter") and "float" in call.dtype
+    }
+    axes = [axis for axis in DATA_AXES if axis in trial.plan.groups]
+    missing = [axis for axis in axes if not any(len({*trial.plan.group_of(0, axis)} & {*line}) > 1 for line in used)]
+    if missing and "gradients" in broken:
+        yield f"gradient reduction missing over {' and '.join(missing)}"
 
 
 def strategy_name(dp: int, ways: int) -> str:
@@ -177,7 +207,7 @@ def _layout_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
     """Groups that really carried traffic, contents, bytes: expected and observed."""
     used = _groups_in_use(trial)
     for label, axis, ran in (
-        ("shard groups", "dp_shard", layout.sharded_by),
+        ("shard groups", trial.plan.shard_axis, layout.sharded_by),
         ("replicate groups", "dp_replicate", [axis for axis in DATA_AXES if axis not in layout.sharded_by]),
         ("tp groups", "tp", ["tp"]),
     ):

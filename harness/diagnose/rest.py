@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +10,16 @@ from typing import Any
 
 from harness.case import Case
 from harness.checks import traffic
+from harness.checks.loss import losses
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.updates import own_norm
 from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words, traffic_lines
 from harness.evidence import StepEvidence
-from harness.plan import make_plan
+from harness.plan import groups, make_plan
 from harness.trial import Trial, Verdict
+
+LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see different tokens
+
 
 # ---- displays
 
@@ -35,7 +40,29 @@ def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
 def _shown_loss(trial: Trial) -> str:
     right = {step.step: step.loss for step in trial.reference.steps}
     seen = [(rank, step.reported_loss, right[step.step], _own_loss(step)) for rank, step, _ in trial.steps()]
-    return _shown(trial, seen, "the loss of its own samples")
+    left_out = _axes_left_out(trial)
+    return f"it is not reduced over {left_out}" if left_out else _shown(trial, seen, "the loss of its own samples")
+
+
+def _axes_left_out(trial: Trial) -> str | None:
+    """Each rank shows the loss of the tokens of its peers along the other axes. (Of none: that is its own loss.)"""
+    axes = [axis for axis in LOSS_AXES if axis in trial.plan.groups]
+    for count in range(1, len(axes) + 1):
+        for missing in itertools.combinations(axes, count):
+            reduced = [axis for axis in axes if axis not in missing]
+            if (reduced or "cp" in missing) and all(_is_sum_over(trial, reduced, r, s) for r, s, _ in trial.steps()):
+                return " and ".join(missing)
+    return None
+
+
+def _is_sum_over(trial: Trial, reduced: list[str], rank: int, step: StepEvidence) -> bool:
+    """Divided by the valid tokens of those ranks, or by those of all."""
+    peers = next(group for group in groups(trial.case.dims, *reduced) if rank in group) if reduced else (rank,)
+    seen = [loss for peer in peers for loss in losses(trial, peer, step.step)]
+    total, tokens = math.fsum(loss for loss, _ in seen), sum(count for _, count in seen)
+    everyone = trial.reference.steps[step.step - 1].valid_tokens
+    shown = step.reported_loss
+    return shown is not None and any(_near(shown, total / count) for count in (tokens, everyone) if count)
 
 
 def _shown_norm(trial: Trial) -> str:

@@ -85,6 +85,7 @@ class Probe:
             optimizer_state=values.optimizer_state,
             memory=values.memory,
             activity=self.activity.of_step(step),
+            positions=self.samples.positions(step),
         )
 
 

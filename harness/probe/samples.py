@@ -2,12 +2,14 @@
 
 Tokens are the first tensor the root module is called with, if it is one of integers (a later pipeline stage is called
 with activations). Labels and the local loss are what
-torch.nn.functional.cross_entropy was called with and returned, so no trainer has to report them.
+torch.nn.functional.cross_entropy was called with and returned, so no trainer has to report them. Positions are known by
+the name that the model gives its argument.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from torch import nn
 from harness.evidence import Microbatch
 from harness.probe.clock import Clock
 from harness.probe.structure import local
+
+POSITION_NAMES = ("positions", "position_ids", "input_pos")
 
 
 @dataclass
@@ -34,6 +38,7 @@ class SampleRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._tokens: dict[int, list[np.ndarray]] = {}
+        self._positions: dict[int, dict[bytes, np.ndarray]] = {}
         self._losses: dict[int, list[_Loss]] = {}
         self._hooks: list[Any] = []
         self._cross_entropy: Callable[..., torch.Tensor] | None = None
@@ -62,12 +67,19 @@ class SampleRecorder:
             torch.nn.functional.cross_entropy = self._cross_entropy
         self._hooks, self._cross_entropy = [], None
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clock.enter_forward()
+        self._note_positions(dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs)
         first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
         if first is not None and not first.is_floating_point() and first.dim() == 2:
             tokens = local(first).to("cpu", torch.int64, copy=True).numpy()
             self._tokens.setdefault(self._clock.step, []).append(tokens)
+
+    def _note_positions(self, given: dict[str, Any]) -> None:
+        told = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
+        if told is not None:
+            seen = local(told).to("cpu", torch.int64, copy=True).numpy()
+            self._positions.setdefault(self._clock.step, {})[seen.tobytes()] = seen
 
     def _leave(self, *_: Any) -> None:
         self._clock.leave_forward()
@@ -75,6 +87,9 @@ class SampleRecorder:
     def _note_loss(self, target: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
         loss = _Loss(local(target), local(value), options.get("reduction", "mean"), options.get("ignore_index", -100))
         self._losses.setdefault(self._clock.step, []).append(loss)
+
+    def positions(self, step: int) -> tuple[np.ndarray, ...]:
+        return tuple(self._positions.get(step, {}).values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
         """One record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were fed."""

@@ -1,0 +1,37 @@
+"""The positions that model parts are told, which turn queries and keys, are those of the tokens that they are fed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness import plan
+from harness.checks import not_applicable, verdict_of
+from harness.trial import Finding, Result, Trial
+
+STAGE = "data"
+
+
+def check(trial: Trial) -> Result:
+    told = {rank: sum(len(step.positions) for step in evidence.steps) for rank, evidence in trial.ranks.items()}
+    if not any(told.values()):
+        return not_applicable("positions", "the model is told none: it counts from 0, or reads them from a table")
+    findings = []
+    for rank, step, _ in trial.steps():
+        wanted = plan.positions(trial.case, rank, trial.case.seq_len(step.step))
+        findings += [
+            Finding(f"rank {rank}, step {step.step}", positions_text(wanted), positions_text(row))
+            for row in wrong_rows(step.positions, wanted)[:1]
+        ]
+    return verdict_of("positions", findings, sum(told.values()))
+
+
+def wrong_rows(told: tuple[np.ndarray, ...], wanted: np.ndarray) -> list[np.ndarray]:
+    """One position a token, the same for every sample or a row for each."""
+    rows = [row for positions in told for row in positions.reshape(-1, positions.shape[-1])]
+    return [row for row in rows if not np.array_equal(row, wanted)]
+
+
+def positions_text(positions: np.ndarray) -> str:
+    """0-3 and 12-15."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,0 +1,298 @@
+"""Mistakes of context parallel: who is fed which positions, what goes round, and what is reduced over cp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.faults import Fired, fault, replace
+
+
+@fault(
+    breaks="FSDP is applied only where dp_shard is above 1, so with cp alone nothing reduces gradients over cp",
+    bug="M03 pytorch/torchtitan #685",
+    case="cp_2",
+    caught_by="shard_contents placements traffic gradients replica_agreement",
+    named="gradient reduction missing over cp",
+)
+def fsdp_left_out_with_cp_alone(fired: Fired) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def keep_whole(model: Any, mesh: Any, case: Any) -> None:
+        fired()
+
+    replace(parallelize, "apply_fsdp", lambda original: keep_whole)
+
+
+@fault(
+    breaks="fully_shard gets the mesh of dp_shard alone, so cp ranks hold equal shards and never reduce their gradients",
+    bug="of the family of M03: sharded over dp_shard where dp_shard x cp was meant",
+    case="fsdp_2_cp_2",
+    caught_by="shard_contents placements traffic gradients replica_agreement",
+    named="gradient reduction missing over cp",
+)
+def fsdp_over_dp_shard_without_cp(fired: Fired) -> None:
+    _shard_over(fired, lambda mesh: mesh["dp_shard"])
+
+
+@fault(
+    breaks="fully_shard gets (dp_shard, cp) unfolded and takes it for HSDP's (replicate, shard)",
+    bug="a native 2-D slice handed to fully_shard (BUGS.md, class mesh)",
+    case="fsdp_2_cp_2",
+    caught_by="shard_contents placements traffic memory",
+    named="FSDP ran as HSDP: parameters are sharded over 2 ranks along cp and replicated 2 times",
+)
+def dp_shard_and_cp_not_folded(fired: Fired) -> None:
+    _shard_over(fired, lambda mesh: mesh["dp_shard", "cp"])
+
+
+def _shard_over(fired: Fired, choose: Any) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def chosen(mesh: Any) -> Any:
+        fired()
+        return choose(mesh)
+
+    replace(parallelize, "data_parallel_mesh", lambda original: chosen)
+
+
+@fault(
+    breaks="the displayed loss is summed over the dp ranks and not over cp",
+    bug="M08 pytorch/torchtitan #761",
+    case="fsdp_2_cp_2",
+    caught_by="reported_loss",
+    named="the displayed loss is wrong, the training itself is right: it is not reduced over cp",
+)
+def displayed_loss_not_reduced_over_cp(fired: Fired) -> None:
+    from harness.trainers.llama3 import parallelize, trainer
+
+    def make(original: Any) -> Any:
+        def over_dp_only(loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
+            import torch.distributed as dist
+
+            fired()
+            for axis in parallelize.DATA_AXES:
+                if axis in parallelize.axes_of(mesh):
+                    dist.all_reduce(loss_sum, group=mesh.get_group(axis))
+            return float(loss_sum) / valid_tokens
+
+        return over_dp_only
+
+    replace(trainer, "reported_loss", make)
+
+
+@fault(
+    breaks="every cp rank divides by the valid tokens of its own part of the sequence",
+    bug="the denominator is the count of the cp rank (BUGS.md, class loss)",
+    case="cp_2",
+    caught_by="gradients grad_norm reported_loss",
+    named="the loss is averaged per cp rank",
+)
+def loss_averaged_per_cp_rank(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+    from reference.data import IGNORED
+
+    def make(_: Any) -> Any:
+        def own_count(microbatches: Any, mesh: Any, device: Any) -> int:
+            fired()
+            return mesh.size() * sum(int((part.labels != IGNORED).sum()) for part in microbatches)
+
+        return own_count
+
+    replace(trainer, "count_valid", make)
+
+
+@fault(
+    breaks="gradients are scaled by the number of dp ranks, but averaged over dp and cp ranks",
+    bug="gradient scaling uses the size of dp without cp (BUGS.md, class gradient reduction)",
+    case="cp_2",
+    caught_by="gradients grad_norm",
+    named="divided by cp (1/2) once too often",
+)
+def gradients_scaled_without_cp(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def by_dp(loss: Any, *, ranks: int, **kwargs: Any) -> Any:
+            fired()
+            return original(loss, ranks=ranks // 2, **kwargs)  # the case has cp 2
+
+        return by_dp
+
+    replace(trainer, "scaled", make)
+
+
+@fault(
+    breaks="the gradients of keys and values that come back round the ring are dropped, each rank keeps its own",
+    bug="forward exact, backward wrong (the family of T03 and G21), at the ring's rotation",
+    case="cp_2",
+    caught_by="traffic gradients grad_norm",
+    named="gradients of keys and values do not go round over cp",
+)
+def gradients_of_keys_and_values_stay_local(fired: Fired) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    def make(original: Any) -> Any:
+        class Kept(original):
+            def exchange_buffers(self, buffer: Any) -> None:
+                self._kept = buffer
+
+            def next_buffer(self) -> Any:
+                fired()
+                return self._kept
+
+        return Kept
+
+    replace(ring, "_AllToAllRotater", make)
+
+
+# ---- positions
+
+
+@fault(
+    breaks="every cp rank counts positions from 0, so rotary angles restart with each part of the sequence",
+    bug="RoPE positions not those of the rank's own tokens: pytorch/torchtitan #2780, #792; VeOmni #448",
+    case="cp_2_contiguous",
+    caught_by="positions loss gradients",
+    named="rotary positions restart at 0 on each cp rank: rank 1 is told 0-15 for its tokens at 16-31",
+)
+def rope_restarts_on_each_cp_rank(fired: Fired) -> None:
+    _alter_parts(fired, lambda tokens, labels, positions, rank: (tokens, labels, positions - positions[0]))
+
+
+@fault(
+    breaks="rotary positions are sliced contiguously while tokens are balanced head with tail",
+    bug="RoPE contiguous, tokens zig-zag: pytorch/torchtitan #2780",
+    case="cp_2",
+    caught_by="positions loss gradients",
+    named="wrong rotary positions: rank 0 is told 0-15 for its tokens at 0-7 and 24-31",
+)
+def rope_contiguous_under_load_balancing(fired: Fired) -> None:
+    _alter_parts(fired, lambda tokens, labels, at, rank: (tokens, labels, _counting(at, rank)))
+
+
+def _counting(positions: Any, rank: int) -> Any:
+    return positions.argsort() + rank * len(positions)
+
+
+def _alter_parts(fired: Fired, change: Any) -> None:
+    from harness.trainers.llama3 import context
+
+    def make(original: Any) -> Any:
+        def altered(tokens: Any, labels: Any, mesh: Any, **kwargs: Any) -> Any:
+            fired()
+            return change(*original(tokens, labels, mesh, **kwargs), mesh.get_local_rank())
+
+        return altered
+
+    replace(context, "shard_sequence", make)
+
+
+# ---- what a cp rank is fed
+
+
+@fault(
+    breaks="the batch is never cut: every cp rank computes whole sequences, with attention of its own",
+    bug="CP context never entered (wrong indentation), CP silently off (BUGS.md, class cp)",
+    case="cp_2",
+    caught_by="samples traffic",
+    named="CP not in force: every cp rank is fed whole sequences",
+)
+def context_parallel_never_entered(fired: Fired) -> None:
+    from harness.trainers.llama3 import context
+
+    def whole(tokens: Any, labels: Any, mesh: Any, **kwargs: Any) -> Any:
+        fired()
+        return tokens, labels, None
+
+    replace(context, "shard_sequence", lambda original: whole)
+    replace(context, "apply_context_parallel", lambda original: lambda model, mesh, case: None)
+
+
+@fault(
+    breaks="load balancing is asked for and the sequence is cut contiguously, with attention to match: slow, not wrong",
+    bug="a performance option without effect: the family of M01 and X01",
+    case="cp_2",
+    caught_by="samples positions",
+    named="cp_load_balance True is asked for, False is in force",
+)
+def load_balancer_not_applied(fired: Fired) -> None:
+    from harness.trainers.llama3 import context
+
+    def make(original: Any) -> Any:
+        def contiguous(tokens: Any, labels: Any, mesh: Any, *, load_balance: bool) -> Any:
+            fired()
+            return original(tokens, labels, mesh, load_balance=False)
+
+        return contiguous
+
+    replace(context, "shard_sequence", make)
+
+
+@fault(
+    breaks="tokens are balanced head with tail, and the ring masks as if they were cut contiguously",
+    bug="torch notes in a global whether the batch was balanced; a batch that is cut elsewhere leaves it wrong",
+    case="cp_2",
+    caught_by="loss gradients",
+    named="the forward pass is wrong: the loss of step 1 is off",
+)
+def ring_unaware_of_load_balancing(fired: Fired) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    def forget(*parts: Any) -> Any:
+        fired()
+        ring._cp_options.enable_load_balance = False
+        return parts[:3]
+
+    _alter_parts(lambda: None, forget)
+
+
+@fault(
+    breaks="cp ranks draw samples of their own, as if cp divided the batch",
+    bug="the data loader's rank counts cp (the family of D03)",
+    case="fsdp_2_cp_2",
+    caught_by="samples",
+    named="cp peers are fed different samples",
+)
+def cp_ranks_read_different_samples(fired: Fired) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def counting_cp(mesh: Any) -> int:
+            fired()
+            return (original(mesh) + mesh.get_local_rank("cp")) % 2  # two dp shares
+
+        return counting_cp
+
+    replace(parallelize, "data_parallel_rank", make)
+
+
+# ---- attention
+
+
+@fault(
+    breaks="attention of each cp rank looks at its own part of the sequence only",
+    bug="the attention module was not wrapped: the forms of CP that patch a function are lost when it is imported by name",
+    case="cp_2_contiguous",
+    caught_by="traffic loss gradients",
+    named="no keys and values go round over cp: attention sees its own part of the sequence only",
+)
+def attention_stays_local(fired: Fired) -> None:
+    from harness.trainers.llama3 import context
+
+    def left_out(model: Any, mesh: Any, case: Any) -> None:
+        fired()
+
+    replace(context, "apply_context_parallel", lambda original: left_out)
+
+
+@fault(
+    breaks="the rotation asked for is never set, so torch's default is in force",
+    bug="a performance option without effect: the family of M01 and X01",
+    case="cp_2_alltoall",
+    caught_by="traffic",
+    named="cp_rotation alltoall is asked for, allgather is in force",
+)
+def rotation_never_set(fired: Fired) -> None:
+    from harness.trainers.llama3 import context
+
+    replace(context, "set_rotate_method", lambda original: lambda method: fired())

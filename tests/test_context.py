@@ -1,0 +1,251 @@
+"""Context parallel on literal evidence: what the laws find and what is named when positions, attention or losses go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal import (
+    ADAMW,
+    judged,
+    microbatch_of,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_step,
+    with_step_1_gradients,
+)
+
+from harness import attribution
+from harness.case import ParallelDims
+from harness.checks import judge
+from harness.checks.positions import positions_text
+from harness.diagnose import diagnose
+from harness.plan import positions
+from harness.trial import Finding, Trial, Verdict
+
+EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
+CP_2, FSDP_2_CP_2 = ParallelDims(cp=2), ParallelDims(dp_shard=2, cp=2)
+LAYOUTS = [
+    CP_2,
+    ParallelDims(cp=4),
+    FSDP_2_CP_2,
+    ParallelDims(dp_replicate=2, cp=2),
+    ParallelDims(dp_replicate=2, dp_shard=2, cp=2),
+    ParallelDims(cp=2, tp=2),
+    ParallelDims(dp_shard=2, cp=2, tp=2),
+]
+
+
+def cp_trial(dims: ParallelDims = CP_2, **features: object) -> Trial:
+    """Four tokens a cp rank."""
+    return trial_of(tiny_case(dims, replace(EIGHT, seq_len=4 * dims.cp), **features))
+
+
+def cause(trial: Trial) -> str:
+    found = diagnose(trial, judge(trial))
+    assert found is not None, "no law is broken"
+    assert not any("not diagnosed" in label for label, _ in found.evidence), found.evidence
+    return found.cause
+
+
+def broken(trial: Trial) -> set[str]:
+    return {result.check for result in judge(trial) if result.verdict is Verdict.FAIL}
+
+
+def feeding(trial: Trial, rank: int, at: np.ndarray, *, told: np.ndarray | None = None) -> Trial:
+    """A rank fed its samples at other positions, in every step; told: what it says of them."""
+    for number, ids in enumerate(trial.reference.samples, start=1):
+        share = rank // (trial.case.dims.cp * trial.case.dims.tp)
+        mine = ids[share * trial.case.local_batch :][: trial.case.local_batch]
+        at_them = (microbatch_of(trial.reference, mine, at, trial.case.dims.cp),)
+        trial = with_step(trial, rank, number, microbatches=at_them, positions=(at if told is None else told,))
+    return trial
+
+
+def telling(trial: Trial, rank: int, told: np.ndarray) -> Trial:
+    return feeding(trial, rank, positions(trial.case, rank, 8), told=told)
+
+
+# ---- what a correct run leaves
+
+
+@pytest.mark.parametrize("features", [{}, {"cp_load_balance": False}, {"cp_rotation": "alltoall"}], ids=str)
+@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
+def test_a_correct_run_breaks_no_law(dims: ParallelDims, features: dict) -> None:
+    results = {result.check: result for result in judge(cp_trial(dims, **features))}
+    assert {r.verdict for r in results.values()} == {Verdict.PASS, Verdict.NOT_APPLICABLE}, results
+    assert results["positions"].examined == 3 * dims.world_size
+
+
+# ---- positions
+
+
+def test_positions_are_not_judged_where_the_model_is_told_none() -> None:
+    assert judged("positions", trial_of(tiny_case("fsdp_2"))).verdict == Verdict.NOT_APPLICABLE
+
+
+def test_positions_of_another_cp_rank_are_found_also_in_one_row_of_many() -> None:
+    trial = cp_trial(cp_load_balance=False)
+    rows = np.stack([np.arange(4, 8), np.arange(4)])
+    assert judged("positions", telling(trial, 1, rows)).findings == tuple(
+        Finding(f"rank 1, step {step}", "4-7", "0-3") for step in (1, 2, 3)
+    )
+
+
+def test_positions_read_as_intervals() -> None:
+    assert positions_text(np.array([0, 1, 6, 7, 9])) == "0-1 and 6-7 and 9"
+
+
+def test_rope_that_restarts_on_each_cp_rank_is_named() -> None:
+    trial = telling(cp_trial(cp_load_balance=False), 1, np.arange(4))
+    assert cause(trial) == "rotary positions restart at 0 on each cp rank: rank 1 is told 0-3 for its tokens at 4-7"
+
+
+def test_rope_that_ignores_load_balancing_is_named() -> None:
+    trial = telling(cp_trial(), 1, np.arange(4, 8))
+    assert cause(trial) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-5"
+
+
+# ---- what a cp rank is fed
+
+
+def test_a_cp_rank_fed_its_peers_part_is_found_and_named() -> None:
+    trial = feeding(cp_trial(ParallelDims(cp=4), cp_load_balance=False), 2, np.arange(12, 16))
+    expected = Finding("rank 2, step 1", "the tokens at positions 8-11", "those at 12-15")
+    assert judged("samples", trial).findings[0] == expected
+    told = "rank 2 is fed the tokens at 12-15, its positions are 8-11"
+    assert cause(trial) == f"cp ranks are fed the wrong part of the sequence: {told}"
+
+
+def test_all_cp_ranks_fed_one_part_are_named() -> None:
+    trial = feeding(cp_trial(cp_load_balance=False), 1, np.arange(4))
+    assert cause(trial) == "the sequence is not divided over cp: every rank is fed the tokens at 0-3"
+
+
+def test_whole_sequences_on_every_cp_rank_are_named() -> None:
+    trial = feeding(feeding(cp_trial(), 0, np.arange(8)), 1, np.arange(8))
+    assert cause(trial) == "CP not in force: every cp rank is fed whole sequences, asked for cp 2"
+
+
+def test_a_load_balancer_that_is_not_applied_is_named() -> None:
+    trial = feeding(feeding(cp_trial(), 0, np.arange(4)), 1, np.arange(4, 8))
+    told = "rank 0 is fed the tokens at 0-3, its positions are 0-1 and 6-7"
+    assert cause(trial) == f"cp_load_balance True is asked for, False is in force: {told}"
+
+
+def test_cp_ranks_fed_different_samples_are_named() -> None:
+    trial = cp_trial(FSDP_2_CP_2)
+    part = (microbatch_of(trial.reference, (4, 5, 6, 7), positions(trial.case, 1, 8), 2),)
+    assert cause(with_step(trial, 1, 1, microbatches=part)).startswith("cp peers are fed different samples: rank 1")
+
+
+# ---- attention and traffic
+
+
+def without(trial: Trial, op: str, phases: tuple[str, ...]) -> Trial:
+    drop = lambda call: [] if call.op == op and call.phase in phases else [call]  # noqa: E731
+    return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, drop))
+
+
+def test_attention_that_stays_local_is_named_by_what_does_not_go_round() -> None:
+    trial = without(cp_trial(cp_rotation="alltoall"), "all_to_all", ("forward", "backward"))
+    trial = with_step_1_gradients(trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn][::-1])
+    told = "no keys and values go round over cp: attention sees its own part of the sequence only"
+    assert cause(trial) == told
+
+
+def test_gradients_of_keys_and_values_that_stay_local_are_named() -> None:
+    trial = without(cp_trial(), "all_to_all", ("backward",))
+    trial = with_step_1_gradients(trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn][::-1])
+    assert cause(trial) == "gradients of keys and values do not go round over cp: each rank keeps its own"
+
+
+def test_another_rotation_than_asked_for_is_named() -> None:
+    asked, ran = (tiny_case(CP_2, EIGHT, cp_rotation=rotation) for rotation in ("alltoall", "allgather"))
+    assert broken(trial_of(asked, ran)) == {"traffic"}
+    assert cause(trial_of(asked, ran)).startswith("cp_rotation alltoall is asked for, allgather is in force")
+
+
+# ---- who holds what
+
+
+def test_sharding_over_cp_alone_is_named_although_all_numbers_are_right() -> None:
+    ran = tiny_case(ParallelDims(dp_replicate=2, cp=2), EIGHT)  # the same ranks, as HSDP
+    trial = trial_of(tiny_case(FSDP_2_CP_2, EIGHT), ran)
+    held = "parameters are sharded over 2 ranks along cp and replicated 2 times, asked for 4"
+    assert cause(trial) == f"FSDP ran as HSDP: {held}"
+
+
+def test_whole_parameters_on_cp_ranks_and_no_reduction_are_named() -> None:
+    trial = trial_of(tiny_case(CP_2, EIGHT), tiny_case("ddp_2", EIGHT))
+    trial = feeding(feeding(trial, 0, positions(trial.case, 0, 8)), 1, positions(trial.case, 1, 8))
+    trial = without(trial, "all_reduce", ("backward",))
+    seen = trial.ranks[1].steps[0].gradients
+    trial = with_step(trial, 1, 1, gradients={fqn: 2 * gradient for fqn, gradient in seen.items()})
+    held = "every cp rank holds whole parameters, asked for 2"
+    assert cause(trial) == f"FSDP ran as DDP: {held}; gradient reduction missing over cp"
+
+
+# ---- what a cp rank counts for
+
+
+def with_parts(trial: Trial, weights: dict[int, list[float]]) -> Trial:
+    """Gradients in which the eighths of the sequence count as given, by rank."""
+    draw, known = np.random.default_rng(1), {}
+    for fqn, full in trial.reference.steps[0].gradients.items():
+        parts = draw.standard_normal((8, full.size))
+        known[fqn] = parts + (full.ravel() - parts.sum(axis=0)) / 8
+    trial = replace(trial, reference=replace(trial.reference, part_gradients=known))
+    return with_step_1_gradients(trial, lambda rank, fqn: (weights[rank] @ known[fqn]).reshape(trial.plan.shapes[fqn]))
+
+
+def test_the_weights_of_cp_ranks_are_found_from_the_gradient() -> None:
+    trial = with_parts(cp_trial(), dict.fromkeys((0, 1), [2.0, 2.0, 0.5, 0.5, 0.5, 0.5, 2.0, 2.0]))
+    weights = attribution.part_weights(trial, [0, 1])
+    assert weights is not None and weights.explained
+    assert weights.by_sample == pytest.approx({0: 2.0, 1: 0.5})
+    assert cause(trial) == "tokens count unequally in the gradient: weights 2, 0.5 by cp rank, each should have 1"
+
+
+def test_a_mean_taken_on_each_cp_rank_is_named() -> None:
+    trial = cp_trial(cp_load_balance=False)
+    counts = [sum(m.valid_tokens or 0 for m in trial.ranks[rank].steps[0].microbatches) for rank in (0, 1)]
+    first, second = (sum(counts) / (2 * count) for count in counts)
+    trial = with_parts(trial, dict.fromkeys((0, 1), [first] * 4 + [second] * 4))
+    assert cause(trial).startswith("the loss is averaged per cp rank: each divides by its own number of valid tokens")
+
+
+def test_a_reduction_over_cp_whose_result_is_dropped_is_named() -> None:
+    trial = with_parts(cp_trial(cp_load_balance=False), {0: [1.0] * 4 + [0.0] * 4, 1: [0.0] * 4 + [1.0] * 4})
+    told = "rank 0's gradient holds the tokens of [0] of 2 cp ranks only"
+    assert cause(trial) == f"gradient reduction without effect over cp: {told}"
+
+
+def test_parts_that_are_no_whole_eighths_are_not_attributed() -> None:
+    trial = with_parts(cp_trial(), dict.fromkeys((0, 1), [1.0] * 8))
+    thirds = replace(trial.case, dims=ParallelDims(cp=3), training=replace(EIGHT, seq_len=24))
+    assert attribution.part_weights(replace(trial, case=thirds), [0]) is None
+
+
+# ---- what is displayed
+
+
+def showing(trial: Trial, peers: dict[int, tuple[int, ...]]) -> Trial:
+    """Each rank displays the loss of these ranks' tokens, over the number of all."""
+    for rank, others in peers.items():
+        for step in trial.reference.steps:
+            seen = [m for other in others for m in trial.ranks[other].steps[step.step - 1].microbatches]
+            shown = sum(m.loss_sum or 0.0 for m in seen) / step.valid_tokens
+            trial = with_step(trial, rank, step.step, reported_loss=shown)
+    return trial
+
+
+def test_a_displayed_loss_that_lacks_cp_is_named() -> None:
+    right = "the displayed loss is wrong, the training itself is right:"
+    over_dp = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    assert cause(showing(cp_trial(FSDP_2_CP_2), over_dp)) == f"{right} it is not reduced over cp"
+    own = {0: (0,), 1: (1,)}
+    assert cause(showing(cp_trial(), own)) == f"{right} it is not reduced over cp"
