@@ -165,6 +165,8 @@ def unsupported(case: Case, options: Options) -> str | None:
     reason = trainers.load(options.trainer).unsupported(case)
     if reason:
         return reason
+    if options.device == "cuda" and case.dims.cp > 1 and case.training.dtype == "float64":
+        return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
     if options.device == "cuda" and options.launcher == "local":
         visible = visible_gpus()
         if case.dims.world_size > visible:

@@ -268,9 +268,7 @@ def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> 
     return tuple(microbatch_of(reference, ids[i * size : (i + 1) * size], at, case.dims.cp) for i in range(times))
 
 
-def microbatch_of(
-    reference: ReferenceRun, ids: Iterable[int], at: np.ndarray | None = None, cp: int = 1
-) -> Microbatch:
+def microbatch_of(reference: ReferenceRun, ids: Iterable[int], at: np.ndarray | None = None, cp: int = 1) -> Microbatch:
     """at: the positions that are fed; of cp ranks that share a sample each has as large a share of its loss."""
     rows, at = list(ids), np.arange(reference.tokens.shape[1]) if at is None else at
     labels, total = reference.labels[rows][:, at], math.fsum(sample_loss(id_) / cp for id_ in rows)

@@ -88,6 +88,17 @@ def test_the_samples_own_gradients_sum_to_the_step_1_gradient(run: ReferenceRun)
         assert relative(parts.sum(axis=0), gradients[fqn].ravel()[run.sample_positions[fqn]]) < 1e-12
 
 
+def test_the_gradients_of_eighths_of_the_sequence_sum_to_the_step_1_gradient(run: ReferenceRun) -> None:
+    for fqn, parts in run.part_gradients.items():
+        whole = run.steps[0].gradients[fqn].ravel()[run.sample_positions[fqn]]
+        assert parts.shape == (8, len(whole))
+        assert relative(parts.sum(axis=0), whole) < 1e-13
+
+
+def test_a_length_without_eighths_has_no_such_gradients() -> None:
+    assert train(DEBUG, replace(RECIPE, seq_len=12, steps=1)).part_gradients == {}
+
+
 def test_sample_positions_are_distinct_and_visit_every_sixteenth_of_rows_and_columns() -> None:
     assert spread_positions(5).tolist() == [0, 1, 2, 3, 4]
     for rows, columns in ((256, 64), (64, 64), (64, 192), (4096, 4096)):

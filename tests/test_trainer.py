@@ -218,6 +218,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
             Case("ddp_tp", "", ParallelDims(dp_replicate=2, tp=2)),
             Case("tied", "", ParallelDims(tp=2), TIED),
             Case("ffn", "", ParallelDims(tp=2), ModelConfig(ffn_dim=193)),
+            Case("masked", "", ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
             Case("policy", "", ParallelDims(dp_replicate=2), features=Features(reduce_dtype="bfloat16")),
             Case("fine", "", ParallelDims(dp_replicate=2, dp_shard=2, tp=2)),
         )
@@ -227,6 +228,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
         "ddp_tp": "dp_replicate 2 x tp 2 without dp_shard: torch DDP does not take DTensors",
         "tied": "tied_embeddings with tp 2: the output projection has no weight of its own to shard",
         "ffn": "ffn_dim 193 is not divisible by tp 2",
+        "masked": "document_mask with cp 2: torch's ring attention takes no mask but the causal one",
         "policy": "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1",
         "fine": None,
     }

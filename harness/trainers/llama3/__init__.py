@@ -59,9 +59,11 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"tied_embeddings with tp {dims.tp}: the output projection has no weight of its own to shard"
     if dims.tp > 1 and case.model.ffn_dim % dims.tp:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
-    if dims.dp_shard == 1 and (case.training.compute_dtype or features.reduce_dtype):
+    if dims.dp_shard * dims.cp == 1 and (case.training.compute_dtype or features.reduce_dtype):
         yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
     yield from _torchs_limits_of_the_recipe(case)
+    if dims.cp > 1 and case.model.dropout:
+        yield f"dropout with cp {dims.cp}: a rank would draw its positions' mask otherwise than one device draws them all"
     yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
 
 
