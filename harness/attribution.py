@@ -124,6 +124,13 @@ def heard_of(trial: Trial) -> dict[int, list[int]] | None:
     return heard
 
 
+def speakers(trial: Trial) -> list[int]:
+    """The ranks that heard_of can hear: those that were fed a valid token."""
+    reference = trial.reference
+    valid = {id_ for id_, labels in zip(reference.sample_ids, reference.labels, strict=True) if (labels >= 0).any()}
+    return [rank for rank, ids in shares_of_samples(trial, 1).items() if valid & set(ids)]
+
+
 UNITS = ("rank", "microbatch of each rank", "microbatch", "sample")
 
 

@@ -109,9 +109,10 @@ class TrainingConfig:
 
     `compute_dtype`: what parameters are cast to for forward and backward; None leaves them as they are. `quantize`: the
     format of the blocks' matrix products, by torchao. `variable_length`: even steps train on the first half of each
-    sample's tokens. `document_mask`: attention does not look past a separator; positions count on all the same, from the
-    row's first token. `masked_samples`: every fourth sample drawn has no valid label at all. `decay`: "all", or
-    "matrices" for a weight decay that leaves norm weights alone.
+    sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the row's first
+    token (rotary attention sees distances only, so starting anew in each document would be the same).
+    `masked_samples`: every fourth sample drawn has no valid label at all. `decay`: "all", or "matrices" for a weight
+    decay that leaves norm weights alone.
     """
 
     steps: int = 3

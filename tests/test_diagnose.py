@@ -38,6 +38,7 @@ from literal import (
 
 from harness.case import ParallelDims
 from harness.checks import judge
+from harness.checks.samples import fed_samples
 from harness.diagnose import RULES, diagnose
 from harness.evidence import Exit
 from harness.plan import slices_of_rank
@@ -909,11 +910,115 @@ def test_gradients_that_go_wrong_later() -> None:
     trial = with_updates_that_follow(with_value(trial, 0, 3, "gradients", NORM, lambda g: g * 1.1))
     expect_first(
         trial,
+        """gradients are right in step 1 and from step 3 on 1.1 times what they should be in 1 of 12 parameters (norm.weight) on rank 0""",
+    )
+
+
+def test_gradients_that_go_wrong_later_by_no_factor() -> None:
+    trial = with_value(trial_of(tiny_case("fsdp_2")), 0, 3, "gradients", NORM, lambda g: g + 0.1)
+    expect_first(
+        with_updates_that_follow(trial),
         """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0""",
     )
 
 
+def test_a_token_count_of_another_step() -> None:
+    trial = fsdp_4()
+    one, two = (step.valid_tokens for step in trial.reference.steps[:2])
+    for rank, evidence in trial.ranks.items():
+        wrong = {fqn: gradient * two / one for fqn, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=wrong)
+    expect_first(
+        with_updates_that_follow(trial),
+        """gradients are right in step 1 and from step 2 on 1.375 times what they should be in every parameter: divided by the number of valid tokens of step 1 (16, not 22)""",
+    )
+
+
+def test_a_forward_pass_that_goes_wrong_later() -> None:
+    trial = fsdp_4()
+    for rank, evidence in trial.ranks.items():
+        batches = tuple(replace(batch, loss_sum=1.01 * batch.loss_sum) for batch in evidence.steps[1].microbatches)
+        wrong = {fqn: gradient**2 for fqn, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=wrong, microbatches=batches)
+    expect_first(
+        with_updates_that_follow(trial),
+        """the forward pass is right in step 1 and wrong from step 2 on (loss off by 1.0e-02): something of an earlier step is kept""",
+    )
+
+
+# ---- documents, ranks without a valid token
+
+
+def with_losses_of_step_1(trial: Trial, ranks: tuple[int, ...], by_id: dict[int, float]) -> Trial:
+    """These ranks computed these losses of samples; gradients are wrong everywhere."""
+    for rank in ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        ids = [id_ for id_ in fed_samples(trial, 1)[rank] if id_ is not None]
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=sum(by_id[i] for i in ids)),))
+    return with_step_1_gradients(trial, lambda rank, fqn: trial.reference.steps[0].gradients[fqn] ** 2)
+
+
+@pytest.mark.parametrize("ranks, where", [((0, 1), ""), ((1,), " on rank 1")])
+def test_a_document_mask_that_is_lost(ranks: tuple[int, ...], where: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, document_mask=True)))
+    unmasked = {id_: 3.0 + id_ / 7 for id_ in trial.reference.samples[0]}
+    trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.array(list(unmasked.values()))))
+    assert first_line(with_losses_of_step_1(trial, ranks, unmasked)) == (
+        f"documents see each other{where}: the losses of step 1 are those without a document mask, which is asked for"
+    )
+
+
+def test_other_losses_are_not_blamed_on_the_document_mask() -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, document_mask=True)))
+    trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.full(8, 3.0)))
+    wrong = with_losses_of_step_1(trial, (0, 1), dict.fromkeys(trial.reference.samples[0], 3.1))
+    assert first_line(wrong).startswith("the forward pass is wrong")
+
+
+def test_a_mean_over_no_valid_token() -> None:
+    trial = fsdp_4()
+    labels, fed = trial.reference.labels.copy(), fed_samples(trial, 1)[3]
+    labels[[trial.reference.sample_ids.index(i) for i in fed if i is not None]] = -100
+    trial = replace(trial, reference=replace(trial.reference, labels=labels))
+    (batch,) = trial.ranks[3].steps[0].microbatches
+    silent = replace(batch, labels=np.full_like(batch.labels, -100), loss_sum=0.0, valid_tokens=0)
+    trial = with_step(trial, 3, 1, microbatches=(silent,))
+    trial = with_step_1_gradients(trial, lambda rank, fqn: trial.reference.steps[0].gradients[fqn] * np.nan)
+    assert first_line(trial).endswith("rank 3 has no valid token, and a mean over none is 0/0"), first_line(trial)
+
+
 # ---- updates
+
+
+def test_norm_weights_that_decay_although_only_matrices_should() -> None:
+    expect_first(
+        trained_as(ADAMW, asked=replace(ADAMW, decay="matrices")),
+        """weight decay is applied to norm weights as well, asked for matrices only""",
+    )
+
+
+def test_norm_weights_that_do_not_decay_although_all_should() -> None:
+    expect_first(
+        trained_as(replace(ADAMW, decay="matrices")),
+        """weight decay is applied to matrices only, asked for all parameters""",
+    )
+
+
+@pytest.mark.parametrize("factor, hint", [(2.0, ", the peak's, as without a schedule"), (1.5, "")])
+def test_a_group_with_a_learning_rate_of_its_own(factor: float, hint: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(SGD, decay="matrices")))
+    for rank, evidence in trial.ranks.items():
+        for tensor in evidence.parameters:
+            if "norm" in tensor.fqn:
+
+                def scaled(after: np.ndarray, before: np.ndarray = tensor.value) -> np.ndarray:
+                    return before + factor * (after - before)
+
+                trial = with_value(trial, rank, 1, "parameters", tensor.fqn, scaled)
+    assert first_line(trial) == (
+        "the learning rate of 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more)"
+        f" is {factor * 0.025:.6g} in step 1{hint}, asked for 0.025"
+    )
 
 
 def trained_as(training, layout: str | ParallelDims = "fsdp_2", asked=ADAMW) -> Trial:

@@ -98,14 +98,22 @@ def _replay(
 
 def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
     """Whether step 1 left what the optimizer makes of this parameter's gradient times `clip`."""
-    first, zero = evidence.steps[0], np.zeros_like(tensor.value)
+    first = evidence.steps[0]
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
+    expected, bound = expected_after_step_1(trial, evidence, tensor, clip=clip)
+    return bool((np.abs(first.parameters[tensor.fqn] - expected) <= bound).all())
+
+
+def expected_after_step_1(
+    trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the optimizer makes of this parameter's gradient times `clip`, and the bound on what is seen of it."""
+    first, zero = evidence.steps[0], np.zeros_like(tensor.value)
     state = _State(tensor.value, zero, zero, zero)
     lr, recipe = trial.reference.steps[0].lr, recipe_of(trial, tensor.fqn)
     expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, recipe)
-    bound = tolerance.update_bound(trial.case, magnitude)
-    return bool((np.abs(first.parameters[tensor.fqn] - expected) <= bound).all())
+    return expected, tolerance.update_bound(trial.case, magnitude)
 
 
 def _advance(

@@ -13,6 +13,7 @@ import numpy as np
 
 from harness import attribution, tolerance
 from harness.checks.loss import global_loss, losses
+from harness.checks.samples import fed_samples
 from harness.checks.traffic import observed as observed_traffic
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.words import (
@@ -41,6 +42,7 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _misshapen,
         _not_finite,
         _nothing_goes_round,
+        _documents_see_each_other,
         _scaled,
         _missing_reduction,
         _norms_not_summed,
@@ -106,10 +108,38 @@ def _not_finite(trial: Trial, wrong: list[Pair]) -> str | None:
     bad = [(rank, fqn) for rank, fqn in wrong if not np.isfinite(_observed(trial, rank, 1)[fqn]).all()]
     if not bad:
         return None
-    losses = [m.loss_sum for e in trial.ranks.values() for m in e.steps[0].microbatches if m.loss_sum is not None]
-    finite = all(map(math.isfinite, losses))
-    what, tail = ("gradients are", ", the losses are finite") if finite else ("loss and gradients are", "")
-    return f"{what} NaN or infinite in step 1 {_where(trial, bad)}{tail}"
+    seen = [m.loss_sum for e in trial.ranks.values() for m in e.steps[0].microbatches if m.loss_sum is not None]
+    finite = all(map(math.isfinite, seen))
+    what = "gradients are" if finite else "loss and gradients are"
+    told = (
+        f"{what} NaN or infinite in step 1 {_where(trial, bad)}{', the losses are finite' if finite and seen else ''}"
+    )
+    return told + (_mean_over_none(trial) if finite else "")
+
+
+def _mean_over_none(trial: Trial) -> str:
+    empty = [rank for rank in trial.one_rank_per_share() if rank not in attribution.speakers(trial)]
+    have = "has" if len(empty) == 1 else "have"
+    return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
+
+
+def _documents_see_each_other(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Ranks whose losses are those that the reference has without a document mask."""
+    ranks = [rank for rank in trial.last_stages() if _looks_past_separators(trial, rank)]
+    if not ranks:
+        return None
+    told = "the losses of step 1 are those without a document mask, which is asked for"
+    return f"documents see each other{on_ranks(trial, ranks)}: {told}"
+
+
+def _looks_past_separators(trial: Trial, rank: int) -> bool:
+    unmasked, ids = trial.reference.unmasked_losses, fed_samples(trial, 1).get(trial.feeder(rank), [])
+    if unmasked is None or None in ids:
+        return False
+    by_id = dict(zip(trial.reference.samples[0], unmasked.tolist(), strict=True))
+    expected = math.fsum(by_id.get(id_, math.nan) for id_ in ids if id_ is not None)
+    seen = math.fsum(total for total, _ in losses(trial, rank, 1))
+    return expected != 0 and math.isclose(seen, expected, rel_tol=tolerance.bounds(trial.case, trial.reference).loss[1])
 
 
 def _nothing_goes_round(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -133,12 +163,10 @@ CP_ROLES = {
 
 def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
     """All that is wrong is one and the same multiple of what it should be."""
-    factors = [_factor(trial, rank, fqn) for rank, fqn in wrong]
-    known = [factor for factor in factors if factor is not None]
-    if len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-7, atol=1e-12):
+    factor = _common_factor(trial, wrong, 1)
+    if factor is None:
         return None
     where = _where(trial, wrong)
-    factor = float(np.median(known))
     if abs(factor) < 1e-12:
         return f"gradients are zero {where}"
     everywhere = len(_fqns(trial, wrong)) == len(trial.plan.shapes)
@@ -146,9 +174,17 @@ def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
     return f"gradients are {times_text(factor)} what they should be {where}{name}"
 
 
-def _factor(trial: Trial, rank: int, fqn: str) -> float | None:
-    """The number that makes what is expected of what is observed; None if it is no constant."""
-    seen, expected = _observed(trial, rank, 1)[fqn], _expected(trial, rank, fqn)
+def _common_factor(trial: Trial, wrong: list[Pair], step: int) -> float | None:
+    factors = [_factor(trial, rank, fqn, step) for rank, fqn in wrong]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-7, atol=1e-12):
+        return None
+    return float(np.median(known))
+
+
+def _factor(trial: Trial, rank: int, fqn: str, step: int) -> float | None:
+    """The number that makes what is observed of what is expected; None if it is no constant."""
+    seen, expected = _observed(trial, rank, step)[fqn], _expected(trial, rank, fqn, step)
     if expected is None or seen.shape != expected.shape or not np.any(expected):
         return None
     factor = float(np.sum(seen * expected) / np.sum(expected * expected))
@@ -282,7 +318,7 @@ def _own_samples_only(trial: Trial, wrong: list[Pair]) -> str | None:
 
 
 def _everyone_is_heard(trial: Trial, heard: dict[int, list[int]] | None) -> bool:
-    return heard is not None and all(len(ranks) == len(trial.one_rank_per_share()) for ranks in heard.values())
+    return heard is not None and all(ranks == attribution.speakers(trial) for ranks in heard.values())
 
 
 def _deaf(trial: Trial, heard: dict[int, list[int]], rank: int, axis: str) -> bool:
@@ -317,13 +353,14 @@ def _distance(trial: Trial, rank: int, fqn: str) -> float:
     )
 
 
-def _loss_is_off(trial: Trial) -> float | None:
-    """By how much the loss of step 1 is off, None if it is right or was not seen."""
-    seen, wanted = global_loss(trial, 1), trial.reference.steps[0].loss
+def _loss_is_off(trial: Trial, step: int = 1) -> float | None:
+    """By how much the loss of a step is off, None if it is right or was not seen."""
+    seen, wanted = global_loss(trial, step), trial.reference.steps[step - 1].loss
     if seen is None:
         return None
     off = abs(seen - wanted) / abs(wanted)
     return off if not off <= trial.bounds.loss[1] else None
+    return off if not off <= tolerance.bounds(trial.case, trial.reference).loss[step] else None
 
 
 # ---- evidence
@@ -346,7 +383,7 @@ def _reduction_lines(cause: str, trial: Trial) -> Iterator[tuple[str, str]]:
 def _heard_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     heard = attribution.heard_of(trial)
     for rank, ranks in list((heard or {}).items())[:2]:
-        everyone = ranks_text(trial.one_rank_per_share())
+        everyone = ranks_text(attribution.speakers(trial))
         yield "samples", f"rank {rank}'s gradient holds those fed to ranks {ranks_text(ranks)}, expected {everyone}"
 
 
@@ -373,7 +410,23 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     wrong, line = wrong_pairs(trial, step), finding_line("gradients", broken["gradients"])
     if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
         return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
-    return Diagnosis(f"gradients are right in step 1 and wrong from step {step} on {_where(trial, wrong)}", (line,))
+    where, factor = _where(trial, wrong), _common_factor(trial, wrong, step)
+    if factor is not None:
+        told = f"gradients are right in step 1 and from step {step} on {times_text(factor)} what they should be {where}"
+        return Diagnosis(told + _count_of_another_step(trial, step, factor), (line,))
+    off = _loss_is_off(trial, step)
+    if off:
+        told = f"the forward pass is right in step 1 and wrong from step {step} on (loss off by {off:.1e})"
+        return Diagnosis(f"{told}: something of an earlier step is kept", (line,))
+    return Diagnosis(f"gradients are right in step 1 and wrong from step {step} on {where}", (line,))
+
+
+def _count_of_another_step(trial: Trial, step: int, factor: float) -> str:
+    counts = {other.step: other.valid_tokens for other in trial.reference.steps}
+    for other, count in counts.items():
+        if other != step and math.isclose(factor, counts[step] / count, rel_tol=1e-6):
+            return f": divided by the number of valid tokens of step {other} ({count}, not {counts[step]})"
+    return ""
 
 
 def _is_sum_of_steps(trial: Trial, rank: int, fqn: str, step: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from harness.checks import update
 from harness.diagnose.factors import times_text
 from harness.diagnose.words import Broken, Diagnosis, finding_line, in_parameters, on_ranks, some
-from harness.evidence import RankEvidence, StepEvidence
+from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
 from harness.tolerance import clip_coefficient
 from harness.trial import Trial, Verdict
 from reference.config import TrainingConfig
@@ -27,7 +27,8 @@ def wrong_update(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "update" not in broken:
         return None
     explanations: tuple[Callable[[Trial], str | None], ...] = (
-        _not_finite, _nothing_moves, _wrong_lr, _not_clipped, _clipped_by_another_norm, _another_recipe, _another_rate,
+        _not_finite, _nothing_moves, _wrong_lr, _not_clipped, _clipped_by_another_norm, _another_decay, _another_recipe,
+        _another_rate, _another_rate_for_some,
     )  # fmt: skip
     line = finding_line("update", broken["update"])
     for explain in explanations:
@@ -146,6 +147,17 @@ def _explained(trial: Trial, right: float, clips: dict[int, float]) -> list[Pair
 # ---- other recipes
 
 
+def _another_decay(trial: Trial) -> str | None:
+    """The other choice of what decays."""
+    asked = trial.case.training.decay
+    other = replace(trial.case.training, decay="all" if asked == "matrices" else "matrices")
+    if not _would_pass(replace(trial, case=replace(trial.case, training=other))):
+        return None
+    if asked == "matrices":
+        return "weight decay is applied to norm weights as well, asked for matrices only"
+    return "weight decay is applied to matrices only, asked for all parameters"
+
+
 def _another_recipe(trial: Trial) -> str | None:
     for name, training in _suspects(trial.case.training):
         if _would_pass(replace(trial, case=replace(trial.case, training=training))):
@@ -193,6 +205,34 @@ def _another_rate(trial: Trial) -> str | None:
     return (
         f"every optimizer step is {times_text(factor)} what it should be, as by {times_text(factor)} the learning rate"
     )
+
+
+def _another_rate_for_some(trial: Trial) -> str | None:
+    """A group of parameters that follows no schedule, or another one: moves of step 1 are the right ones times a number."""
+    clip = clip_coefficient(update.observed_norm(trial, 1), trial.case.training.max_norm)
+    factors = {
+        (rank, tensor.fqn): _factor_of_move(trial, evidence, tensor, clip)
+        for rank, evidence in sorted(trial.ranks.items())
+        for tensor in evidence.parameters
+        if tensor.value.size and not update.explained_by_clip(trial, evidence, tensor, clip=clip)
+    }
+    known = [factor for factor in factors.values() if factor is not None]
+    if not known or len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-6):
+        return None
+    asked, peak = trial.reference.steps[0].lr, trial.case.training.lr
+    hint = ", the peak's, as without a schedule" if math.isclose(known[0] * asked, peak, rel_tol=1e-6) else ""
+    what = _where(trial, list(factors)).removeprefix("in ")
+    return f"the learning rate of {what} is {known[0] * asked:.6g} in step 1{hint}, asked for {asked:.6g}"
+
+
+def _factor_of_move(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, clip: float) -> float | None:
+    """What the right move of step 1 is to be multiplied by to give the one seen; None if there is no such number."""
+    wanted = update.expected_after_step_1(trial, evidence, tensor, clip=clip)[0] - tensor.value
+    seen = evidence.steps[0].parameters[tensor.fqn] - tensor.value
+    if not np.any(wanted):
+        return None
+    factor = float(np.sum(seen * wanted) / np.sum(wanted * wanted))
+    return factor if np.max(np.abs(seen - factor * wanted)) <= 1e-9 * np.max(np.abs(seen)) else None
 
 
 def _with_rates_times(evidence: RankEvidence, factor: float) -> RankEvidence:
