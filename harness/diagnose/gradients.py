@@ -139,7 +139,7 @@ def _looks_past_separators(trial: Trial, rank: int) -> bool:
     by_id = dict(zip(trial.reference.samples[0], unmasked.tolist(), strict=True))
     expected = math.fsum(by_id.get(id_, math.nan) for id_ in ids if id_ is not None)
     seen = math.fsum(total for total, _ in losses(trial, rank, 1))
-    return expected != 0 and math.isclose(seen, expected, rel_tol=tolerance.bounds(trial.case, trial.reference).loss[1])
+    return expected != 0 and math.isclose(seen, expected, rel_tol=trial.bounds.loss[1])
 
 
 def _nothing_goes_round(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -359,8 +359,7 @@ def _loss_is_off(trial: Trial, step: int = 1) -> float | None:
     if seen is None:
         return None
     off = abs(seen - wanted) / abs(wanted)
-    return off if not off <= trial.bounds.loss[1] else None
-    return off if not off <= tolerance.bounds(trial.case, trial.reference).loss[step] else None
+    return off if not off <= trial.bounds.loss[step] else None
 
 
 # ---- evidence
