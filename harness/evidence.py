@@ -39,7 +39,8 @@ class Collective:
     op: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, scatter, gather, reduce, barrier, send, recv.
     ranks: global ranks of the group it really ran over, ascending as the group lists them.
     bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
-    phase: "forward", "backward", "optimizer" or "other"; step: 0 before the first step.
+    phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer" or "other".
+    step: 0 before the first step.
     seq: position in this rank's sequence for this group, from 0. peer: the other side of a send or receive.
     """
 
@@ -119,6 +120,7 @@ class StepEvidence:
     reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
     memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
     positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
+    actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
     """
 
     step: int
@@ -132,6 +134,7 @@ class StepEvidence:
     memory: dict[str, int]
     activity: Activity = field(default_factory=Activity)
     positions: tuple[np.ndarray, ...] = ()
+    actions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness import schedule
-from harness.case import AXES, Case, ParallelDims
+from harness.case import AXES, LOOPED, Case, ParallelDims
 from reference.config import ModelConfig
 
 Interval = tuple[int, int]
@@ -262,10 +262,11 @@ def _flows_of_ranks(case: Case, length: int) -> dict[int, tuple[Flow, ...]]:
 def _flows(case: Case, rank: int, length: int) -> tuple[Flow, ...]:
     tp_index = coordinate(case.dims, rank)["tp"]
     flows = (
-        *_data_parallel_flows(case, tp_index),
-        *_tensor_parallel_flows(case, length),
+        *(_data_parallel_flows(case, tp_index) if case.dims.pp == 1 else _pipelined_data_parallel_flows(case, rank)),
+        *_tensor_parallel_flows(case, stages_of_rank(case, rank), length),
         *_context_parallel_flows(case, rank, length),
         *_recomputed_flows(case, rank, length),
+        *_pipeline_flows(case, rank, length),
     )
     return tuple(flow for flow in flows if flow.bytes)
 
@@ -305,7 +306,30 @@ def _data_parallel_flows(case: Case, tp_index: int) -> Iterable[Flow]:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
 
 
-def _tensor_parallel_flows(case: Case, length: int) -> Iterable[Flow]:
+def _pipelined_data_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
+    """Under pp torch gathers a stage as a whole, when its schedule needs it, and reduces once a pass, after its last
+    backward. DDP's hooks reduce in the last microbatch's backward of each pass."""
+    dims, features, stored = case.dims, case.features, case.training.dtype
+    tp_index = coordinate(dims, rank)["tp"]
+    sizes = {
+        stage: sum(_padded_numel(case, fqn, tp_index) for fqn in parameters_of_stage(case, stage))
+        for stage in stages_of_rank(case, rank)
+    }
+    gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
+    reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
+    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    looped, freed = features.schedule in LOOPED, features.reshard_after_forward == "always"
+    if shards > 1:
+        counts = schedule.gathers(actions_of_rank(case, rank), looped=looped, freed=freed)
+        for (stage, phase), count in counts.items():
+            yield Flow(axis, "parameters", "all_gather", phase, count * sizes[stage] * gathered)
+        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
+    if dims.dp_replicate > 1:
+        phase = "backward" if case.wrapper == "ddp" else "pipeline"
+        yield Flow("dp_replicate", "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)
+
+
+def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> Iterable[Flow]:
     """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
@@ -316,18 +340,23 @@ def _tensor_parallel_flows(case: Case, length: int) -> Iterable[Flow]:
         return
     size = BYTES[training.compute_dtype or training.dtype]
     activation = case.local_batch * (length // dims.cp) * model.dim * size * case.passes
-    layers = model.n_layers
+    accumulation = case.features.accumulation
+    layers = sum(len(layers_of_stage(case, stage)) for stage in stages)
+    first, last = 0 in stages, case.n_stages - 1 in stages
     if case.features.sequence_parallel:
-        yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + 1) * activation)
-        yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + 1) * activation)
-        yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + 1) * activation)
-        yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + 1) * activation)
-        norms = (2 * layers + 1) * model.dim * size  # each rank's norms saw its part of the sequence
-        yield Flow("tp", "norm gradients", "all_reduce", "backward", norms, optional=True)
+        yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + last) * activation)
+        yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last) * activation)
+        norms = (2 * layers + last) * model.dim * size  # each rank's norms saw its part of the sequence
+        if dims.pp > 1:  # FSDP2 reduces at the end of every pass, and sums the norms' gradients over tp before
+            yield Flow("tp", "norm gradients", "all_reduce", "pipeline", norms * accumulation, optional=True)
+        else:
+            yield Flow("tp", "norm gradients", "all_reduce", "backward", norms, optional=True)
     else:
-        yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + 1) * activation)
-        yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + 1) * activation)
-    if not case.features.loss_parallel:
+        yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + last) * activation)
+    if not case.features.loss_parallel and last:
         vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
 
@@ -382,6 +411,21 @@ def _recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
         gathered = case.features.cp_rotation == "allgather"
         op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)
         yield Flow("cp", "recomputed keys and values", op, "backward", times * 2 * activation // dims.tp)
+
+
+def _pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+    """A microbatch's activations go to the rank of the next stage, and their gradients come back; stages next to each
+    other on one rank (the tip of a V) hand them over. With sequence parallel each tp rank sends its part."""
+    dims, training = case.dims, case.training
+    mine = stages_of_rank(case, rank)
+    borders = [stage for stage in (*mine, *(stage + 1 for stage in mine)) if 0 < stage < case.n_stages]
+    crossings = sum(borders.count(stage) == 1 for stage in borders)
+    ways = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
+    size = BYTES[training.compute_dtype or training.dtype]
+    moved = crossings * case.passes * case.local_batch * (length // ways) * case.model.dim * size
+    if dims.pp > 1:
+        yield Flow("pp", "activations and their gradients", "send", "pipeline", moved)
+        yield Flow("pp", "activations and their gradients", "recv", "pipeline", moved)
 
 
 def _outside_bytes(case: Case) -> int:

@@ -163,3 +163,29 @@ def _looped_bfs(stages: tuple[int, ...], microbatches: int) -> Iterator[Action]:
         yield from (Action(stage, "F", number) for number in range(microbatches))
     for stage in reversed(stages):
         yield from (Action(stage, "B", number) for number in reversed(range(microbatches)))
+
+
+MOST_ACTIVE = 3  # stages of a rank that torch's looped schedules keep gathered at a time
+
+
+def gathers(order: Iterable[Action], *, looped: bool, freed: bool) -> Counter[tuple[int, str]]:
+    """How often FSDP2 gathers the parameters of a stage in one pass, by stage and phase; for up to 3 stages a rank.
+
+    Looped schedules gather each stage before its first action, outside of forward. Forward gathers what is not there and
+    frees it again if `freed` (reshard_after_forward always). Backward gathers what is not there and keeps it, since
+    torch's stages turn off resharding after backward until the pass is over: a microbatch's backward saves the next
+    forward its gathering. The halves of a backward: I gathers; W has all it needs, but on the first stage, which has no
+    input to differentiate, all is done by W.
+    """
+    order = list(order)
+    found = Counter({(action.stage, "pipeline"): 1 for action in order} if looped else {})
+    whole = {action.stage for action in order} if looped else set()
+    for stage, kind, _ in order:
+        if (kind == "I" and stage == 0) or (kind == "W" and stage > 0):
+            continue
+        if stage not in whole:
+            found[stage, "forward" if kind == "F" else "backward"] += 1
+        whole.add(stage)
+        if kind == "F" and freed:
+            whole.remove(stage)
+    return found

@@ -54,7 +54,7 @@ def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
 
 
 def _is_traffic(collective: Collective) -> bool:
-    inside = collective.phase in ("forward", "backward") and len(collective.ranks) > 1
+    inside = collective.phase in ("forward", "backward", "pipeline") and len(collective.ranks) > 1
     return inside and "float" in collective.dtype
 
 

@@ -23,6 +23,7 @@ from harness.probe import activity, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
+from harness.probe.pipeline import PipelineRecorder
 from harness.probe.samples import SampleRecorder
 from harness.probe.values import StepValues, ValueRecorder
 
@@ -35,6 +36,7 @@ class Probe:
         self.values = ValueRecorder(self.clock)
         self.samples = SampleRecorder(self.clock)
         self.activity = ActivityRecorder(self.clock)
+        self.pipeline = PipelineRecorder(self.clock)
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
 
@@ -43,6 +45,7 @@ class Probe:
         self.values.install()
         self.samples.install()
         self.activity.install()
+        self.pipeline.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
@@ -51,6 +54,7 @@ class Probe:
         self._parameters = structure.parameter_evidence(self._parts)
 
     def remove(self) -> None:
+        self.pipeline.remove()
         self.activity.remove()
         self.samples.remove()
         self.values.remove()
@@ -77,6 +81,7 @@ class Probe:
         return StepEvidence(
             step=step,
             microbatches=self.samples.microbatches(step),
+            actions=tuple(self.pipeline.actions.get(step, ())),
             reported_loss=loss,
             grad_norm=norm,
             lr=values.lr,

@@ -1,8 +1,9 @@
 """Tells where in a training step this process is, without asking the trainer.
 
-A step begins with the first forward pass after an optimizer step; step 0 is everything before the first forward. Inside
-autograd's engine it is "backward" (recomputation under activation checkpointing included), inside the root module's
-forward "forward", inside an optimizer "optimizer", and everywhere else "other".
+A step begins with the first forward pass, or pass of a pipeline's schedule, after an optimizer step; step 0 is everything
+before. Inside autograd's engine it is "backward" (recomputation under activation checkpointing included), inside the root
+module's forward "forward", otherwise inside a pipeline's schedule "pipeline", inside an optimizer "optimizer", and
+everywhere else "other".
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Clock:
     def __init__(self) -> None:
         self.step = 0
         self.forward_depth = 0
-        self.in_optimizer = False
+        self.in_optimizer = self.in_pipeline = False
         self._step_is_over = True
 
     def where(self) -> tuple[int, str]:
@@ -25,19 +26,31 @@ class Clock:
             return "backward"
         if self.forward_depth:
             return "forward"
+        if self.in_pipeline:
+            return "pipeline"
         return "optimizer" if self.in_optimizer else "other"
 
     def enter_forward(self) -> bool:
         """Returns True if this forward pass begins a new step."""
         begins = self._step_is_over and not self.forward_depth and self.phase() != "backward"
         if begins:
-            self.step += 1
-            self._step_is_over = False
+            self._begin_step()
         self.forward_depth += 1
         return begins
 
+    def _begin_step(self) -> None:
+        self.step += 1
+        self._step_is_over = False
+
     def leave_forward(self) -> None:
         self.forward_depth -= 1
+
+    def enter_pipeline(self, inside: bool = True) -> bool:
+        """Returns whether it was inside a pass before, for the caller to restore."""
+        if inside and self._step_is_over:
+            self._begin_step()
+        before, self.in_pipeline = self.in_pipeline, inside
+        return before
 
     def enter_optimizer(self) -> None:
         self.in_optimizer = True

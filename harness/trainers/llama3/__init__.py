@@ -5,6 +5,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     parallelize.py   the mesh; tensor parallel, FSDP2, DDP; when and how gradients are reduced
     recompute.py     activation checkpointing and torch.compile
     context.py       context parallel: attention over the ranks that share a sequence
+    pipeline.py      the model in stages, and torch's schedules that run them
     data.py          which samples this rank reads
     recipe.py        optimizer and learning rate
     clip.py          the global gradient norm and clipping by it
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.case import Case
+from harness.schedule import MOST_ACTIVE, ZERO_BUBBLE
 
 if TYPE_CHECKING:
     from harness.trainers.llama3.trainer import Trainer
@@ -51,8 +53,6 @@ class Llama3:
 
 def _obstacles(case: Case) -> Iterator[str]:
     dims, features = case.dims, case.features
-    if dims.pp > 1:
-        yield f"pp {dims.pp}: pipeline parallel is not implemented yet"
     if dims.tp > 1 and dims.dp_replicate > 1 and dims.dp_shard == 1:
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} without dp_shard: torch DDP does not take DTensors"
     if dims.tp > 1 and case.model.tied_embeddings:
@@ -64,6 +64,7 @@ def _obstacles(case: Case) -> Iterator[str]:
     yield from _torchs_limits_of_the_recipe(case)
     if dims.cp > 1 and case.model.dropout:
         yield f"dropout with cp {dims.cp}: a rank would draw its positions' mask otherwise than one device draws them all"
+    yield from _limits_of_pipelines(case)
     yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
 
 
@@ -73,6 +74,21 @@ def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
         yield f"document_mask with cp {dims.cp}: torch's ring attention takes no mask but the causal one"
     if dims.pp > 1 and training.variable_length:
         yield f"variable_length with pp {dims.pp}: torch's pipeline stages fix the shapes they exchange at the first step"
+
+
+def _limits_of_pipelines(case: Case) -> Iterator[str]:
+    dims, features = case.dims, case.features
+    if dims.pp == 1:
+        return
+    if dims.dp_shard * dims.cp > 1 and case.stages_per_rank > MOST_ACTIVE:
+        yield (
+            f"stages_per_rank {case.stages_per_rank} with FSDP2: torch's schedules keep {MOST_ACTIVE} stages gathered"
+            " at a time, and how often they gather more than that is not planned"
+        )
+    if features.compile and features.schedule in ZERO_BUBBLE:
+        yield f"compile with schedule {features.schedule}: torch cannot split the backward of compiled blocks"
+    if case.model.dropout:
+        yield f"dropout with pp {dims.pp}: its seed is set before every forward, and torch's schedules run those"
 
 
 def _unfinished(case: Case) -> dict[str, bool]:

@@ -14,10 +14,18 @@ from reference.model import at_least_float32
 Layout = tuple[DeviceMesh | None, tuple[Placement, ...]]
 
 
-def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> float:
-    """Scale gradients by min(1, max_norm / (norm + 1e-6)), in place; None leaves them. Returns the norm before that."""
+def clip_gradients(
+    parameters: list[nn.Parameter], max_norm: float | None, pipeline: dist.ProcessGroup | None = None
+) -> float:
+    """Scale gradients by min(1, max_norm / (norm + 1e-6)), in place; None leaves them. Returns the norm before that.
+
+    pipeline: the ranks that hold the other stages' parameters.
+    """
     families = by_layout([parameter for parameter in parameters if parameter.grad is not None])
-    norm = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()]).sum().sqrt()
+    squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()]).sum()
+    if pipeline is not None:
+        dist.all_reduce(squares, group=pipeline)
+    norm = squares.sqrt()
     if max_norm is not None:
         for family in families.values():
             torch.nn.utils.clip_grads_with_norm_(family, max_norm, norm, foreach=False)

@@ -24,11 +24,14 @@ class ResumableSampler(DistributedSampler):
 
 
 def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
-    """This rank's microbatches of one epoch of a map-style dataset: tokens, labels int64 [local_batch, seq_len]."""
+    """This rank's microbatches of one epoch of a map-style dataset: tokens, labels int64 [local_batch, seq_len].
+
+    Under pp they come together, [microbatches * local_batch, seq_len]: the schedule cuts them.
+    """
     sampler = ResumableSampler(
         dataset, num_replicas=case.dims.dp, rank=dp_rank, shuffle=True, seed=case.training.seed, drop_last=True
     )
-    return DataLoader(dataset, batch_size=case.local_batch, sampler=sampler, drop_last=True)
+    return DataLoader(dataset, batch_size=case.local_batch * case.microbatches, sampler=sampler, drop_last=True)
 
 
 class Microbatches:

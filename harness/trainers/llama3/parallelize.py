@@ -94,7 +94,7 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
 
 def replicate(model: Llama, mesh: DeviceMesh | None) -> nn.Module:
     """DDP, unless FSDP looks after the replicas. The model must hold its weights: DDP sends out its first rank's."""
-    if mesh is not None and axes_of(mesh) == ("dp_replicate",):
+    if mesh is not None and set(axes_of(mesh)) - {"pp"} == {"dp_replicate"}:
         return apply_ddp(model, mesh)
     return model
 
@@ -153,6 +153,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
     """
     policy = mixed_precision(case)
     reshard = case.features.reshard_after_forward
+    if reshard == "default" and case.dims.pp > 1:
+        reshard = "never"  # or every microbatch would gather everything anew
     units: list[nn.Module | None] = [*model.layers.values()]
     last: list[nn.Module | None] = [model.norm, model.output]
     (last if case.model.tied_embeddings else units).insert(0, model.tok_embeddings)

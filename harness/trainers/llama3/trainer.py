@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from harness.case import Case
 from harness.trainers import Metrics
-from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, recipe, recompute
+from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, recipe, recompute
 from reference.data import IGNORED
 from reference.model import Llama, at_least_float32, initial_weights
 
@@ -78,10 +78,18 @@ def leave() -> None:
 # ---- the model and its weights
 
 
-def build_model(case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device) -> nn.Module:
+def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device) -> list[nn.Module]:
+    """One model for each pipeline stage of this rank; without a pipeline that is the whole model."""
+    return [build_model(case, mesh, weights, device, stage) for stage in pipeline.stages_here(case, mesh)]
+
+
+def build_model(
+    case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device, stage: int = 0
+) -> nn.Module:
     """Shapes on the meta device, parallelism, memory for this rank's slices only, then the weights."""
     with torch.device("meta"):
         model = Llama(case.model).to(parallelize.DTYPES[case.training.dtype])
+    pipeline.cut(model, stage, case.n_stages)
     parallelize.shard(model, mesh, case)
     model.to_empty(device=device)
     load_weights(model, read_weights(weights, case))
@@ -148,8 +156,12 @@ def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device:
 
 def loss_of(model: nn.Module, part: Microbatch) -> Tensor:
     """Sum of the valid tokens' negative log-likelihoods, in at least float32. A microbatch without any gives 0."""
-    logits = at_least_float32(model(part.tokens, part.positions, part.documents))  # [b, s, vocab]
-    return F.cross_entropy(logits.flatten(0, 1), part.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return token_loss(model(part.tokens, part.positions, part.documents), part.labels)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = at_least_float32(logits)  # [b, s, vocab]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def forward_backward(
@@ -167,13 +179,51 @@ def forward_backward(
     return total
 
 
+class PipelineLoss:
+    """What the last stage calls for each microbatch; `total` is this rank's sum of token losses, float64 []."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.ranks = case.dims.dp * case.dims.cp
+        self.device = device
+        self.begin(valid_tokens=1)
+
+    def begin(self, *, valid_tokens: int) -> None:
+        self.valid_tokens = valid_tokens
+        self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = token_loss(logits, labels)
+        self.total += whole(loss.detach())
+        return scaled(loss, ranks=self.ranks, valid_tokens=self.valid_tokens)
+
+
+def run_pipeline(
+    schedule: Any,
+    loss: PipelineLoss,
+    batches: list[Microbatch],
+    *,
+    case: Case,
+    mesh: DeviceMesh | None,
+    valid_tokens: int,
+) -> Tensor:
+    """The same as forward_backward, on all stages of this rank. The loss is known to the last stage's ranks only."""
+    loss.begin(valid_tokens=valid_tokens)
+    for part in batches:
+        with parallelize.loss_context(mesh, case.features):
+            pipeline.run(schedule, part.tokens, part.labels, positions=part.positions, documents=part.documents)
+    return loss.total
+
+
 def scaled(loss: Tensor, *, ranks: int, valid_tokens: int) -> Tensor:
     """What this rank differentiates. DDP and FSDP2 average over dp and cp ranks; the factor makes that a sum."""
     return loss * ranks / valid_tokens
 
 
 def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) -> float:
-    """The global mean, from every rank's own sum."""
+    """The global mean, from every rank's own sum; under pp only last stages have one."""
+    if "pp" in parallelize.axes_of(mesh):
+        assert mesh is not None
+        dist.all_reduce(loss_sum, group=mesh.get_group("pp"))
     return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
 
 
@@ -191,7 +241,9 @@ class Trainer:
     def __init__(self, case: Case, *, weights: Path | None, device: torch.device) -> None:
         self.case, self.device = case, device
         self.mesh = parallelize.build_mesh(case.dims, device.type)
-        self.model_parts: list[nn.Module] = [build_model(case, self.mesh, weights, device)]
+        self.model_parts = build_parts(case, self.mesh, weights, device)
+        self.loss = PipelineLoss(case, device)
+        self.schedule = pipeline.build_schedule(self.model_parts, self.loss, case, self.mesh, device)
         self.optimizers = [recipe.build_optimizer(part, case.training) for part in self.model_parts]
         self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
         self.microbatches = data.Microbatches(case, parallelize.data_parallel_rank(self.mesh))
@@ -218,15 +270,24 @@ class Trainer:
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss_sum = forward_backward(
-            self.model_parts[0], microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
-        )
+        loss_sum = self.forward_backward(microbatches, valid_tokens)
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm)
+        grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm, pipeline.group_of(self.mesh))
         lr = self.optimizer_step()
         self.step += 1
         loss = reported_loss(loss_sum, self.mesh, valid_tokens)
         return Metrics(step=self.step, loss=loss, grad_norm=grad_norm, lr=lr)
+
+    def forward_backward(self, microbatches: list[Microbatch], valid_tokens: int) -> Tensor:
+        if self.schedule is None:
+            return forward_backward(
+                self.model_parts[0], microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
+            )
+        total = run_pipeline(
+            self.schedule, self.loss, microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
+        )
+        parallelize.settle_gradients(parameter for part in self.model_parts for parameter in part.parameters())
+        return total
 
     def optimizer_step(self) -> float:
         """Returns the learning rate this step was made with."""

@@ -1,0 +1,43 @@
+"""The actions each rank really performed in a pipeline, in order, are those that the schedule asked for prescribes.
+
+Numbers cannot show it: whatever the order, the gradients are the same, only memory and waiting differ.
+"""
+
+from __future__ import annotations
+
+from harness.checks import not_applicable, verdict_of
+from harness.plan import actions_of_rank
+from harness.trial import Finding, Result, Trial
+
+STAGE = "structure"
+
+
+def check(trial: Trial) -> Result:
+    if trial.case.dims.pp == 1:
+        return not_applicable("schedule", "no pipeline: pp 1")
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        wanted = planned(trial, rank)
+        for step in evidence.steps:
+            examined += len(wanted)
+            findings += _compare(f"rank {rank}, step {step.step}", wanted, step.actions)
+    return verdict_of("schedule", findings, examined)
+
+
+def planned(trial: Trial, rank: int) -> tuple[str, ...]:
+    """As torch writes actions: stage, kind, microbatch. Accumulation repeats the schedule."""
+    return tuple(map(str, actions_of_rank(trial.case, rank))) * trial.case.features.accumulation
+
+
+def _compare(where: str, wanted: tuple[str, ...], seen: tuple[str, ...]) -> list[Finding]:
+    """The first place at which they part, with what comes next."""
+    if wanted == seen:
+        return []
+    pairs = enumerate(zip(wanted, seen, strict=False))
+    at = next((index for index, (one, other) in pairs if one != other), min(len(wanted), len(seen)))
+    return [Finding(f"{where}, action {at}", _from(wanted, at), _from(seen, at))]
+
+
+def _from(actions: tuple[str, ...], at: int) -> str:
+    some = " ".join(actions[at : at + 6]) + (" ..." if len(actions) > at + 6 else "")
+    return f"{some or 'nothing more'} ({len(actions)} in all)"

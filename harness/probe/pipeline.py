@@ -1,0 +1,71 @@
+"""The actions that torch's pipeline stages really perform, in order, and when a pass of a schedule begins and ends.
+
+Every schedule, whatever made it, calls these methods of its stages (torch 2.11 to 2.14); they are noted when called. A
+pass of a schedule is one step to the clock: receiving comes before a rank's first forward, and still belongs to it. The
+loss is computed outside of the last stage's forward, as it is without a pipeline, and loss parallel's sums with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from harness.probe.clock import Clock
+
+
+class PipelineRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self.actions: dict[int, list[str]] = {}
+        self._clock = clock
+        self._patched: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        try:
+            from torch.distributed.pipelining import schedules, stage
+        except ImportError:  # a torch built without distributed
+            return
+        base = stage._PipelineStageBase
+        self._watch(base, "forward_one_chunk", lambda _: "F")
+        self._watch(base, "backward_one_chunk", lambda asked: "B" if asked.get("full_backward", True) else "I")
+        self._watch(base, "backward_weight_one_chunk", lambda _: "W")
+        for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            self._bracket(kind, "step", inside=True)
+        self._bracket(schedules._PipelineSchedule, "_maybe_compute_loss", inside=False)
+
+    def remove(self) -> None:
+        for owner, name, original in reversed(self._patched):
+            setattr(owner, name, original)
+        self._patched = []
+
+    def _watch(self, owner: Any, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
+        """Notes an action written as torch writes it: stage, kind, microbatch."""
+        original = getattr(owner, name)
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def seen(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            asked = signature.bind(stage, microbatch, *args, **kwargs).arguments
+            done = self.actions.setdefault(self._clock.step, [])
+            done.append(f"{stage.stage_index}{kind(asked)}{microbatch}")
+            return original(stage, microbatch, *args, **kwargs)
+
+        self._replace(owner, name, seen)
+
+    def _bracket(self, owner: Any, name: str, *, inside: bool) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            before = self._clock.enter_pipeline(inside)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._clock.in_pipeline = before
+
+        self._replace(owner, name, seen)
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        self._patched.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
