@@ -59,9 +59,9 @@ def record_gradients() -> list[dict[Any, Tensor]]:
     steps: list[dict[Any, Tensor]] = []
     original = clip.clip_gradients
 
-    def seen(parameters: list[Any], max_norm: float | None) -> float:
+    def seen(parameters: list[Any], *rest: Any) -> float:
         steps.append({parameter: whole(parameter.grad) for parameter in parameters})
-        return original(parameters, max_norm)
+        return original(parameters, *rest)
 
     clip.clip_gradients = seen
     return steps
