@@ -102,8 +102,8 @@ class Activity:
     """What a rank computed in a step, counted. Keys are words with a blank between them.
 
     calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
-    products: "phase dtype", matrix products of that dtype. random: "forward passes" of the model that drew random
-    numbers, and "other state fqn", recomputations that began with another state of the generator than forward.
+    products: "phase dtype", matrix products of that dtype. random: "phase", operators that drew random numbers, and
+    "other state fqn", recomputations that began with another state of the generator than forward.
     """
 
     calls: dict[str, int] = field(default_factory=dict)

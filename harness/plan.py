@@ -395,8 +395,9 @@ def _recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     """What activation checkpointing issues again in backward. Of FSDP nothing: it gathers once for all of backward.
 
     A block runs again only until the last activation that backward needs has come by, the input of w2. So the residual
-    stream is brought into attention and feed-forward again, and out of attention, but not out of feed-forward. "op"
-    keeps the results of reductions and of attention, and with the latter what context parallel gathered for it.
+    stream is brought into attention and feed-forward again, and out of attention, but not out of feed-forward (unless
+    dropout follows, whose mask backward needs). "op" keeps the results of reductions and of attention, and with the
+    latter what context parallel gathered for it.
     """
     dims, model, training = case.dims, case.model, case.training
     layers, kept = len(recomputed_layers(case, rank)), case.features.activation_checkpointing == "op"
@@ -406,7 +407,7 @@ def _recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
         yield Flow("tp", "recomputed activations", "all_gather", "backward", 2 * activation)
     if dims.tp > 1 and not kept:
         op = "reduce_scatter" if case.features.sequence_parallel else "all_reduce"
-        yield Flow("tp", "recomputed activations", op, "backward", activation)
+        yield Flow("tp", "recomputed activations", op, "backward", (2 if model.dropout else 1) * activation)
     if dims.cp > 1 and not kept:
         gathered = case.features.cp_rotation == "allgather"
         op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)

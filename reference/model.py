@@ -131,8 +131,23 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class Dropout(nn.Module):
+    """Zeroes each entry with probability p, the same ones in every sample, so that it does not matter how a batch is divided.
+
+    For debugging: its mask [s, dim] is the only thing here that is drawn from the default generator.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape[1:], device=x.device) >= self.p
+        return x * kept / (1 - self.p)
+
+
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); with dropout, of what is added."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -140,10 +155,12 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.ffn_dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, documents)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), positions, documents))
+        return x + self.ffn_dropout(self.feed_forward(self.ffn_norm(x)))
 
 
 class TiedOutput(nn.Module):
@@ -162,12 +179,14 @@ class Llama(nn.Module):
 
     positions: int64 [s] or [b, s], where each column sits in the whole sequence; None means 0 .. s-1. documents: int64
     [b, s], which document of its row each token is in; None means that attention looks past separators. On a pipeline
-    stage without tok_embeddings, `tokens` is the previous stage's activations.
+    stage without tok_embeddings, `tokens` is the previous stage's activations. mask_seed: dropout's masks are drawn anew
+    from it in every forward pass, so all microbatches of a step have the same; see `seed_masks`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.mask_seed = 0
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
@@ -175,6 +194,8 @@ class Llama(nn.Module):
         self.output: nn.Module | None = linear or TiedOutput()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        if self.config.dropout:
+            torch.manual_seed(self.mask_seed)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [b, s, dim]
         for layer in self.layers.values():
             x = layer(x, positions, documents)
@@ -187,6 +208,13 @@ class Llama(nn.Module):
             return self.output(x)
         assert self.tok_embeddings is not None, "tied embeddings: the stage with the output needs tok_embeddings too"
         return self.output(x, self.tok_embeddings.weight)
+
+
+def seed_masks(model: nn.Module, seed: int, step: int) -> None:
+    """Other masks in every step. `model` may be wrapped."""
+    for module in model.modules():
+        if isinstance(module, Llama):
+            module.mask_seed = zlib.crc32(f"{seed} {step}".encode())
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from reference.config import ModelConfig, TrainingConfig, quantized_modules
 from reference.data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
-from reference.model import at_least_float32, initial_weights, llama_from
+from reference.model import at_least_float32, initial_weights, llama_from, seed_masks
 from reference.noise import Order, Reordered, measure, orders
 from reference.precision import DTYPES, Worker
 from reference.record import ReferenceRun, ReferenceStep
@@ -50,6 +50,7 @@ def train(
     ]
     worker = Worker(model, training, quantized_modules(model_config))
     worker.begin()
+    seed_masks(worker.module, training.seed, 1)
     sample_gradients = gradient_per_sample(worker.module, *batches[0], positions, training.document_mask)
     part_gradients = gradient_per_part(worker.module, *batches[0], positions, training.document_mask)
     unmasked = loss_per_sample(worker.module, *batches[0]) if training.document_mask else None
@@ -116,6 +117,7 @@ def train_step(
     worker = worker or Worker(model, training, ())
     valid_tokens = count_valid(labels)
     worker.begin()
+    seed_masks(worker.module, training.seed, step)
     loss = 0.0
     with Reordered(order, step) if order else nullcontext():
         for part in order.cut(tokens, labels) if order else [(tokens, labels)]:

@@ -257,7 +257,7 @@ def _activity(case: Case) -> Activity:
     calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
     again = {"full": 6, "op": 3}.get(kind, 0)
     products = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
-    return Activity(calls, products, {"forward passes": passes} if case.model.dropout else {})
+    return Activity(calls, products, {"forward": 2 * passes} if case.model.dropout else {})
 
 
 def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> tuple[Microbatch, ...]:

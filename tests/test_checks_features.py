@@ -126,11 +126,20 @@ def test_products_in_another_dtype_are_seen() -> None:
     assert found(trial) == [Finding("rank 0, step 3, matrix products' dtype", "float64", "float32 and float64")]
 
 
-@pytest.mark.parametrize(("asked", "really", "numbers"), [(0.1, 0.0, ("1", "0")), (0.0, 0.1, ("0", "1"))])
+@pytest.mark.parametrize(("asked", "really", "numbers"), [(0.1, 0.0, ("drawn", "none")), (0.0, 0.1, ("none", "drawn"))])
 def test_dropout_is_seen_by_the_random_numbers_it_draws(asked: float, really: float, numbers: tuple[str, str]) -> None:
     cases = [tiny_case("single", model=replace(TINY, dropout=p)) for p in (asked, really)]
-    where = "rank 0, step 1, forward passes that drew random numbers"
+    where = "rank 0, step 1, random numbers in forward"
     assert found(trial_of(*cases))[0] == Finding(where, *numbers)
+
+
+def test_recomputation_that_began_with_another_random_state_explains_wrong_gradients() -> None:
+    case = tiny_case("single", model=replace(TINY, dropout=0.1), activation_checkpointing="full")
+    trial = with_activity(trial_of(case), 0, 2, random={"forward": 2, "backward": 2, "other state layers.0": 1})
+    gradients = {fqn: 1.5 * gradient for fqn, gradient in trial.ranks[0].steps[1].gradients.items()}
+    trial = with_step(trial, 0, 2, gradients=gradients)
+    told = diagnose(trial, [judged("gradients", trial)])
+    assert told and told.cause.startswith("recomputation of layers.0 began with another random state than forward")
 
 
 # ---- the plan of recomputation
@@ -152,6 +161,8 @@ def test_tensor_parallel_brings_activations_in_again_and_out_of_attention_only()
     assert again("tp_2", "op") == [("all_gather", 2048)]
     assert again("tp_2", "full", sequence_parallel=False) == [("all_reduce", 1024)]
     assert again("tp_2", "op", sequence_parallel=False) == []
+    dropout = replace(TINY, dropout=0.1)  # its mask comes after feed-forward's reduction
+    assert again("tp_2", "full", sequence_parallel=False, model=dropout) == [("all_reduce", 2048)]
     assert again("tp_2", "layer", model=replace(TINY, n_layers=5)) == [("all_gather", 4096), ("reduce_scatter", 2048)]
 
 

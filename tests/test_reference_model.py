@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import reference
 from reference.config import PRESETS, ModelConfig, RopeScaling
-from reference.model import Llama, initial_weights, llama_from, rotary_frequencies
+from reference.model import Llama, initial_weights, llama_from, rotary_frequencies, seed_masks
 from reference.train import forward_loss
 
 SEED, SEQ_LEN = 7, 48
@@ -294,3 +294,27 @@ def test_importing_the_reference_does_not_load_the_harness() -> None:
     root = Path(reference.__path__[0]).parent
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_dropout_zeroes_the_same_entries_of_every_sample_and_others_in_every_step() -> None:
+    model = Llama(ModelConfig(dropout=0.5))
+    dropout, ones = model.layers["0"].attention_dropout, torch.ones(3, 8, 64)
+    torch.manual_seed(1)
+    dropped = dropout(ones)
+    assert dropped.unique().tolist() == [0.0, 2.0]
+    assert torch.equal(dropped[0], dropped[2])
+    assert not torch.equal(dropped, dropout(ones))
+    tokens = torch.arange(8).repeat(2, 1)
+    seed_masks(model, 1234, 1)
+    first, again = model(tokens), model(tokens)
+    seed_masks(model, 1234, 2)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, model(tokens))
+
+
+def test_without_dropout_no_random_number_is_drawn() -> None:
+    before = torch.get_rng_state()
+    llama_from(initial_weights(ModelConfig(), 1), config=ModelConfig(), dtype=torch.float32)(
+        torch.zeros(1, 4, dtype=int)
+    )
+    assert torch.equal(before, torch.get_rng_state())

@@ -105,7 +105,8 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     each, rest = divmod(products(step, "forward").total() - outputs, layers * case.passes)
     if rest or each < 1:
         return None
-    again = each // 2 if case.features.activation_checkpointing == "op" else each - 1
+    last = 0 if case.model.dropout else 1
+    again = each // 2 if case.features.activation_checkpointing == "op" else each - last
     return again * case.passes * len(recomputed_layers(case, rank))
 
 
@@ -151,6 +152,6 @@ def _graphs(trial: Trial, rank: int) -> Looked:
 
 
 def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    wanted = trial.case.passes if trial.case.model.dropout else 0
-    drawn = step.activity.random.get("forward passes", 0)
-    yield _expect(f"rank {rank}, step {step.step}, forward passes that drew random numbers", wanted, drawn)
+    wanted = "drawn" if trial.case.model.dropout else "none"
+    drawn = "drawn" if step.activity.random.get("forward", 0) else "none"
+    yield _expect(f"rank {rank}, step {step.step}, random numbers in forward", wanted, drawn)

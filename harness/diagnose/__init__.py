@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
-from harness.diagnose.features import wrong_features
+from harness.diagnose.features import wrong_features, wrong_masks
 from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.processes import incomplete, process_failed
@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     wrong_features,
     wrong_samples,
     wrong_positions,
+    wrong_masks,
     wrong_gradients,
     wrong_loss,
     wrong_update,

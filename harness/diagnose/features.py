@@ -9,6 +9,20 @@ from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, so
 from harness.trial import Trial, Verdict
 
 
+def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Random numbers of a recomputation that are not those of forward. Told by the generator's state, seen from step 2 on."""
+    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
+    drawn = any(step.activity.random.get("backward") for step in steps)
+    words = "other state "
+    other = {key.removeprefix(words) for step in steps for key in step.activity.random if key.startswith(words)}
+    if not (drawn and other and "gradients" in broken):
+        return None
+    blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
+    lost = "its masks are not those that the loss was computed with"
+    cause = f"recomputation of {some(blocks, 4)} began with another random state than forward: {lost}"
+    return Diagnosis(cause, (finding_line("gradients", broken["gradients"]),))
+
+
 def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None

@@ -9,7 +9,7 @@ from harness.faults import Fired, fault, replace
 
 @fault(
     breaks="activation checkpointing is asked for and no block is wrapped",
-    bug="O01, and X01 pytorch/torchtitan #1880: an option asked for is silently off",
+    bug="O03 pytorch/torchtitan #3455: a pass that was asked for is silently skipped",
     case="fsdp_2_ac_full",
     caught_by="features",
     named="activation checkpointing full is asked for, none took place",
@@ -22,7 +22,7 @@ def checkpointing_not_applied(fired: Fired) -> None:
 
 @fault(
     breaks="every second block is counted from the first one, so the blocks recomputed are the others",
-    bug="O01: of the family of filters that match other modules than those meant",
+    bug="of the family of A03 pytorch/torchtitan #3397: the count of what to keep begins elsewhere",
     case="fsdp_2_ac_layer",
     caught_by="features",
     named="activation checkpointing layer is in the wrong place",
@@ -39,7 +39,7 @@ def checkpointing_on_the_wrong_blocks(fired: Fired) -> None:
 
 @fault(
     breaks="selective checkpointing keeps no operator, so that all of a block is computed again",
-    bug="O01: the list of operators to keep does not match the operators that run (a renamed attention operator)",
+    bug="of the family of A04 pytorch/torchtitan #820: the operators kept are not those meant",
     case="fsdp_2_ac_op",
     caught_by="features",
     named="activation checkpointing op is asked for, full is in force",
@@ -57,3 +57,23 @@ def selective_checkpointing_keeps_nothing(fired: Fired) -> None:
         return keep_nothing
 
     replace(recompute, "create_selective_checkpoint_contexts", make)
+
+
+@fault(
+    breaks="recomputation draws its random numbers anew instead of restoring the generator's state",
+    bug="A01 allenai/OLMo-core #828; pytorch/torchtitan #1323, #2380",
+    case="fsdp_2_dropout_ac_full",
+    caught_by="gradients",
+    named="recomputation of layers.0, layers.1 began with another random state than forward",
+)
+def random_state_not_restored(fired: Fired) -> None:
+    from harness.trainers.llama3 import recompute
+
+    def make(original: Any) -> Any:
+        def careless(block: Any, **options: Any) -> Any:
+            fired()
+            return original(block, **(options | {"preserve_rng_state": False}))
+
+        return careless
+
+    replace(recompute, "checkpoint_wrapper", make)

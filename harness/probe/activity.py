@@ -23,6 +23,9 @@ from harness.probe.structure import plain_fqn
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
 """aten's matrix products, those with `out` called by compiled code -> which argument is the first factor."""
 
+DRAWS = ("uniform_", "normal_", "bernoulli_.float", "bernoulli_.Tensor", "native_dropout")
+"""aten's operators that draw random numbers; rand, randn and dropout come down to them."""
+
 
 class ActivityRecorder:
     def __init__(self, clock: Clock) -> None:
@@ -36,11 +39,12 @@ class ActivityRecorder:
     def install(self) -> None:
         """Like the collectives' recorder: a kernel in front of the operator, below autograd and DTensor."""
         self._library = torch.library.Library("aten", "IMPL")
-        for name, factor in PRODUCTS.items():
+        kernels = {name: functools.partial(self._product, factor) for name, factor in PRODUCTS.items()}
+        for name, kernel in (kernels | dict.fromkeys(DRAWS, self._draw)).items():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operator is not None:
-                kernel = functools.partial(self._product, operator, factor)
+                kernel = functools.partial(kernel, operator)
                 self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
@@ -48,8 +52,6 @@ class ActivityRecorder:
         for part in parts:
             for fqn, module in {plain_fqn(name): module for name, module in part.named_modules()}.items():
                 self._hooks.append(module.register_forward_pre_hook(functools.partial(self._called, fqn)))
-            self._hooks.append(part.register_forward_pre_hook(self._enter, prepend=True))
-            self._hooks.append(part.register_forward_hook(self._leave))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -64,10 +66,16 @@ class ActivityRecorder:
     def _now(self) -> Activity:
         return self._steps.setdefault(self._clock.step, Activity())
 
-    def _product(self, operator: Any, factor: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[factor]
-        if first.device.type != "meta" and type(first).__name__ != "FakeTensor":  # these are a compiler's, tracing
+        if _is_real(first):
             _count(self._now().products, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
+        return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def _draw(self, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_real(args[0]):
+            self._draws = True  # so that from now on modules' states are compared, which costs time
+            _count(self._now().random, self._clock.phase())
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _called(self, fqn: str, *_: Any) -> None:
@@ -87,16 +95,13 @@ class ActivityRecorder:
         elif state not in seen:
             _count(self._now().random, f"other state {fqn}")
 
-    def _enter(self, *_: Any) -> None:
-        self._before = _random_state()
-
-    def _leave(self, *_: Any) -> None:
-        if _random_state() != self._before:
-            self._draws = True  # so that from the next pass on modules' states are compared, which costs time
-            _count(self._now().random, "forward passes")
-
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Others are a compiler's, tracing."""
+    return tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
 
 
 def _count(counts: dict[str, int], key: str) -> None:

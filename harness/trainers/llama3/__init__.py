@@ -62,10 +62,24 @@ def _obstacles(case: Case) -> Iterator[str]:
     if dims.dp_shard * dims.cp == 1 and (case.training.compute_dtype or features.reduce_dtype):
         yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
     yield from _torchs_limits_of_the_recipe(case)
-    if dims.cp > 1 and case.model.dropout:
-        yield f"dropout with cp {dims.cp}: a rank would draw its positions' mask otherwise than one device draws them all"
     yield from _limits_of_pipelines(case)
+    yield from _where_dropout_differs(case)
     yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
+
+
+def _where_dropout_differs(case: Case) -> Iterator[str]:
+    """Its masks are drawn over the whole sequence, block after block, from torch's generator; the reference's likewise."""
+    dims = case.dims
+    if not case.model.dropout:
+        return
+    if dims.tp > 1 and case.features.sequence_parallel:
+        yield f"dropout with tp {dims.tp} and sequence parallel: each rank would draw a mask for its part of the sequence"
+    if dims.cp > 1:
+        yield f"dropout with cp {dims.cp}: each rank would draw a mask for its part of the sequence"
+    if dims.pp > 1:
+        yield f"dropout with pp {dims.pp}: a later stage does not know what the blocks before it have drawn"
+    if case.features.compile:
+        yield "dropout with compile: compiled code draws other random numbers than the reference"
 
 
 def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
@@ -101,7 +115,6 @@ def _unfinished(case: Case) -> dict[str, bool]:
         "async_tp": features.async_tp,
         "compile": features.compile,
         "quantize": training.quantize is not None,
-        "dropout": case.model.dropout > 0,
     }
 
 

@@ -27,7 +27,7 @@ from harness.case import Case
 from harness.trainers import Metrics
 from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, recipe, recompute
 from reference.data import IGNORED
-from reference.model import Llama, at_least_float32, initial_weights
+from reference.model import Llama, at_least_float32, initial_weights, seed_masks
 
 
 class Microbatch(NamedTuple):
@@ -270,6 +270,8 @@ class Trainer:
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        for part in self.model_parts:
+            seed_masks(part, self.case.training.seed, self.step + 1)
         loss_sum = self.forward_backward(microbatches, valid_tokens)
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm, pipeline.group_of(self.mesh))
