@@ -128,8 +128,25 @@ class ExpectedFailure:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """An earlier launch: it trained up to step `after` in this layout, and saved."""
+
+    after: int
+    dims: ParallelDims = ParallelDims()
+    features: Features = Features()
+
+    def __post_init__(self) -> None:
+        if self.after < 1:
+            raise ValueError(f"after must be at least 1, got {self.after}")
+
+
+@dataclass(frozen=True)
 class Case:
-    """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare."""
+    """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare.
+
+    resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
+    last_step: of an earlier launch alone, after which it saves; never written in a file.
+    """
 
     name: str
     why: str
@@ -139,7 +156,25 @@ class Case:
     features: Features = Features()
     runs: int = 1
     expected_failure: ExpectedFailure | None = None
+    resume: tuple[Saved, ...] = ()
+    last_step: int | None = None
     file: str = ""
+
+    @property
+    def steps(self) -> range:
+        """The steps that this launch trains, counted from 1 as if it were the first."""
+        return range(self.resume[-1].after + 1 if self.resume else 1, (self.last_step or self.training.steps) + 1)
+
+    @property
+    def launches(self) -> dict[str, Case]:
+        """By the name of its folder: the earlier launches as cases of their own, then this one."""
+        earlier = {
+            f"saved_{number}": dataclasses.replace(
+                self, dims=s.dims, features=s.features, resume=self.resume[: number - 1], last_step=s.after, runs=1
+            )
+            for number, s in enumerate(self.resume, start=1)
+        }
+        return earlier | {"run": self}
 
     @property
     def local_batch(self) -> int:
@@ -212,6 +247,13 @@ def from_json(record: Mapping[str, Any]) -> Case:
     return _build_case(record, file=record.get("file", ""))
 
 
+UNWRITTEN = {
+    "name": ": its key is its name",
+    "file": ": it is the file's path",
+    "last_step": "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it",
+}
+
+
 def load_cases(path: Path) -> list[Case]:
     """All cases of one YAML file, in the order written. Raises CaseError."""
     shown = _shown(path)
@@ -221,8 +263,8 @@ def load_cases(path: Path) -> list[Case]:
     cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
         fragment = _merge(defaults, _mapping(fragment, f"{shown}: case {name!r}"))
-        for key in {"name", "file"} & set(fragment):
-            raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case: its key is its name")
+        for key in {"name", "file", "last_step"} & set(fragment):
+            raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
         case = _build_case(fragment | {"name": name}, file=shown)
         if any(case.name == other.name for other in cases):
             raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
@@ -367,9 +409,12 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
         features=_record(Features, fragment.get("features"), f"{where}: features"),
         runs=fragment.get("runs", 1),
         expected_failure=_expected_failure(fragment.get("expected_failure"), f"{where}: expected_failure"),
+        resume=_resume(fragment.get("resume"), f"{where}: resume"),
+        last_step=fragment.get("last_step"),
         file=file,
     )
     _validate(case, fragment.get("world_size"), where)
+    _validate_resume(case, where)
     return case
 
 
@@ -384,6 +429,30 @@ def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
     if not (ROOT / expected.script).is_file():
         raise CaseError(f"{where}: script {expected.script!r}: no such file in the project; write the minimal program")
     return expected
+
+
+def _resume(value: Any, where: str) -> tuple[Saved, ...]:
+    found = []
+    for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, where), start=1):
+        here = f"{where}: entry {number}"
+        entry = dict(_mapping(entry, here))
+        entry["dims"] = _record(ParallelDims, entry.get("dims"), f"{here}: dims")
+        entry["features"] = _record(Features, entry.get("features"), f"{here}: features")
+        if "after" not in entry:
+            raise CaseError(f"{here}: 'after' is missing: the step after which that launch saves")
+        found.append(_record(Saved, entry, here, base=Saved(after=1)))
+    return tuple(found)
+
+
+def _validate_resume(case: Case, where: str) -> None:
+    """Each launch has something to train, and each of them is a case that could be run by itself."""
+    ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
+    if any(end <= begin for begin, end in itertools.pairwise(ends)):
+        raise CaseError(
+            f"{where}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
+        )
+    for name, launch in list(case.launches.items())[:-1]:
+        _validate(launch, None, f"{where}: resume: {name}")
 
 
 def _model(value: Any, where: str) -> ModelConfig:
@@ -416,7 +485,7 @@ def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
 def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
     wanted = [part.strip() for part in annotation.split("|")]
     kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
-    kinds |= {"RopeScaling": RopeScaling, "None": type(None)}
+    kinds |= {"RopeScaling": RopeScaling, "ParallelDims": ParallelDims, "Features": Features, "None": type(None)}
     for kind in wanted:
         if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
             return

@@ -138,12 +138,22 @@ class StepEvidence:
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """What a rank holds once it has resumed, by fqn: parameters before its first forward pass, and the optimizer's state
+    (whatever tensors it keeps, such as exp_avg, exp_avg_sq, step) as the optimizer enters its first step."""
+
+    parameters: dict[str, np.ndarray]
+    optimizer_state: dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
 class RankEvidence:
-    """All that one rank saw. `parameters` is the state before the first step.
+    """All that one rank saw. `parameters` is the state before the first step, and before a checkpoint is read.
 
     structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...}).
     compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
+    resumed: None for a launch that starts at step 1.
     """
 
     rank: int
@@ -156,6 +166,7 @@ class RankEvidence:
     environment: dict[str, str] = field(default_factory=dict)
     compiler: dict[str, int] = field(default_factory=dict)
     fault: bool | None = None
+    resumed: Resumed | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ One folder holds all that is known of one run of a case and can be judged anywhe
     case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
     reference.npz    the oracle          repeat/      the second launch, where the case asks for one
     report.txt       what was found      verdict.json the same, for programs
+    saved_1 ..       earlier launches    checkpoint/  what they saved, kept only if the case does not pass
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from harness.trial import Result, Trial, Verdict
 from reference.record import ReferenceRun
 
 RANK_ENTRY = "harness.testify:rank"
+CHECKPOINT = "checkpoint"
 REFERENCE_ENTRY = "harness.testify:reference"
 
 
@@ -95,7 +97,8 @@ def run_case(case: Case, options: Options) -> Judgement:
     reason = unsupported(case, options)
     if reason:
         raise Unsupported(reason)
-    make_plan(case)
+    for launched in case.launches.values():
+        make_plan(launched)
     started = time.monotonic()
     cached = reference_folder(case, options)
     folder = folder_of(case, options)
@@ -103,11 +106,26 @@ def run_case(case: Case, options: Options) -> Judgement:
         fresh_folder(folder)
         write_text(folder / "case.json", json.dumps(to_json(case), indent=1))
         _link(cached / "reference.npz", folder / "reference.npz")
-        for name in ("run", "repeat")[: case.runs]:
-            _launch_ranks(case, folder / name, cached / "weights.npz", options)
+        _launch_all(case, folder, cached / "weights.npz", options)
         judgement = judge_folder(folder, seconds=time.monotonic() - started)
         store_report(judgement)
+        if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence
+            shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
     return judgement
+
+
+def _launch_all(case: Case, folder: Path, weights: Path, options: Options) -> None:
+    """One launch after the other; none after one that failed, for it would have nothing to resume from."""
+    launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
+    failed = ""
+    for name, launched in launches.items():
+        if failed:
+            exits = tuple(
+                Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
+            )
+            save_run(Run(str(folder / name), launched.dims.world_size, exits, {}, fault=options.fault))
+        elif not _launch_ranks(launched, folder / name, weights, options) and launched.last_step is not None:
+            failed = name
 
 
 def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
@@ -119,7 +137,7 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         folder=folder,
         results=results,
         diagnosis=diagnose(trial, results),
-        seconds=trial.run.seconds if seconds is None else seconds,
+        seconds=sum(launched.run.seconds for launched in trial.launches) if seconds is None else seconds,
         fault=trial.run.fault,
         fired=_fired(trial),
     )
@@ -129,9 +147,9 @@ def _fired(trial: Trial) -> bool | None:
     """Whether the fault's code ran on some rank; None without a fault, or if a rank that left no evidence may know."""
     if trial.run.fault is None:
         return None
-    if any(evidence.fault for evidence in trial.ranks.values()):
+    if any(evidence.fault for launched in trial.launches for evidence in launched.ranks.values()):
         return True
-    return False if len(trial.ranks) == trial.run.world_size else None
+    return False if all(len(launched.ranks) == launched.run.world_size for launched in trial.launches) else None
 
 
 def load_trial(folder: Path) -> Trial:
@@ -143,34 +161,45 @@ def load_trial(folder: Path) -> Trial:
         raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
     except (OSError, ValueError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
-    repeat = load_run(folder / "repeat") if case.runs > 1 else None
     accepted, problem = None, ""
     try:
         accepted = golden.load(case)
     except golden.GoldenError as error:
         problem = str(error)
-    return Trial(
-        case=case,
-        plan=make_plan(case),
-        run=load_run(folder / "run"),
-        reference=load(folder / "reference.npz", ReferenceRun),
-        repeat=repeat,
-        golden=accepted,
-        golden_problem=problem,
-    )
+    reference = load(folder / "reference.npz", ReferenceRun)
+    trials: list[Trial] = []
+    for name, launched in case.launches.items():
+        trials.append(
+            Trial(
+                case=launched,
+                plan=make_plan(launched),
+                run=load_run(folder / name),
+                reference=reference,
+                repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
+                golden=accepted,
+                golden_problem=problem,
+                saved=tuple(trials),
+            )
+        )
+    return trials[-1]
 
 
 def unsupported(case: Case, options: Options) -> str | None:
     """Why the case cannot run here: the trainer's reason, or the machine's."""
-    reason = trainers.load(options.trainer).unsupported(case)
-    if reason:
-        return reason
-    if options.device == "cuda" and case.dims.cp > 1 and case.training.dtype == "float64":
+    adapter = trainers.load(options.trainer)
+    for name, launched in case.launches.items():
+        if reason := adapter.unsupported(launched):
+            return reason if name == "run" else f"{name}: {reason}"
+    if case.resume and options.torchrun_args:
+        return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
+    on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
+    if options.device == "cuda" and on_cp and case.training.dtype == "float64":
         return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
     if options.device == "cuda" and options.launcher == "local":
         visible = visible_gpus()
-        if case.dims.world_size > visible:
-            return f"needs {case.dims.world_size} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
+        wanted = max(launched.dims.world_size for launched in case.launches.values())
+        if wanted > visible:
+            return f"needs {wanted} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
     return None
 
 
@@ -273,7 +302,8 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
     fresh.rename(folder)
 
 
-def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> None:
+def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> bool:
+    """Whether all ranks ended well."""
     wanted = {
         "case": to_json(case),
         "trainer": options.trainer,
@@ -281,6 +311,7 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> 
         "device": options.device,
         "fault": options.fault,
         "directory": str(folder.resolve()),
+        "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
     }
     started = time.monotonic()
     job = Job(
@@ -296,6 +327,7 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> 
     exits: list[Exit] = launch(job, options.launcher)
     seconds = time.monotonic() - started
     save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))
+    return all(exit.how == "ok" for exit in exits)
 
 
 def store_report(judgement: Judgement) -> None:

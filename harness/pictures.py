@@ -100,7 +100,7 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
     moved: dict[tuple[int, ...], int] = {}
     for evidence in trial.ranks.values():
         for call in evidence.collectives:
-            if call.step == 1 and call.phase in ("forward", "backward") and "float" in call.dtype:
+            if call.step == trial.first_step and call.phase in ("forward", "backward") and "float" in call.dtype:
                 moved[call.ranks] = moved.get(call.ranks, 0) + call.bytes
     planned = {group: axis for axis, groups in trial.plan.groups.items() for group in groups}
     rows = sorted({*planned, *moved}, key=lambda group: (len(group), group))
@@ -114,7 +114,8 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=7 if len(rows) < 16 else 5)
     axes.set(
-        title="tensors moved in step 1 (green: as planned, red: not planned, grey: planned, unused)", xlabel="rank"
+        title=f"tensors moved in step {trial.first_step} (green: as planned, red: not planned, grey: planned, unused)",
+        xlabel="rank",
     )
     axes.set_xticks(range(trial.run.world_size))
     axes.title.set_fontsize(9)

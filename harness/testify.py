@@ -20,10 +20,14 @@ from harness.launch import inflight
 
 
 def rank(options: dict[str, Any]) -> None:
-    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence)."""
+    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints.
+
+    What a launch writes there the next one continues from; a checkpoint is written and read while the probe watches.
+    """
     from harness.probe import Probe
 
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    checkpoints = Path(options["checkpoints"])
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     fired = _apply_fault(options.get("fault"))
     probe = Probe(this, world_size, on_issue=_note_inflight())
@@ -31,7 +35,13 @@ def rank(options: dict[str, Any]) -> None:
     try:
         trainer = adapter.start(case, Path(options["weights"]), options["device"])
         probe.attach(trainer.model_parts)
-        trainer.train()
+        if case.resume:
+            trainer.resume(checkpoints)
+            probe.resumed(case.steps.start - 1)
+        trainer.train(case.steps[-1])
+        probe.trained()
+        if case.last_step is not None:
+            trainer.save(checkpoints)
         displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
     finally:

@@ -57,6 +57,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
+    """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps."""
+
     case: Case
     plan: Plan
     run: Run
@@ -64,6 +66,12 @@ class Trial:
     repeat: Run | None = None
     golden: Golden | None = None
     golden_problem: str = ""
+    saved: tuple[Trial, ...] = ()
+
+    @property
+    def launches(self) -> tuple[Trial, ...]:
+        """The earlier launches that this one continues, each a trial of its own, and this one."""
+        return (*self.saved, self)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
@@ -92,6 +100,20 @@ class Trial:
         """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""
         held = self.holdings[rank].get(fqn)
         return held if held is not None else self.plan.slices[rank].get(fqn)
+
+    def start_of(self, rank: int) -> dict[str, np.ndarray]:
+        """The parameters a rank begins with: those of the checkpoint if it resumed, else the seed's."""
+        evidence = self.ranks[rank]
+        if evidence.resumed is not None:
+            return evidence.resumed.parameters
+        return {tensor.fqn: tensor.value for tensor in evidence.parameters}
+
+    @property
+    def first_step(self) -> int:
+        return self.case.steps.start
+
+    def reference_step(self, number: int) -> ReferenceStep:
+        return next(step for step in self.reference.steps if step.step == number)
 
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
         """Every rank's account of every step, beside the reference's."""

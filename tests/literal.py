@@ -25,6 +25,7 @@ from harness.evidence import (
     Group,
     Microbatch,
     RankEvidence,
+    Resumed,
     Run,
     StepEvidence,
     TensorEvidence,
@@ -157,13 +158,17 @@ def _average(values: list[np.ndarray], beta: float) -> np.ndarray:
 
 
 def trial_of(asked: Case, ran: Case | None = None) -> Trial:
-    """A correct run of `ran`, judged as `asked`. The groups of both exist: meshes are made, then not used."""
+    """A correct run of `ran`, judged as `asked`. The groups of both exist: meshes are made, then not used.
+
+    Of a case that resumes: what its last launch left, and in `saved` what the earlier ones did.
+    """
     ran, reference = ran or asked, reference_of(asked)
     world = ran.dims.world_size
     ranks = {rank: _rank_evidence(asked, ran, rank, reference) for rank in range(world)}
     run = Run("run", world, tuple(Exit(rank, "ok", 0) for rank in range(world)), ranks)
     repeat = run if asked.runs > 1 else None
-    return Trial(asked, make_plan(asked), run, reference, repeat, golden.from_reference(reference))
+    saved = tuple(trial_of(launch) for launch in asked.launches.values() if launch is not asked)
+    return Trial(asked, make_plan(asked), run, reference, repeat, golden.from_reference(reference), saved=saved)
 
 
 def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
@@ -174,10 +179,22 @@ def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -
         parameters=tuple(_tensor(ran, fqn, full, full[part[fqn]]) for fqn, full in reference.weights.items()),
         groups=_groups(asked, ran, rank),
         collectives=_collectives(ran, rank),
-        steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps),
+        steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps if step.step in ran.steps),
         structure=_structure(ran, rank),
         compiler={"graphs": 2} if ran.features.compile else {},
+        resumed=_resumed(reference.steps[ran.steps.start - 2], part) if ran.resume else None,
     )
+
+
+def _resumed(step: ReferenceStep, part: Any) -> Resumed:
+    return Resumed({fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}, _state(step, part))
+
+
+def _state(step: ReferenceStep, part: Any) -> dict[str, dict[str, np.ndarray]]:
+    """AdamW also keeps a counter for each parameter, which is nobody's slice."""
+    counter = {"step": np.array(float(step.step), np.float32)} if any(step.optimizer_state.values()) else {}
+    cut = {f: {key: full[part[f]].copy() for key, full in s.items()} for f, s in step.optimizer_state.items()}
+    return {fqn: state | counter for fqn, state in cut.items()}
 
 
 def _cut(part: Any) -> tuple[slice, ...]:
@@ -218,7 +235,7 @@ def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
 def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
     """The plan's bytes in two buckets each, and a loss summed over all ranks outside of forward and backward."""
     plan, found, world = make_plan(case), [], tuple(range(case.dims.world_size))
-    for step in range(1, case.training.steps + 1) if len(world) > 1 else ():
+    for step in case.steps if len(world) > 1 else ():
         for flow in plan.flows_of(rank, step):
             ranks = plan.group_of(rank, flow.axis)
             for count in (8, flow.bytes - 8):
@@ -229,8 +246,7 @@ def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
 
 def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, part: Any) -> StepEvidence:
     parameters = {fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}
-    last = step.step == case.training.steps
-    state = {f: {key: full[part[f]].copy() for key, full in s.items()} for f, s in step.optimizer_state.items()}
+    last, state = step.step == case.steps[-1], _state(step, part)
     held = sum(value.nbytes for value in parameters.values())
     return StepEvidence(
         step=step.step,

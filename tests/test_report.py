@@ -36,12 +36,14 @@ PASS tiny
 
   completed         PASS            4 examined
   collective_order  PASS            108 examined
+  features          PASS            76 examined
   memory            PASS            36 examined
   placements        PASS            52 examined
   process_groups    PASS            8 examined
   shard_contents    PASS            48 examined
   traffic           PASS            48 examined
   initial_weights   PASS            12 examined
+  resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       PASS            12 examined
   golden            PASS            6 examined
@@ -73,12 +75,14 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
 
   completed         PASS            4 examined
   collective_order  PASS            84 examined
+  features          PASS            72 examined
   memory            FAIL            36 examined
   placements        FAIL            52 examined
   process_groups    PASS            8 examined
   shard_contents    FAIL            48 examined
   traffic           FAIL            48 examined
   initial_weights   PASS            12 examined
+  resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       NOT APPLICABLE  the case asks for one run (runs: 2 repeats it)
   golden            PASS            6 examined
@@ -98,7 +102,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 1, step 3, parameters: expected 944 B, observed 472 B
     rank 2, step 1, parameters: expected 944 B, observed 472 B
     rank 2, step 2, parameters: expected 944 B, observed 472 B
-    and 4 more
+    and 1 more
 
   placements: What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
     rank 0, tok_embeddings.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
@@ -109,7 +113,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, layers.0.feed_forward.w1.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w2.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w3.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    and 52 more
+    and 1 more
 
   shard_contents: Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
     rank 0, tok_embeddings.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
@@ -120,7 +124,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, layers.0.feed_forward.w1.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
     rank 0, layers.0.feed_forward.w2.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
     rank 0, layers.0.feed_forward.w3.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-    and 40 more
+    and 1 more
 
   traffic: In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
     rank 0, step 1, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
@@ -131,7 +135,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, step 1, forward all_gather over dp_shard [0,1]: expected 1.888 kB (1888), observed nothing
     rank 0, step 1, forward all_gather over [0-3] (no axis of the plan): expected nothing, observed 1.888 kB (1888)
     rank 0, step 2, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
-    and 76 more""",
+    and 1 more""",
     )
 
 
@@ -151,7 +155,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  16 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+  18 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
     rank 1: expected exit code 0, observed raised: ValueError: no

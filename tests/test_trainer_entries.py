@@ -49,7 +49,7 @@ def account(trainer: Trainer) -> dict[str, Any]:
         "metrics": trainer.metrics,
         "tensors": {name: whole(value) for name, value in tensors.items()},
         "options": {name: value for name, value in state["optimizer"].items() if not torch.is_tensor(value)},
-        "scheduler": state["scheduler"],
+        "scheduler": trainer.schedulers[0].state_dict(),
         "position": (state["step"], state["samples"]),
     }
 

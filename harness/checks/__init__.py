@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 from harness import tolerance
@@ -33,7 +34,30 @@ def law(name: str) -> str:
 
 
 def judge(trial: Trial) -> tuple[Result, ...]:
-    return tuple(run_check(name, module.check, trial) for name, module in all_checks().items())
+    """Of a case that resumes, every law holds only if it holds for each of its launches."""
+    return tuple(
+        _of_all_launches(trial, [run_check(name, module.check, launch) for launch in trial.launches])
+        for name, module in all_checks().items()
+    )
+
+
+def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
+    """The worst verdict, what was examined altogether, and findings that say in which launch."""
+    order = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS, Verdict.NOT_APPLICABLE)
+    worst = min((result.verdict for result in results), key=order.index)
+    findings = [
+        replace(finding, where=f"{launch_label(launch)}{finding.where}")
+        for launch, result in zip(trial.launches, results, strict=True)
+        for finding in result.findings
+    ]
+    telling = [(launch, r) for launch, r in zip(trial.launches, results, strict=True) if r.verdict is worst][-1]
+    note = telling[1].note if worst is not Verdict.UNKNOWN else launch_label(telling[0]) + telling[1].note
+    return Result(results[0].check, worst, sum(r.examined for r in results), worst_first(findings), note)
+
+
+def launch_label(launch: Trial) -> str:
+    """Empty for the last launch of a case."""
+    return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}: "
 
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
@@ -68,7 +92,7 @@ def _missing(trial: Trial) -> str:
     ranks = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     if ranks:
         return f"from {_some(ranks)}"
-    wanted = set(range(1, trial.case.training.steps + 1))
+    wanted = set(trial.case.steps)
     told = {"the reference": {step.step for step in trial.reference.steps}}
     told |= {f"rank {rank}": {step.step for step in trial.ranks[rank].steps} for rank in sorted(trial.ranks)}
     for who, steps in told.items():

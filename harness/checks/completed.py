@@ -49,7 +49,7 @@ def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     findings = []
     steps = [step.step for step in evidence.steps]
-    wanted = list(range(1, trial.case.training.steps + 1))
+    wanted = list(trial.case.steps)
     if steps != wanted:
         findings.append(Finding(f"rank {evidence.rank}", f"steps {wanted}", f"steps {steps}"))
     held = {tensor.fqn for tensor in evidence.parameters}

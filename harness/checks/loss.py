@@ -13,7 +13,7 @@ STAGE = "numbers"
 def check(trial: Trial) -> Result:
     bounds = trial.bounds
     findings, worst = [], 0.0
-    for step in trial.reference.steps:
+    for step in map(trial.reference_step, trial.case.steps):
         observed = global_loss(trial, step.step)
         if observed is None:
             return Result("loss", Verdict.UNKNOWN, note=f"step {step.step}: no rank's loss was seen")
@@ -23,7 +23,7 @@ def check(trial: Trial) -> Result:
             found = f"{observed!r} (off by {difference:.2e})"
             findings.append(Finding(f"step {step.step}", repr(step.loss), found, bounds.text(bounds.loss[step.step])))
         findings += _odd_peers(trial, step.step, bounds.loss[step.step])
-    return verdict_of("loss", findings, len(trial.reference.steps), f"largest difference {worst:.1e}")
+    return verdict_of("loss", findings, len(trial.case.steps), f"largest difference {worst:.1e}")
 
 
 def global_loss(trial: Trial, step: int) -> float | None:

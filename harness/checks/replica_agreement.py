@@ -21,7 +21,7 @@ def check(trial: Trial) -> Result:
     if not families:
         return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
     findings, examined = [], 0
-    for step in range(1, trial.case.training.steps + 1):
+    for step in trial.case.steps:
         for what in ("gradients", "parameters"):
             for (fqn, _), ranks in families.items():
                 examined += len(ranks) - 1

@@ -22,7 +22,8 @@ STAGE = "data"
 
 def check(trial: Trial) -> Result:
     findings, examined = [], 0
-    for step, wanted in enumerate(trial.reference.samples, start=1):
+    for step in trial.case.steps:
+        wanted = trial.reference.samples[step - 1]
         fed = fed_samples(trial, step)
         examined += sum(len(ids) for ids in fed.values())
         findings += _not_a_partition(trial, fed, step, wanted) + _wrong_microbatches(trial, step)

@@ -23,7 +23,7 @@ def check(trial: Trial) -> Result:
         return not_applicable("traffic", "one rank moves nothing")
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
-        for step in range(1, trial.case.training.steps + 1):
+        for step in trial.case.steps:
             wanted = planned(trial, rank, step)
             optional = {_key(trial, rank, flow) for flow in trial.plan.flows_of(rank, step) if flow.optional}
             seen = observed(evidence, step)

@@ -32,17 +32,22 @@ class _State:
 
 
 def check(trial: Trial) -> Result:
-    norms = {step.step: observed_norm(trial, step.step) for step in trial.reference.steps}
+    norms = {step: observed_norm(trial, step) for step in trial.case.steps}
     rates = {step.step: step.lr for step in trial.reference.steps}
     findings: list[Finding] = []
     examined = 0
     for evidence in trial.ranks.values():
-        for step in evidence.steps:
+        for step in _asked_for(trial, evidence):
             findings += _wrong_lr(evidence.rank, step, rates[step.step])
-        for tensor in evidence.parameters:
+        for fqn in trial.start_of(evidence.rank):
             examined += len(evidence.steps)
-            findings += _replay(trial, evidence, tensor.fqn, tensor.value, norms, rates)
+            findings += _replay(trial, evidence, fqn, norms, rates)
     return verdict_of("update", findings, examined)
+
+
+def _asked_for(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
+    """`completed` reports others."""
+    return [step for step in evidence.steps if step.step in trial.case.steps]
 
 
 def observed_norm(trial: Trial, step: int) -> float:
@@ -73,13 +78,11 @@ def _wrong_lr(rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
 
 
 def _replay(
-    trial: Trial, evidence: RankEvidence, fqn: str, start: np.ndarray, norms: dict[int, float], rates: dict[int, float]
+    trial: Trial, evidence: RankEvidence, fqn: str, norms: dict[int, float], rates: dict[int, float]
 ) -> list[Finding]:
     """The first step at which this parameter is not what the optimizer makes of it."""
-    start = start.astype(np.float64)
-    zero, recipe = np.zeros_like(start), recipe_of(trial, fqn)
-    state = _State(start, zero, zero, zero)
-    for step in evidence.steps:
+    state, recipe = _start(trial, evidence, fqn), recipe_of(trial, fqn)
+    for step in _asked_for(trial, evidence):
         if fqn not in step.gradients or fqn not in step.parameters:
             return []  # `completed` reports it
         clip = tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm)
@@ -96,22 +99,30 @@ def _replay(
     return []
 
 
+def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
+    """Averages begin at zero, or where the checkpoint left them, whatever that is: the law `resume` judges that."""
+    value = trial.start_of(evidence.rank)[fqn]
+    held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
+    value = value.astype(np.float64)
+    first, second = (held.get(key, np.zeros_like(value)).astype(np.float64) for key in ("exp_avg", "exp_avg_sq"))
+    return _State(value, first, second, np.abs(first))
+
+
 def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
-    """Whether step 1 left what the optimizer makes of this parameter's gradient times `clip`."""
+    """Whether the first step left what the optimizer makes of this parameter's gradient times `clip`."""
     first = evidence.steps[0]
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
-    expected, bound = expected_after_step_1(trial, evidence, tensor, clip=clip)
+    expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
     return bool((np.abs(first.parameters[tensor.fqn] - expected) <= bound).all())
 
 
-def expected_after_step_1(
+def expected_after_first_step(
     trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the optimizer makes of this parameter's gradient times `clip`, and the bound on what is seen of it."""
-    first, zero = evidence.steps[0], np.zeros_like(tensor.value)
-    state = _State(tensor.value, zero, zero, zero)
-    lr, recipe = trial.reference.steps[0].lr, recipe_of(trial, tensor.fqn)
+    first, state = evidence.steps[0], _start(trial, evidence, tensor.fqn)
+    lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn)
     expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, recipe)
     return expected, tolerance.update_bound(trial.case, magnitude)
 

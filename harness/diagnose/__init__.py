@@ -13,24 +13,27 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 
+from harness.checks import judge, launch_label
 from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnose.features import wrong_features, wrong_masks
 from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.processes import incomplete, process_failed
 from harness.diagnose.rest import not_deterministic, reference_moved, replicas_drift, wrong_display, wrong_structure
+from harness.diagnose.resume import resumed_wrongly, started_elsewhere
 from harness.diagnose.updates import wrong_update
 from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
 from harness.trial import Result, Trial, Verdict
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 
-PROCESS_RULES: tuple[Rule, ...] = (process_failed, incomplete)
+PROCESS_RULES: tuple[Rule, ...] = (process_failed, started_elsewhere, incomplete)
 RULES: tuple[Rule, ...] = (
     *PROCESS_RULES,
     wrong_layout,
     wrong_weights,
     wrong_contents,
+    resumed_wrongly,
     wrong_features,
     wrong_samples,
     wrong_positions,
@@ -48,13 +51,17 @@ RULES: tuple[Rule, ...] = (
 
 
 def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:
-    """None if no law is broken. Never raises."""
+    """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
+    if failed and trial.saved and (earlier := diagnose(trial.saved[-1], judge(trial.saved[-1]), rules)):
+        return earlier
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return Diagnosis(f"{failed[0].check} is broken and does not say where") if failed else None
     found, skipped = _first_answer(trial, broken, rules if _all_told(trial) else PROCESS_RULES)
     found = found or _plain_summary(broken)
+    if trial.case.last_step is not None:
+        found = dataclasses.replace(found, cause=f"{launch_label(trial)}{found.cause}")
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
 
 

@@ -403,21 +403,26 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Right in step 1, and parameters are what the optimizer makes of them: the mistake carries over between steps."""
     if "gradients" not in broken or "update" in broken:
         return None
-    step = next((step for step in range(2, trial.case.training.steps + 1) if wrong_pairs(trial, step)), None)
+    step = next((step for step in trial.case.steps if step > 1 and wrong_pairs(trial, step)), None)
     if step is None:
         return None
     wrong, line = wrong_pairs(trial, step), finding_line("gradients", broken["gradients"])
+    if step == trial.first_step:
+        told = f"gradients are wrong from step {step} on, the first after resuming, {_where(trial, wrong)}"
+        why = "" if "resume" in broken else ": what was resumed is right, so it is this layout, not the checkpoint"
+        return Diagnosis(told + why, (line,))
     if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
         return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
     where, factor = _where(trial, wrong), _common_factor(trial, wrong, step)
     if factor is not None:
-        told = f"gradients are right in step 1 and from step {step} on {times_text(factor)} what they should be {where}"
+        told = f"gradients are right in step {trial.first_step} and from step {step} on {times_text(factor)}"
+        told += f" what they should be {where}"
         return Diagnosis(told + _count_of_another_step(trial, step, factor), (line,))
     off = _loss_is_off(trial, step)
     if off:
-        told = f"the forward pass is right in step 1 and wrong from step {step} on (loss off by {off:.1e})"
+        told = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
         return Diagnosis(f"{told}: something of an earlier step is kept", (line,))
-    return Diagnosis(f"gradients are right in step 1 and wrong from step {step} on {where}", (line,))
+    return Diagnosis(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
 
 
 def _count_of_another_step(trial: Trial, step: int, factor: float) -> str:

@@ -69,14 +69,15 @@ def _degrees(trial: Trial) -> str:
 
 
 def _missing_steps(trial: Trial) -> Diagnosis | None:
-    wanted = list(range(1, trial.case.training.steps + 1))
+    wanted = list(trial.case.steps)
     seen = {rank: [step.step for step in evidence.steps] for rank, evidence in sorted(trial.ranks.items())}
     odd = [rank for rank, steps in seen.items() if steps != wanted]
     if not odd:
         return None
     steps = seen[odd[0]]
     told = f"trained steps {', '.join(map(str, steps))} only" if steps else "trained no step"
-    return Diagnosis(f"{rank_words(odd)} {told}, asked for {len(wanted)} steps")
+    asked = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
+    return Diagnosis(f"{rank_words(odd)} {told}, asked for {asked}")
 
 
 def _missing_parameters(trial: Trial) -> Diagnosis | None:

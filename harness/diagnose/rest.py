@@ -163,7 +163,7 @@ def _other_cases(case: Case) -> Iterator[tuple[str, Any, Any, Case]]:
 def _reduced_too_often(trial: Trial) -> str | None:
     """Accumulation wants one reduction a step; after every microbatch is right and slow."""
     times = trial.case.features.accumulation
-    seen = traffic.observed(trial.ranks[0], 1)
+    seen = traffic.observed(trial.ranks[0], trial.first_step)
     flows = [flow for flow in trial.plan.flows[0] if flow.role == "gradients"]
     moved = [seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) for flow in flows]
     if times == 1 or not flows or any(count != times * flow.bytes for count, flow in zip(moved, flows, strict=True)):

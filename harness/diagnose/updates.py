@@ -41,25 +41,26 @@ def wrong_update(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 
 def _carried_over(trial: Trial) -> Iterator[tuple[str, str]]:
-    """Averages start at step 1: what it gets right and later steps do not is about them."""
-    clip = clip_coefficient(update.observed_norm(trial, 1), trial.case.training.max_norm)
+    """Averages start at the first step: what it gets right and later steps do not is about them."""
+    clip = clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
     if all(
         update.explained_by_clip(trial, e, tensor, clip=clip) for e in trial.ranks.values() for tensor in e.parameters
     ):
         yield (
             "why",
-            "step 1 is right everywhere: look at what is carried from step to step (beta1, beta2, state, schedule)",
+            f"step {trial.first_step} is right everywhere: look at what is carried from step to step"
+            " (beta1, beta2, state, schedule)",
         )
 
 
 def _pairs(trial: Trial, holds: Callable[[RankEvidence, StepEvidence, str, np.ndarray], bool]) -> list[Pair]:
-    """(rank, fqn) of which something holds in step 1, in the model's order; `before` is the weight it starts from."""
+    """(rank, fqn) of which something holds in the first step, in the model's order; `before` is what it starts from."""
     return [
         (rank, tensor.fqn)
         for rank, evidence in sorted(trial.ranks.items())
         for tensor in evidence.parameters
         if tensor.fqn in evidence.steps[0].parameters and tensor.value.size
-        if holds(evidence, evidence.steps[0], tensor.fqn, tensor.value)
+        if holds(evidence, evidence.steps[0], tensor.fqn, trial.start_of(rank)[tensor.fqn])
     ]
 
 
@@ -71,15 +72,16 @@ def _where(trial: Trial, pairs: list[Pair]) -> str:
 
 def _not_finite(trial: Trial) -> str | None:
     bad = _pairs(trial, lambda e, step, fqn, before: not np.isfinite(step.parameters[fqn]).all())
-    return f"parameters are NaN or infinite after step 1 {_where(trial, bad)}, gradients were finite" if bad else None
+    after = f"after step {trial.first_step}"
+    return f"parameters are NaN or infinite {after} {_where(trial, bad)}, gradients were finite" if bad else None
 
 
 def _nothing_moves(trial: Trial) -> str | None:
     """A learning rate above 0 moves what has a gradient or decays."""
     still = _pairs(trial, lambda e, step, fqn, before: np.array_equal(step.parameters[fqn], before))
-    if not still or trial.reference.steps[0].lr == 0:
+    if not still or trial.reference_step(trial.first_step).lr == 0:
         return None
-    return f"the optimizer does not move {_subject(trial, still)} in step 1"
+    return f"the optimizer does not move {_subject(trial, still)} in step {trial.first_step}"
 
 
 def _wrong_lr(trial: Trial) -> str | None:
@@ -103,7 +105,7 @@ def _subject(trial: Trial, pairs: list[Pair]) -> str:
 
 
 def _not_clipped(trial: Trial) -> str | None:
-    clip = clip_coefficient(update.observed_norm(trial, 1), trial.case.training.max_norm)
+    clip = clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
     pairs = _explained(trial, clip, {rank: 1.0 for rank in trial.ranks}) if clip != 1.0 else []
     if not pairs:
         return None
@@ -115,7 +117,7 @@ def _not_clipped(trial: Trial) -> str | None:
 
 def _clipped_by_another_norm(trial: Trial) -> str | None:
     """Each rank's own norm, the one it displays, or another limit than the recipe's."""
-    limit, right = trial.case.training.max_norm, update.observed_norm(trial, 1)
+    limit, right = trial.case.training.max_norm, update.observed_norm(trial, trial.first_step)
     suspects = {
         "the norm of its own shards": {rank: own_norm(e.steps[0]) for rank, e in trial.ranks.items()},
         "the norm it displays": {rank: e.steps[0].grad_norm or 0.0 for rank, e in trial.ranks.items()},
@@ -134,7 +136,7 @@ def own_norm(step: StepEvidence) -> float:
 
 
 def _explained(trial: Trial, right: float, clips: dict[int, float]) -> list[Pair]:
-    """Where step 1 is what the optimizer makes of the gradient times clips[rank], and not of it times `right`."""
+    """Where the first step is what the optimizer makes of the gradient times clips[rank], and not of it times `right`."""
     return [
         (rank, tensor.fqn)
         for rank, evidence in sorted(trial.ranks.items())
@@ -193,7 +195,7 @@ def _would_pass(trial: Trial) -> bool:
 
 
 def _another_rate(trial: Trial) -> str | None:
-    """Moves of step 1 that are the right ones times a constant, although the optimizer shows the right rate."""
+    """Moves of the first step that are the right ones times a constant, although the optimizer shows the right rate."""
     factor = _move_factor(trial)
     if factor is None or math.isclose(factor, 1.0, rel_tol=1e-9):
         return None
@@ -208,8 +210,9 @@ def _another_rate(trial: Trial) -> str | None:
 
 
 def _another_rate_for_some(trial: Trial) -> str | None:
-    """A group of parameters that follows no schedule, or another one: moves of step 1 are the right ones times a number."""
-    clip = clip_coefficient(update.observed_norm(trial, 1), trial.case.training.max_norm)
+    """A group of parameters that follows no schedule, or another one: moves of the first step are the right ones times a
+    number."""
+    clip = clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
     factors = {
         (rank, tensor.fqn): _factor_of_move(trial, evidence, tensor, clip)
         for rank, evidence in sorted(trial.ranks.items())
@@ -219,16 +222,19 @@ def _another_rate_for_some(trial: Trial) -> str | None:
     known = [factor for factor in factors.values() if factor is not None]
     if not known or len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-6):
         return None
-    asked, peak = trial.reference.steps[0].lr, trial.case.training.lr
+    asked, peak = trial.reference_step(trial.first_step).lr, trial.case.training.lr
     hint = ", the peak's, as without a schedule" if math.isclose(known[0] * asked, peak, rel_tol=1e-6) else ""
     what = _where(trial, list(factors)).removeprefix("in ")
-    return f"the learning rate of {what} is {known[0] * asked:.6g} in step 1{hint}, asked for {asked:.6g}"
+    return (
+        f"the learning rate of {what} is {known[0] * asked:.6g} in step {trial.first_step}{hint}, asked for {asked:.6g}"
+    )
 
 
 def _factor_of_move(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, clip: float) -> float | None:
-    """What the right move of step 1 is to be multiplied by to give the one seen; None if there is no such number."""
-    wanted = update.expected_after_step_1(trial, evidence, tensor, clip=clip)[0] - tensor.value
-    seen = evidence.steps[0].parameters[tensor.fqn] - tensor.value
+    """What the right move of the first step is to be multiplied by to give the one seen; None if there is no such number."""
+    before = trial.start_of(evidence.rank)[tensor.fqn]
+    wanted = update.expected_after_first_step(trial, evidence, tensor, clip=clip)[0] - before
+    seen = evidence.steps[0].parameters[tensor.fqn] - before
     if not np.any(wanted):
         return None
     factor = float(np.sum(seen * wanted) / np.sum(wanted * wanted))
@@ -241,12 +247,13 @@ def _with_rates_times(evidence: RankEvidence, factor: float) -> RankEvidence:
 
 
 def _move_factor(trial: Trial) -> float | None:
-    """Length of rank 0's move in step 1 over that of the reference's, along the latter."""
+    """Length of rank 0's move in the first step over that of the reference's, along the latter."""
     evidence, along, length = trial.ranks[min(trial.ranks)], 0.0, 0.0
     for tensor in evidence.parameters:
         part = trial.slice_of(evidence.rank, tensor.fqn)
         if part is not None:
-            wanted = trial.reference.steps[0].parameters[tensor.fqn][tuple(slice(*i) for i in part)] - tensor.value
-            along += float(np.sum((evidence.steps[0].parameters[tensor.fqn] - tensor.value) * wanted))
+            before, after = trial.start_of(evidence.rank)[tensor.fqn], trial.reference_step(trial.first_step).parameters
+            wanted = after[tensor.fqn][tuple(slice(*i) for i in part)] - before
+            along += float(np.sum((evidence.steps[0].parameters[tensor.fqn] - before) * wanted))
             length += float(np.sum(wanted * wanted))
     return along / length if length else None

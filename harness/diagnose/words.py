@@ -54,8 +54,8 @@ def finding_line(name: str, result: Result) -> tuple[str, str]:
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
-    """Rank 0's planned flows that did not happen as planned, in step 1."""
-    seen = observed_traffic(trial.ranks[0], 1)
+    """Rank 0's planned flows that did not happen as planned, in the first step."""
+    seen = observed_traffic(trial.ranks[0], trial.first_step)
     for (axis, op, phase), flows in _by_collective(trial.plan.flows[0]).items():
         moved, wanted = seen.get((trial.plan.group_of(0, axis), op, phase), 0), sum(flow.bytes for flow in flows)
         if moved != wanted and not all(flow.optional for flow in flows):

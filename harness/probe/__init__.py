@@ -3,7 +3,9 @@
     probe = Probe(rank, world_size)
     probe.install()                      before the trainer is built
     probe.attach(trainer.model_parts)    when it is built, before its first step
+    probe.resumed(step)                  if it resumed: when it has, before it goes on
     trainer.train()
+    probe.trained()                      before it writes a checkpoint
     evidence = probe.evidence(...)       afterwards
     probe.remove()
 
@@ -53,6 +55,15 @@ class Probe:
         self.samples.attach(self._parts)
         self._parameters = structure.parameter_evidence(self._parts)
 
+    def resumed(self, step: int) -> None:
+        """The trainer has read a checkpoint that was written after this step."""
+        self.clock.resume(step)
+        self.values.watch_resumed()
+
+    def trained(self) -> None:
+        """What follows belongs to no step."""
+        self.clock.finish()
+
     def remove(self) -> None:
         self.pipeline.remove()
         self.activity.remove()
@@ -62,7 +73,7 @@ class Probe:
 
     def evidence(self, displayed: Mapping[int, tuple[float, float | None]], fault: bool | None = None) -> RankEvidence:
         """All that was seen. `displayed`: by step, the loss and gradient norm that the trainer shows its user."""
-        steps = sorted(step for step in self.values.steps if step > 0)
+        steps = sorted(step for step in self.values.steps if step > self.clock.start)
         return RankEvidence(
             rank=self.rank,
             world_size=self.world_size,
@@ -74,6 +85,7 @@ class Probe:
             environment=environment(),
             compiler=activity.compiler(),
             fault=fault,
+            resumed=self.values.resumed,
         )
 
     def _step(self, step: int, values: StepValues, displayed: Mapping[int, tuple[float, float | None]]) -> StepEvidence:

@@ -1,9 +1,9 @@
 """Tells where in a training step this process is, without asking the trainer.
 
 A step begins with the first forward pass, or pass of a pipeline's schedule, after an optimizer step; step 0 is everything
-before. Inside autograd's engine it is "backward" (recomputation under activation checkpointing included), inside the root
-module's forward "forward", otherwise inside a pipeline's schedule "pipeline", inside an optimizer "optimizer", and
-everywhere else "other".
+before, and what follows the last step. Steps of a resumed run are numbered from where it was saved. Inside autograd's
+engine it is "backward" (recomputation under activation checkpointing included), inside the root module's forward
+"forward", otherwise inside a pipeline's schedule "pipeline", inside an optimizer "optimizer", and everywhere else "other".
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ import torch
 
 class Clock:
     def __init__(self) -> None:
-        self.step = 0
+        self.start = self.step = 0
         self.forward_depth = 0
         self.in_optimizer = self.in_pipeline = False
         self._step_is_over = True
+
+    def resume(self, step: int) -> None:
+        """What comes next is step + 1. Trap: restoring an optimizer may have called its step() to make its state."""
+        self.start = self.step = step
+
+    def finish(self) -> None:
+        self.step = 0
 
     def where(self) -> tuple[int, str]:
         return self.step, self.phase()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from harness.evidence import Resumed
 from harness.probe.clock import Clock
 from harness.probe.structure import as_numpy, local, named_parameters
 
@@ -39,6 +40,7 @@ class ValueRecorder:
     def __init__(self, clock: Clock) -> None:
         self.steps: dict[int, StepValues] = {}
         self.parts: tuple[nn.Module, ...] = ()
+        self.resumed: Resumed | None = None
         self._clock = clock
         self._hooks: list[Any] = []
         self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
@@ -71,6 +73,20 @@ class ValueRecorder:
         self._patched.append((owner, name, original))
         setattr(owner, name, seen)
 
+    def watch_resumed(self) -> None:
+        """Parameters as they are now; each optimizer's state when it first steps, for nobody says where optimizers are."""
+        self.resumed = Resumed({fqn: as_numpy(p) for fqn, p in named_parameters(self.parts)}, {})
+
+    def _copy_resumed_state(self, optimizer: Optimizer) -> None:
+        if self.resumed is None or self._clock.step != self._clock.start + 1:
+            return
+        for fqn, parameter in self._owned(optimizer):
+            self.resumed.optimizer_state.setdefault(fqn, tensors(optimizer.state.get(parameter, {})))
+
+    def _owned(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        names = {id(parameter): fqn for fqn, parameter in named_parameters(self.parts)}
+        return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+
     def _step(self) -> StepValues:
         return self.steps.setdefault(self._clock.step, StepValues())
 
@@ -85,20 +101,20 @@ class ValueRecorder:
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._copy_gradients()
+        self._copy_resumed_state(optimizer)
         self._step().lr = float(optimizer.param_groups[0]["lr"])
         self._clock.enter_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._clock.leave_optimizer()
         step = self._step()
-        names = {id(parameter): fqn for fqn, parameter in named_parameters(self.parts)}
-        owned = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        for parameter in owned:
-            step.parameters[names[id(parameter)]] = as_numpy(parameter)
+        owned = self._owned(optimizer)
+        for fqn, parameter in owned:
+            step.parameters[fqn] = as_numpy(parameter)
         step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
-        states = [v for p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
+        states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
-        self._keep_state_of_latest_step(step, {names[id(p)]: optimizer.state.get(p, {}) for p in owned})
+        self._keep_state_of_latest_step(step, {fqn: optimizer.state.get(p, {}) for fqn, p in owned})
 
     def _keep_state_of_latest_step(self, step: StepValues, states: dict[str, dict[str, Any]]) -> None:
         """Optimizer state is kept for the last step only: the laws derive the earlier ones from the gradients."""
@@ -106,7 +122,11 @@ class ValueRecorder:
             if other is not step:
                 other.optimizer_state = {}
         for fqn, state in states.items():
-            step.optimizer_state[fqn] = {k: as_numpy(v) for k, v in state.items() if torch.is_tensor(v)}
+            step.optimizer_state[fqn] = tensors(state)
+
+
+def tensors(state: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {key: as_numpy(value) for key, value in state.items() if torch.is_tensor(value)}
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -34,8 +34,17 @@ class StartedTrainer(Protocol):
     model_parts: list[nn.Module]
     metrics: list[Metrics]
 
-    def train(self) -> None:
-        """All steps of the recipe."""
+    def train(self, last_step: int) -> None:
+        """Up to and with that step, from the one after the last that was finished; the schedule is the recipe's."""
+        ...
+
+    def save(self, folder: Path) -> object:
+        """Leave a checkpoint in this folder, in which older ones may lie. Only for cases with `resume`."""
+        ...
+
+    def resume(self, folder: Path) -> None:
+        """Before the first step: continue from the latest complete checkpoint in this folder, whatever layout wrote it.
+        Only for cases with `resume`. Raises ValueError if there is none."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints in torch's distributed format: model, optimizer, schedule and data position.
+"""Checkpoints in torch's distributed format: model, optimizer, finished steps and data position.
 
 Every rank writes what it holds, under the reference's names, so another layout can read it. `step_000004` is complete
-if and only if it contains .metadata, which is written last.
+if and only if it contains .metadata, which is written last. The schedule is a function of the finished steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
     from harness.trainers.llama3.trainer import Trainer
@@ -41,11 +42,22 @@ def resume(trainer: Trainer, checkpoint: Path) -> None:
     state = state_of(trainer)
     dcp.load(state, checkpoint_id=checkpoint)
     for part, optimizer, scheduler in trainer.parts():
-        set_model_state_dict(part, state["model"], options=StateDictOptions(strict=True))
+        own = {fqn: state["model"][fqn] for fqn in get_model_state_dict(part)}
+        set_model_state_dict(part, own, options=StateDictOptions(strict=True))
         set_optimizer_state_dict(part, optimizer, state["optimizer"], options=OPTIONS)
-        scheduler.load_state_dict(state["scheduler"])
+        continue_schedule(scheduler, state["step"])
     trainer.step = state["step"]
     trainer.microbatches.seek(state["samples"])
+
+
+def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
+    """As after this many finished steps.
+
+    Trap: a scheduler's own state dict lists a rate for every parameter group, and another layout may have more groups.
+    """
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    told = {"last_epoch": finished, "_step_count": finished + 1, "_last_lr": rates}
+    scheduler.load_state_dict(scheduler.state_dict() | told)
 
 
 def latest(folder: Path) -> Path:
@@ -67,7 +79,6 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": optimizer_state,
-        "scheduler": trainer.schedulers[0].state_dict(),
         "step": trainer.step,
         "samples": trainer.microbatches.samples,
     }

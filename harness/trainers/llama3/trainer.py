@@ -262,6 +262,13 @@ class Trainer:
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 checkpoint.save(self, checkpoints)
 
+    def save(self, folder: Path) -> Path:
+        return checkpoint.save(self, folder)
+
+    def resume(self, folder: Path) -> None:
+        """From the latest complete checkpoint. Raises ValueError if there is none."""
+        checkpoint.resume(self, checkpoint.latest(folder))
+
     def train_step(self) -> Metrics:
         microbatches = [
             sequence_part(tokens.to(self.device), labels.to(self.device), self.mesh, self.case)

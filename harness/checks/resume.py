@@ -1,0 +1,165 @@
+"""A resumed rank goes on from what was saved, bit for bit: its slices of all parameters and optimizer state, rate, samples.
+
+What the earlier launch held after its last step is put together from all its ranks, by the slices that each of them
+really held, and cut anew for the layout that resumes. The earlier launches are judged by all laws themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from harness.checks import not_applicable, verdict_of
+from harness.checks.samples import fed_samples
+from harness.evidence import Resumed
+from harness.plan import slice_text
+from harness.trial import Finding, Result, Trial, Verdict, take
+
+STAGE = "data"
+
+Key = tuple[str, str]
+"""A tensor of the saved state: what it is (parameter, or the optimizer's name for it) and the parameter's fqn."""
+
+PARAMETER = "parameter"
+
+
+def check(trial: Trial) -> Result:
+    if not trial.saved:
+        return not_applicable(
+            "resume", "this launch starts at step 1" if trial.case.last_step else "nothing is resumed"
+        )
+    if any(evidence.resumed is None for evidence in trial.ranks.values()):
+        return Result("resume", Verdict.UNKNOWN, note="a rank does not say what it held when it had resumed")
+    if set(trial.saved[-1].ranks) != set(trial.saved[-1].plan.slices):
+        return Result("resume", Verdict.UNKNOWN, note="the launch that saved left no complete evidence")
+    wanted = saved_state(trial.saved[-1])
+    findings: list[Finding] = []
+    examined = 0
+    for rank in sorted(trial.ranks):
+        held = held_state(trial, rank)
+        examined += len(held)
+        findings += _wrong_tensors(trial, rank, wanted, held)
+    findings += [*_wrong_rates(trial), *_wrong_samples(trial)]
+    return verdict_of("resume", findings, examined)
+
+
+# ---- what was saved, and what is held
+
+
+def saved_state(launch: Trial) -> dict[Key, np.ndarray]:
+    """Whole tensors after the last step of a launch; the elements that no rank held are NaN."""
+    return state_after(launch, launch.case.steps[-1])
+
+
+def state_after(launch: Trial, step: int) -> dict[Key, np.ndarray]:
+    """The same after any step, but for the optimizer's state, which is kept for the last one."""
+    records = {rank: record for rank, e in launch.ranks.items() for record in e.steps if record.step == step}
+    return put_together(launch, {rank: Resumed(r.parameters, r.optimizer_state) for rank, r in records.items()})
+
+
+def put_together(launch: Trial, held: Mapping[int, Resumed | None]) -> dict[Key, np.ndarray]:
+    """Whole tensors from what each rank holds of them."""
+    whole: dict[Key, np.ndarray] = {}
+    for rank, state in sorted(held.items()):
+        if state is not None:
+            _lay_down(launch, rank, state, whole)
+    return whole
+
+
+def _lay_down(launch: Trial, rank: int, held: Resumed, whole: dict[Key, np.ndarray]) -> None:
+    for key, value in _by_key(held).items():
+        shape = launch.plan.shapes.get(key[1])
+        part = launch.slice_of(rank, key[1])
+        if not value.ndim or shape is None or part is None:
+            whole.setdefault(key, value)  # a step counter
+        elif take(whole.setdefault(key, np.full(shape, np.nan, value.dtype)), part).shape == value.shape:
+            take(whole[key], part)[...] = value
+
+
+def held_state(trial: Trial, rank: int) -> dict[Key, np.ndarray]:
+    """What a rank had once it had resumed."""
+    resumed = trial.ranks[rank].resumed
+    return _by_key(resumed) if resumed else {}
+
+
+def _by_key(held: Resumed) -> dict[Key, np.ndarray]:
+    found = {(PARAMETER, fqn): value for fqn, value in held.parameters.items()}
+    return found | {(name, fqn): value for fqn, state in held.optimizer_state.items() for name, value in state.items()}
+
+
+def wanted_part(trial: Trial, rank: int, key: Key, whole: np.ndarray) -> np.ndarray:
+    """This rank's slice of a saved tensor; a step counter is nobody's slice."""
+    part = trial.slice_of(rank, key[1])
+    return take(whole, part) if whole.ndim and part is not None else whole
+
+
+# ---- differences
+
+
+def wrong_keys(trial: Trial, rank: int, wanted: dict[Key, np.ndarray]) -> list[Key]:
+    """What a rank should have got from the checkpoint, and has not, in the model's order."""
+    held, own = held_state(trial, rank), trial.plan.slices[rank]
+    return [
+        key
+        for key, whole in wanted.items()
+        if key[1] in own and not _same(held.get(key), wanted_part(trial, rank, key, whole))
+    ]
+
+
+def _same(held: np.ndarray | None, wanted: np.ndarray) -> bool:
+    return held is not None and held.shape == wanted.shape and held.tobytes() == wanted.tobytes()
+
+
+def _wrong_tensors(
+    trial: Trial, rank: int, wanted: dict[Key, np.ndarray], held: dict[Key, np.ndarray]
+) -> Iterator[Finding]:
+    after = trial.case.steps.start - 1
+    for key in wrong_keys(trial, rank, wanted):
+        name, fqn = key
+        where = f"rank {rank}, {fqn}" + ("" if name == PARAMETER else f", {name}")
+        expected = f"what was saved after step {after}"
+        if wanted[key].ndim and (part := trial.slice_of(rank, fqn)):
+            expected += f", {slice_text(part, trial.plan.shapes[fqn])}"
+        yield Finding(where, expected, _difference(held.get(key), wanted_part(trial, rank, key, wanted[key])))
+
+
+def _difference(held: np.ndarray | None, wanted: np.ndarray) -> str:
+    if held is None:
+        return "none"
+    if held.shape != wanted.shape:
+        return f"shape {held.shape} instead of {wanted.shape}"
+    if not wanted.ndim:
+        return f"{float(held):g} instead of {float(wanted):g}"
+    if held.size and not held.any():
+        return "zeros"
+    return f"{int(np.sum(held != wanted))} of {held.size} entries differ"
+
+
+def _wrong_rates(trial: Trial) -> Iterator[Finding]:
+    """The schedule goes on: in every step since, for the optimizer's own rate hides a scheduler that starts anew for one."""
+    for rank, step, reference in trial.steps():
+        if step.lr is None or not math.isclose(step.lr, reference.lr, rel_tol=1e-12):
+            yield Finding(f"rank {rank}, step {step.step}, learning rate", repr(reference.lr), repr(step.lr))
+
+
+def _wrong_samples(trial: Trial) -> Iterator[Finding]:
+    first = trial.case.steps.start
+    wanted = set(trial.reference.samples[first - 1])
+    for rank, ids in fed_samples(trial, first).items():
+        if strange := [id_ for id_ in ids if id_ not in wanted]:
+            found = f"{len(strange)} of {len(ids)} are not of that step{_of_step(trial, ids)}"
+            yield Finding(f"rank {rank}, step {first}, samples", "the data position of the step", found)
+
+
+def _of_step(trial: Trial, ids: list[int | None]) -> str:
+    step = step_fed(trial, ids)
+    return f", all are of step {step}" if step else ""
+
+
+def step_fed(trial: Trial, ids: list[int | None]) -> int | None:
+    """The step of the recipe that all these samples belong to."""
+    return next(
+        (n for n, of_step in enumerate(trial.reference.samples, start=1) if ids and set(ids) <= set(of_step)), None
+    )

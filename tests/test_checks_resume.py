@@ -1,0 +1,234 @@
+"""The law `resume`, and how all laws judge a case of several launches, on literal evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_rank, with_step, with_value, without_rank
+
+from harness.case import Case, Features, ParallelDims, Saved
+from harness.checks import judge
+from harness.diagnose import diagnose
+from harness.trial import Finding, Trial, Verdict
+
+FSDP_4, TP_2 = ParallelDims(dp_shard=4), ParallelDims(tp=2)
+LAYOUTS = {
+    "the same": (FSDP_4, FSDP_4),
+    "fsdp to hsdp": (FSDP_4, ParallelDims(dp_replicate=2, dp_shard=2)),
+    "tp to fsdp": (TP_2, ParallelDims(dp_shard=2)),
+    "fsdp and tp to tp": (ParallelDims(dp_shard=2, tp=2), TP_2),
+    "ddp to single": (ParallelDims(dp_replicate=2), ParallelDims()),
+}
+WEIGHT = "layers.0.attention.wq.weight"
+
+
+def resumed(before: ParallelDims = TP_2, after: ParallelDims = FSDP_4, training: Any = ADAMW, **changes: Any) -> Trial:
+    """Two steps in one layout, saved, the third in another."""
+    return trial_of(tiny_case(after, training, resume=(Saved(2, before),), **changes))
+
+
+def with_resumed(trial: Trial, rank: int, what: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Trial:
+    """what: parameters or optimizer_state."""
+    held = trial.ranks[rank].resumed
+    assert held is not None
+    return with_rank(trial, rank, resumed=replace(held, **{what: change(dict(getattr(held, what)))}))
+
+
+def everywhere(trial: Trial, what: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Trial:
+    for rank in trial.ranks:
+        trial = with_resumed(trial, rank, what, change)
+    return trial
+
+
+def cause(trial: Trial) -> str:
+    found = diagnose(trial, judge(trial))
+    assert found is not None
+    return found.cause
+
+
+# ---- right
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_a_run_that_continues_passes_every_law_in_any_layout(layouts: Any, training: Any) -> None:
+    for model in ({}, {"model": UNEVEN}):
+        results = judge(resumed(*layouts, training, **model))
+        assert not [result for result in results if result.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)]
+        assert next(r for r in results if r.check == "resume").verdict is Verdict.PASS
+
+
+def test_every_tensor_that_a_rank_resumed_with_is_examined() -> None:
+    trial = resumed()
+    parameters = len(trial.plan.shapes)
+    assert judged("resume", trial).examined == 4 * parameters * 4  # ranks; parameter, two moments, a counter
+
+
+def test_through_three_launches_both_checkpoints_are_examined() -> None:
+    case = tiny_case(FSDP_4, resume=(Saved(1, TP_2), Saved(2, ParallelDims())))
+    result = next(r for r in judge(trial_of(case)) if r.check == "resume")
+    parameters = len(case.model.parameter_shapes())
+    assert (result.verdict, result.examined) == (Verdict.PASS, (1 + 4) * parameters * 4)
+
+
+def test_a_case_that_resumes_nothing_has_nothing_to_judge() -> None:
+    result = judged("resume", trial_of(tiny_case("fsdp_2")))
+    assert (result.verdict, result.note) == (Verdict.NOT_APPLICABLE, "nothing is resumed")
+
+
+# ---- wrong
+
+
+def test_one_bit_of_one_parameter_on_one_rank_is_enough() -> None:
+    def next_float(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        value = parameters[WEIGHT].copy()
+        value.flat[1] = np.nextafter(value.flat[1], np.inf)
+        return parameters | {WEIGHT: value}
+
+    result = judged("resume", with_resumed(resumed(), 2, "parameters", next_float))
+    assert result.findings == (
+        Finding(f"rank 2, {WEIGHT}", "what was saved after step 2, 1/4 of dim 0 [2:3]", "1 of 4 entries differ"),
+    )
+
+
+def test_a_nan_is_not_what_was_saved() -> None:
+    trial = everywhere(resumed(), "parameters", lambda held: held | {WEIGHT: np.full_like(held[WEIGHT], np.nan)})
+    assert judged("resume", trial).verdict is Verdict.FAIL
+
+
+def test_optimizer_state_of_zeros_is_named() -> None:
+    trial = everywhere(
+        resumed(),
+        "optimizer_state",
+        lambda held: {fqn: {key: np.zeros_like(value) for key, value in state.items()} for fqn, state in held.items()},
+    )
+    assert judged("resume", trial).findings[0].observed == "zeros"
+    assert cause(trial) == (
+        "resumed without optimizer state: exp_avg and exp_avg_sq are zero in every parameter, after 2 steps"
+    )
+
+
+def test_optimizer_state_that_is_not_there_is_named() -> None:
+    trial = everywhere(resumed(), "optimizer_state", lambda held: {fqn: {} for fqn in held})
+    assert cause(trial).startswith(
+        "resumed without optimizer state: exp_avg and exp_avg_sq are missing in every parameter"
+    )
+
+
+def test_optimizer_state_of_another_parameter_is_named() -> None:
+    other = "layers.0.attention.wo.weight"
+    trial = everywhere(resumed(), "optimizer_state", lambda held: held | {WEIGHT: held[other], other: held[WEIGHT]})
+    assert cause(trial) == f"optimizer state is exchanged: {WEIGHT} resumed with exp_avg and exp_avg_sq of {other}"
+
+
+def test_a_counter_that_starts_anew_is_named() -> None:
+    lost = {"step": np.array(0.0, np.float32)}
+    trial = everywhere(resumed(), "optimizer_state", lambda held: {fqn: s | lost for fqn, s in held.items()})
+    assert judged("resume", trial).findings[0] == Finding(
+        "rank 0, tok_embeddings.weight, step", "what was saved after step 2", "0 instead of 2"
+    )
+    assert cause(trial) == (
+        "the optimizer's step counter is 0 after resuming, 2 was saved in every parameter: AdamW's bias correction"
+        " starts anew"
+    )
+
+
+def test_a_parameter_that_was_not_loaded_is_named_with_its_ranks() -> None:
+    trial = resumed()
+    for rank in (0, 1):
+        seed = next(tensor.value for tensor in trial.ranks[rank].parameters if tensor.fqn == WEIGHT)
+        trial = with_resumed(trial, rank, "parameters", lambda held, seed=seed: held | {WEIGHT: seed})
+    assert cause(trial) == f"{WEIGHT} was not loaded from the checkpoint on ranks [0,1]: still the seed's values"
+
+
+def test_training_from_scratch_is_named() -> None:
+    trial = resumed()
+    for rank, evidence in trial.ranks.items():
+        seed = {tensor.fqn: tensor.value for tensor in evidence.parameters}
+        trial = with_resumed(trial, rank, "parameters", lambda _, seed=seed: seed)
+        trial = with_resumed(trial, rank, "optimizer_state", lambda _: {})
+    assert cause(trial) == (
+        "the checkpoint of step 2 was ignored: training starts from scratch, parameters are the seed's"
+    )
+
+
+def test_an_older_checkpoint_is_named_with_its_step() -> None:
+    trial = trial_of(tiny_case(FSDP_4, resume=(Saved(1, TP_2), Saved(2, TP_2))))
+    older = trial_of(tiny_case(FSDP_4, resume=(Saved(1, TP_2),)))
+    for rank in trial.ranks:
+        trial = with_rank(trial, rank, resumed=older.ranks[rank].resumed)
+    assert cause(trial) == (
+        "resumed from the state after step 1, asked for the checkpoint of step 2: an older one was read, or a stale one"
+        " written"
+    )
+
+
+def test_a_schedule_that_starts_anew_is_named() -> None:
+    trial = resumed()
+    for rank in trial.ranks:
+        trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr)
+    assert judged("resume", trial).findings[0] == Finding("rank 0, step 3, learning rate", "0.0075", "0.005")
+    assert cause(trial) == (
+        "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1, asked for 0.0075"
+    )
+
+
+def test_samples_of_another_step_are_named() -> None:
+    trial, whole = resumed(), trial_of(tiny_case(FSDP_4))
+    for rank in trial.ranks:
+        trial = with_step(trial, rank, 3, microbatches=whole.ranks[rank].steps[0].microbatches)
+    assert judged("resume", trial).findings[0].observed == "2 of 2 are not of that step, all are of step 1"
+    assert cause(trial) == "the data position starts anew after resuming: step 3 is fed the samples of step 1"
+
+
+def test_without_a_ranks_account_of_what_it_resumed_nothing_passes() -> None:
+    result = judged("resume", with_rank(resumed(), 1, resumed=None))
+    assert (result.verdict, result.note) == (
+        Verdict.UNKNOWN,
+        "a rank does not say what it held when it had resumed",
+    )
+
+
+# ---- several launches
+
+
+def test_a_mistake_before_the_checkpoint_is_found_by_its_law_and_told_with_its_launch() -> None:
+    trial = resumed()
+    before = with_value(trial.saved[0], 0, 1, "gradients", "norm.weight", lambda gradient: 2 * gradient)
+    trial = replace(trial, saved=(before,))
+    results = {result.check: result for result in judge(trial)}
+    assert results["gradients"].verdict is Verdict.FAIL
+    assert results["gradients"].findings[0].where == "saved_1: rank 0, step 1, norm.weight"
+    assert cause(trial).startswith("saved_1: ")
+
+
+def test_a_rank_missing_before_the_checkpoint_leaves_no_law_passing() -> None:
+    trial = resumed()
+    results = judge(replace(trial, saved=(without_rank(trial.saved[0], 1),)))
+    assert {result.verdict for result in results} == {Verdict.FAIL, Verdict.UNKNOWN}
+    assert next(r for r in results if r.check == "loss").note == "saved_1: no evidence from rank 1; see `completed`"
+
+
+def test_steps_of_before_the_checkpoint_are_not_asked_of_the_resumed_launch() -> None:
+    trial = resumed()
+    assert [step.step for step in trial.ranks[0].steps] == [3]
+    again = replace(trial.ranks[0].steps[0], step=2)
+    result = judged("completed", with_rank(trial, 0, steps=(again, *trial.ranks[0].steps)))
+    assert result.findings == (Finding("rank 0", "steps [3]", "steps [2, 3]"),)
+
+
+def test_launches_are_cases_of_their_own_layout_and_steps() -> None:
+    case = tiny_case(FSDP_4, resume=(Saved(1, TP_2), Saved(2, ParallelDims(dp_shard=2), Features(accumulation=2))))
+    told = {
+        name: (launch.dims, launch.features.accumulation, list(launch.steps)) for name, launch in case.launches.items()
+    }
+    assert told == {
+        "saved_1": (TP_2, 1, [1]),
+        "saved_2": (ParallelDims(dp_shard=2), 2, [2]),
+        "run": (FSDP_4, 1, [3]),
+    }
+    assert isinstance(case.launches["run"], Case)
