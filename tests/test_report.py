@@ -43,6 +43,7 @@ PASS tiny
   shard_contents    PASS            48 examined
   traffic           PASS            48 examined
   initial_weights   PASS            12 examined
+  positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       PASS            12 examined
@@ -82,6 +83,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   shard_contents    FAIL            48 examined
   traffic           FAIL            48 examined
   initial_weights   PASS            12 examined
+  positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       NOT APPLICABLE  the case asks for one run (runs: 2 repeats it)
@@ -155,7 +157,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  18 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+  19 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
     rank 1: expected exit code 0, observed raised: ValueError: no
