@@ -40,6 +40,7 @@ PASS tiny
   memory            PASS            36 examined
   placements        PASS            52 examined
   process_groups    PASS            8 examined
+  schedule          NOT APPLICABLE  no pipeline: pp 1
   shard_contents    PASS            48 examined
   traffic           PASS            48 examined
   initial_weights   PASS            12 examined
@@ -80,6 +81,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   memory            FAIL            36 examined
   placements        FAIL            52 examined
   process_groups    PASS            8 examined
+  schedule          NOT APPLICABLE  no pipeline: pp 1
   shard_contents    FAIL            48 examined
   traffic           FAIL            48 examined
   initial_weights   PASS            12 examined
@@ -157,7 +159,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  19 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+  20 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
     rank 1: expected exit code 0, observed raised: ValueError: no
