@@ -946,6 +946,21 @@ def test_a_forward_pass_that_goes_wrong_later() -> None:
     )
 
 
+def test_a_tied_weight_that_only_the_embedding_trains() -> None:
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
+    read = np.isin(np.arange(8), trial.reference.tokens)[:, None]
+    assert 0 < read.sum() < 8
+
+    def lost(rank: int, fqn: str) -> np.ndarray:
+        gradient = trial.reference.steps[0].gradients[fqn]
+        return read * gradient**2 if fqn == "tok_embeddings.weight" else gradient
+
+    expect_first(
+        with_step_1_gradients(trial, lost),
+        """the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only""",
+    )
+
+
 # ---- documents, ranks without a valid token
 
 

@@ -216,7 +216,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
         for case in (
             Case("pp", "", ParallelDims(pp=2)),
             Case("ddp_tp", "", ParallelDims(dp_replicate=2, tp=2)),
-            Case("tied", "", ParallelDims(tp=2), TIED),
             Case("ffn", "", ParallelDims(tp=2), ModelConfig(ffn_dim=193)),
             Case("masked", "", ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
             Case("policy", "", ParallelDims(dp_replicate=2), features=Features(reduce_dtype="bfloat16")),
@@ -226,7 +225,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     assert {case.name: reason for case, reason in refused.items()} == {
         "pp": "pp 2: pipeline parallel is not implemented yet",
         "ddp_tp": "dp_replicate 2 x tp 2 without dp_shard: torch DDP does not take DTensors",
-        "tied": "tied_embeddings with tp 2: the output projection has no weight of its own to shard",
         "ffn": "ffn_dim 193 is not divisible by tp 2",
         "masked": "document_mask with cp 2: torch's ring attention takes no mask but the causal one",
         "policy": "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1",

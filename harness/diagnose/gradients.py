@@ -46,6 +46,7 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _scaled,
         _missing_reduction,
         _norms_not_summed,
+        _untied,
         _unequal_parts,
         _unequal_samples,
         _own_samples_only,
@@ -258,6 +259,19 @@ def _divided_by_own_tokens(trial: Trial, weights: attribution.Weights) -> float 
     total = sum(counts.values())
     ratios = [w * trial.case.dims.cp * counts[place] / total for place, w in weights.by_sample.items()]
     return ratios[0] if np.allclose(ratios, ratios[0], rtol=1e-6) else None
+
+
+def _untied(trial: Trial, wrong: list[Pair]) -> str | None:
+    """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only."""
+    tied = "tok_embeddings.weight"
+    if not trial.case.model.tied_embeddings or _fqns(trial, wrong) != [tied]:
+        return None
+    read = np.unique(trial.reference.tokens[[trial.reference.sample_ids.index(i) for i in trial.reference.samples[0]]])
+    for rank, _ in wrong:
+        part, seen = trial.slice_of(rank, tied), _observed(trial, rank, 1)[tied]
+        if part is None or np.any(seen[~np.isin(np.arange(*part[0]), read)]):
+            return None
+    return "the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only"
 
 
 def _unequal_samples(trial: Trial, wrong: list[Pair]) -> str | None:

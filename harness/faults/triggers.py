@@ -190,3 +190,23 @@ def mean_over_at_least_one_token(fired: Fired) -> None:
 
     loss_averaged_per_rank.apply(fired)
     replace(trainer, "count_valid", lambda local: lambda *args: local(*args) or 1)
+
+
+@fault(
+    breaks="the output projection uses a copy of the embedding's weight, so its part of the gradient is lost",
+    bug="a shared Parameter is untied by to_empty or by parallelize_module (torch), after which only one of them learns",
+    case="tp_2_tied",
+    caught_by="gradients grad_norm",
+    named="the output's part of the gradient of the tied weight is missing",
+)
+def tied_weight_is_a_copy(fired: Fired) -> None:
+    from reference import model
+
+    def make(original: Any) -> Any:
+        def copied(self: Any, x: Any, weight: Any) -> Any:
+            fired()
+            return original(self, x, weight.detach())
+
+        return copied
+
+    replace(model.TiedOutput, "forward", make)

@@ -55,8 +55,6 @@ def _obstacles(case: Case) -> Iterator[str]:
     dims, features = case.dims, case.features
     if dims.tp > 1 and dims.dp_replicate > 1 and dims.dp_shard == 1:
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} without dp_shard: torch DDP does not take DTensors"
-    if dims.tp > 1 and case.model.tied_embeddings:
-        yield f"tied_embeddings with tp {dims.tp}: the output projection has no weight of its own to shard"
     if dims.tp > 1 and case.model.ffn_dim % dims.tp:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
     if dims.dp_shard * dims.cp == 1 and (case.training.compute_dtype or features.reduce_dtype):

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -108,22 +109,33 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) ->
 
     With sequence parallel, what lies between (norms, residual stream) is split over the sequence, dim 1.
     """
-    parallelize_module(model, mesh, outer_plan(features))
+    parallelize_module(model, mesh, outer_plan(features, tied=model.config.tied_embeddings))
     for layer in model.layers.values():
         parallelize_module(layer, mesh, layer_plan(features))
 
 
-def outer_plan(features: Features) -> dict[str, ParallelStyle]:
+def outer_plan(features: Features, *, tied: bool = False) -> dict[str, ParallelStyle]:
     """Embedding, final norm, output. With loss parallel the logits stay split over the vocabulary, as DTensors."""
     between = Shard(1) if features.sequence_parallel else Replicate()
     logits = Shard(-1) if features.loss_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "output": ColwiseParallel(
-            input_layouts=between, output_layouts=logits, use_local_output=not features.loss_parallel
-        ),
+        "output": tied_output(between, logits)
+        if tied
+        else ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=not features.loss_parallel),
     }
     return plan | ({"norm": SequenceParallel()} if features.sequence_parallel else {})
+
+
+def tied_output(between: Placement, logits: Placement) -> ParallelStyle:
+    """The output's weight is the embedding's, which is called with as a DTensor: its rows are the logits' columns."""
+    return PrepareModuleInputOutput(
+        input_layouts=(between, None),
+        desired_input_layouts=(Replicate(), None),
+        output_layouts=Shard(-1),
+        desired_output_layouts=logits,
+        use_local_output=logits.is_replicate(),
+    )
 
 
 def layer_plan(features: Features) -> dict[str, ParallelStyle]:
