@@ -23,8 +23,9 @@ from harness.case import ParallelDims
 from harness.checks import judge
 from harness.checks.positions import positions_text
 from harness.diagnose import diagnose
+from harness.diagnose.data import wrong_positions
 from harness.plan import positions
-from harness.trial import Finding, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
 CP_2, FSDP_2_CP_2 = ParallelDims(cp=2), ParallelDims(dp_shard=2, cp=2)
@@ -107,6 +108,16 @@ def test_rope_that_restarts_on_each_cp_rank_is_named() -> None:
 def test_rope_that_ignores_load_balancing_is_named() -> None:
     trial = telling(cp_trial(), 1, np.arange(4, 8))
     assert cause(trial) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-5"
+
+
+def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() -> None:
+    trial = cp_trial(cp_load_balance=False)
+    plan = replace(trial.plan, stages={0: (0,), 1: (1,)})  # rank 1 as it would be behind rank 0
+    result = Result("positions", Verdict.FAIL, 1, (Finding("rank 1, step 1", "4-7", "0-3"),))
+    found = wrong_positions(replace(telling(trial, 1, np.arange(4)), plan=plan), {"positions": result})
+    assert found is not None
+    told = "rank 1 is told 0-3 for its tokens at 4-7"
+    assert found.cause == f"later pipeline stages turn queries and keys by other positions than the first: {told}"
 
 
 # ---- what a cp rank is fed

@@ -227,4 +227,6 @@ def wrong_positions(trial: Trial, broken: Broken) -> Diagnosis | None:
     told = f"rank {rank} is told {positions_text(row)} for its tokens at {positions_text(wanted)}"
     restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
     what = "rotary positions restart at 0 on each cp rank" if restarted else "wrong rotary positions"
+    if not set(wrong) & set(trial.first_stages()):
+        what = "later pipeline stages turn queries and keys by other positions than the first"
     return Diagnosis(f"{what}: {told}", (finding_line("positions", broken["positions"]),))

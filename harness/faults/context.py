@@ -174,6 +174,30 @@ def _counting(positions: Any, rank: int) -> Any:
     return positions.argsort() + rank * len(positions)
 
 
+@fault(
+    breaks="only the first pipeline stage is given the positions of its cp rank, later ones count from 0",
+    bug="pytorch/torchtitan #792: of all model parts, only the first one's rotary table was sliced",
+    case="pp_2_cp_2_contiguous",
+    caught_by="positions loss gradients",
+    named="later pipeline stages turn queries and keys by other positions than the first: rank 3 is told 0-15",
+)
+def rope_of_later_stages_not_sliced(fired: Fired) -> None:
+    import torch
+
+    from harness.trainers.llama3 import pipeline
+
+    def make(original: Any) -> Any:
+        def first_stage_only(schedule: Any, tokens: Any, labels: Any, *, positions: Any, **rest: Any) -> Any:
+            if not pipeline.has_first_stage(schedule):
+                fired()
+                positions = torch.arange(len(positions))
+            return original(schedule, tokens, labels, positions=positions, **rest)
+
+        return first_stage_only
+
+    replace(pipeline, "run", make)
+
+
 def _alter_parts(fired: Fired, change: Any) -> None:
     from harness.trainers.llama3 import context
 
