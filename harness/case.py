@@ -76,7 +76,9 @@ class Features:
     """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic.
 
     wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides.
-    accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step.
+    accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step. defer_sync: gradients
+    are reduced over the data ranks after the last of them only, rather than after each.
+    bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.
     reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
     unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
     schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
@@ -86,6 +88,8 @@ class Features:
 
     wrapper: str | None = None
     accumulation: int = 1
+    defer_sync: bool = True
+    bucket_mb: float | None = None
     reshard_after_forward: str | int = "default"
     cpu_offload: bool = False
     sequence_parallel: bool = True
@@ -104,6 +108,8 @@ class Features:
         for key in ("accumulation", "microbatches", "stages_per_rank"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.bucket_mb is not None and self.bucket_mb <= 0:
+            raise ValueError(f"bucket_mb must be positive, got {self.bucket_mb}")
         policy = self.reshard_after_forward
         if policy not in ("default", "always", "never") and (not isinstance(policy, int) or policy < 2):
             raise ValueError(f"reshard_after_forward {policy!r}: choose default, always, never or a number above 1")
@@ -543,12 +549,7 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(
             f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard} x cp {dims.cp}"
         )
-    sharded = case.wrapper in ("fsdp1", "fsdp2")
-    for key in ("reshard_after_forward", "cpu_offload"):
-        if not sharded and getattr(features, key) != getattr(usual, key):
-            raise CaseError(
-                f"{where}: {key} is FSDP's, and this case has wrapper {case.wrapper or 'none'}; leave it out"
-            )
+    _validate_wrapper_options(case, where)
     if dims.pp > 1 and case.model.tied_embeddings:
         raise CaseError(
             f"{where}: tied_embeddings with pp {dims.pp}: first and last stage would have to share a weight"
@@ -556,6 +557,30 @@ def _validate_features(case: Case, where: str) -> None:
     numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
     if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
         raise CaseError(f"{where}: {reason}")
+
+
+def _validate_wrapper_options(case: Case, where: str) -> None:
+    """Options that only some wrappers have, or that mean something only where parameters are sharded."""
+    features, usual = case.features, Features()
+    for keys, wrappers, whose in (
+        (("reshard_after_forward", "cpu_offload"), ("fsdp1", "fsdp2"), "FSDP's"),
+        (("bucket_mb",), ("ddp", "replicate"), "DDP's and replicate's"),
+    ):
+        for key in keys:
+            if case.wrapper not in wrappers and getattr(features, key) != getattr(usual, key):
+                raise CaseError(
+                    f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
+                )
+    ways, policy = case.dims.dp_shard * case.dims.cp, features.reshard_after_forward
+    if ways == 1 and policy != "default":
+        raise CaseError(
+            f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
+        )
+    if isinstance(policy, int) and ways % policy:
+        raise CaseError(f"{where}: reshard_after_forward {policy} does not divide the {ways} ranks of a shard group")
+    if not features.defer_sync and (features.accumulation == 1 or case.wrapper is None):
+        missing = "wrapper none" if case.wrapper is None else "accumulation 1"
+        raise CaseError(f"{where}: defer_sync false means nothing with {missing}; leave it out")
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:

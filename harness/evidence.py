@@ -112,6 +112,17 @@ class Activity:
 
 
 @dataclass(frozen=True)
+class AfterForward:
+    """What a rank had in memory of the parameters of one model part at the moment when its forward pass ended.
+
+    bytes: by fqn, of as much of the parameter as is there. storage: of all distinct storages behind that.
+    """
+
+    bytes: dict[str, int]
+    storage: int
+
+
+@dataclass(frozen=True)
 class StepEvidence:
     """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
 
@@ -121,6 +132,7 @@ class StepEvidence:
     memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
     positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
     actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
+    after_forward: one record for each forward pass of each model part.
     """
 
     step: int
@@ -135,6 +147,7 @@ class StepEvidence:
     activity: Activity = field(default_factory=Activity)
     positions: tuple[np.ndarray, ...] = ()
     actions: tuple[str, ...] = ()
+    after_forward: tuple[AfterForward, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from harness.diagnose import Diagnosis, diagnose
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
 from harness.launch import Exit, Job, launch
 from harness.plan import make_plan
-from harness.trial import Result, Trial, Verdict
+from harness.trial import Result, Trial, Verdict, as_planned
 from reference.record import ReferenceRun
 
 RANK_ENTRY = "harness.testify:rank"
@@ -169,18 +169,17 @@ def load_trial(folder: Path) -> Trial:
     reference = load(folder / "reference.npz", ReferenceRun)
     trials: list[Trial] = []
     for name, launched in case.launches.items():
-        trials.append(
-            Trial(
-                case=launched,
-                plan=make_plan(launched),
-                run=load_run(folder / name),
-                reference=reference,
-                repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
-                golden=accepted,
-                golden_problem=problem,
-                saved=tuple(trials),
-            )
+        trial = Trial(
+            case=launched,
+            plan=make_plan(launched),
+            run=load_run(folder / name),
+            reference=reference,
+            repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
+            golden=accepted,
+            golden_problem=problem,
+            saved=tuple(trials),
         )
+        trials.append(as_planned(trial))
     return trials[-1]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Flow:
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
     neither on bucketing nor on the algorithm behind the collective. optional: a trainer may as well do this outside of
     forward and backward, where it cannot be told from other small collectives; done inside, it has these bytes.
+    first: in step 1 only.
     """
 
     axis: str
@@ -56,17 +57,44 @@ class Flow:
     phase: str
     bytes: int
     optional: bool = False
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """A module's parameters one after the other in a vector, which FSDP1 cuts in equal parts, one a rank.
+
+    starts: where each parameter begins, by fqn. numel: elements of the vector, before it is padded to equal parts.
+    """
+
+    starts: dict[str, int]
+    numel: int
+
+    def part(self, ways: int) -> int:
+        """Elements of each rank's part."""
+        return -(-self.numel // ways)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of one parameter on one rank, between forward and backward: over how many ranks it is cut (1: it is whole), and the
+    bytes of what is there; where that is more than the rank's own slice, the slice is there as well."""
+
+    ways: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """groups: by axis of degree above 1, its groups' ranks. slices[rank][fqn]: what each rank must hold.
 
+    shapes: of every parameter; where FSDP1 cuts flattened ones (`flat`: its units), of the vector: all is judged flattened.
     shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
     flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
-    parameters a rank may keep between steps; the most counts the padding of uneven chunks. outside_bytes: the most it may
-    move in a step outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights'
-    gradients).
+    parameters a rank may keep between steps; the most counts the padding of uneven chunks. after_forward[rank][fqn]: what
+    it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
+    padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes: the most it may move in a step
+    outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
     """
 
     dims: ParallelDims
@@ -79,10 +107,14 @@ class Plan:
     even_flows: dict[int, tuple[Flow, ...]]
     parameter_bytes: dict[int, tuple[int, int]]
     outside_bytes: int
+    flat: tuple[FlatUnit, ...] = ()
+    after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
+    padding_after_forward: dict[int, int] = field(default_factory=dict)
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
-        return self.flows[rank] if step % 2 else self.even_flows[rank]
+        flows = self.flows[rank] if step % 2 else self.even_flows[rank]
+        return tuple(flow for flow in flows if step == 1 or not flow.first)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
@@ -111,31 +143,46 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
 
 def make_plan(case: Case) -> Plan:
     dims = case.dims
-    shapes = case.model.parameter_shapes()
+    flat = flat_units(case) if case.wrapper == "fsdp1" else ()
+    shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
     stages = {rank: stages_of_rank(case, rank) for rank in range(dims.world_size)}
     placed = {stage: parameters_of_stage(case, stage) for stage in range(case.n_stages)}
-    slices = {
-        rank: slices_of_rank(dims, rank, {fqn: shapes[fqn] for stage in held for fqn in placed[stage]})
-        for rank, held in stages.items()
-    }
+    held = {rank: {fqn: shapes[fqn] for stage in mine for fqn in placed[stage]} for rank, mine in stages.items()}
+    if flat:
+        slices = {rank: flat_slices(flat, held[rank], *shard_place(dims, rank)) for rank in held}
+    else:
+        slices = {rank: slices_of_rank(dims, rank, held[rank]) for rank in held}
     flows = _flows_of_ranks(case, case.seq_len(1))
     return Plan(
         dims=dims,
         shapes=shapes,
-        groups=_groups_by_axis(dims),
+        groups=_groups_by_axis(case),
         shard_axis=shard_axis(dims),
         stages=stages,
         slices=slices,
         flows=flows,
         even_flows=_flows_of_ranks(case, case.seq_len(2)) if case.training.variable_length else flows,
         outside_bytes=_outside_bytes(case),
-        parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank]) for rank in slices},
+        parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
+        flat=flat,
+        after_forward={rank: _after_forward(case, rank, slices[rank]) for rank in slices},
+        padding_after_forward={rank: _padding_after_forward(case, rank, slices[rank], flat) for rank in slices},
     )
 
 
-def _groups_by_axis(dims: ParallelDims) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _groups_by_axis(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
+    dims = case.dims
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
-    return found | ({"dp_shard_cp": groups(dims, "dp_shard", "cp")} if dims.dp_shard > 1 and dims.cp > 1 else {})
+    if dims.dp_shard > 1 and dims.cp > 1:
+        found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
+    if isinstance(case.features.reshard_after_forward, int):
+        found["post_forward"] = _post_forward_groups(found[shard_axis(dims)], case.features.reshard_after_forward)
+    return found
+
+
+def _post_forward_groups(shards: tuple[tuple[int, ...], ...], ways: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbours in a shard group, `ways` of them: each such group holds all parameters between forward and backward."""
+    return tuple(group[start : start + ways] for group in shards for start in range(0, len(group), ways))
 
 
 def shard_axis(dims: ParallelDims) -> str:
@@ -201,9 +248,44 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
 
 
 def slices_of_rank(dims: ParallelDims, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Slice]:
+    tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
+    return {fqn: slice_of(fqn, shape, tp, shard) for fqn, shape in shapes.items()}
+
+
+def shard_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
+    """(degree, index) of data-parallel sharding."""
     at = coordinate(dims, rank)
-    shard = (dims.dp_shard * dims.cp, at["dp_shard"] * dims.cp + at["cp"])
-    return {fqn: slice_of(fqn, shape, (dims.tp, at["tp"]), shard) for fqn, shape in shapes.items()}
+    return dims.dp_shard * dims.cp, at["dp_shard"] * dims.cp + at["cp"]
+
+
+def flat_units(case: Case) -> tuple[FlatUnit, ...]:
+    """FSDP1's, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes."""
+    blocks = [
+        [fqn for fqn in _shapes(case.model) if fqn.startswith(f"layers.{n}.")] for n in range(case.model.n_layers)
+    ]
+    root = [fqn for fqn in _shapes(case.model) if not fqn.startswith("layers.")]
+    return tuple(_flat_unit(case, names) for names in (root, *blocks))
+
+
+def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
+    aligned, end, starts = 16 // BYTES[case.training.dtype], 0, {}
+    for fqn in names:
+        starts[fqn] = -(-end // aligned) * aligned
+        end = starts[fqn] + math.prod(_shapes(case.model)[fqn])
+    return FlatUnit(starts, end)
+
+
+def flat_slices(
+    units: Iterable[FlatUnit], shapes: dict[str, tuple[int, ...]], ways: int, index: int
+) -> dict[str, Slice]:
+    """Of each flattened parameter, what lies in the index-th of `ways` equal parts of its unit."""
+    found: dict[str, Slice] = {}
+    for unit in units:
+        first = index * unit.part(ways)
+        for fqn, start in unit.starts.items():
+            bounds = (min(max(at - start, 0), shapes[fqn][0]) for at in (first, first + unit.part(ways)))
+            found[fqn] = (tuple(bounds),)  # type: ignore[assignment]
+    return {fqn: found[fqn] for fqn in shapes}
 
 
 def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
@@ -240,19 +322,30 @@ def slice_text(part: Slice, shape: tuple[int, ...]) -> str:
 # ---- traffic and memory
 
 
-def fsdp_units(case: Case) -> list[tuple[list[str], bool]]:
-    """Parameters gathered together, and whether they are freed after forward and gathered again for backward.
+def fsdp_units(case: Case) -> list[tuple[list[str], int]]:
+    """Parameters gathered together, and over how many ranks they are cut after forward: 1 if they stay whole.
 
-    The default policy keeps the last unit (final norm and output): its backward follows at once (torchtitan's policy).
-    A tied embedding is the output's weight and belongs to that unit.
+    The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
+    the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
+    that unit. FSDP1 never frees the root's unit: embedding, final norm and output.
     """
+    ways, policy = case.dims.dp_shard * case.dims.cp, case.features.reshard_after_forward
+    if case.wrapper == "fsdp1":
+        root, *blocks = ([*unit.starts] for unit in flat_units(case))
+        return [(root, 1), *((block, 1 if policy == "never" else ways) for block in blocks)]
+    if isinstance(policy, int):
+        return [(unit, policy) for unit in _fsdp2_units(case)]
+    *most, last = _fsdp2_units(case)
+    kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
+    return [(unit, 1 if kept else ways) for unit in most] + [(last, ways if policy == "always" else 1)]
+
+
+def _fsdp2_units(case: Case) -> list[list[str]]:
     names = list(case.model.parameter_shapes())
-    policy = case.features.reshard_after_forward
     blocks = [[n for n in names if n.startswith(f"layers.{layer}.")] for layer in range(case.model.n_layers)]
     last = ["norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight"]
     first = [name for name in ("tok_embeddings.weight",) if name not in last]
-    again = policy != "never"
-    return [(unit, again) for unit in (first, *blocks) if unit] + [(last, policy == "always")]
+    return [unit for unit in (first, *blocks, last) if unit]
 
 
 def _flows_of_ranks(case: Case, length: int) -> dict[int, tuple[Flow, ...]]:
@@ -289,21 +382,49 @@ def _padded_numel(case: Case, fqn: str, tp_index: int) -> int:
 
 
 def _data_parallel_flows(case: Case, tp_index: int) -> Iterable[Flow]:
+    if case.wrapper == "fsdp1":
+        yield from _fsdp1_flows(case)
+        return
     dims, features = case.dims, case.features
     stored = case.training.dtype
     gathered = BYTES[case.training.compute_dtype or stored]
-    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
+    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored] * _reductions(case)
     units = fsdp_units(case)
     everything = sum(_padded_numel(case, fqn, tp_index) for unit, _ in units for fqn in unit)
-    again = sum(_padded_numel(case, fqn, tp_index) for unit, resharded in units if resharded for fqn in unit)
+    again = sum(_padded_numel(case, fqn, tp_index) for unit, ways in units if ways > 1 for fqn in unit)
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     if shards > 1:
         times = features.accumulation
+        regathered = "post_forward" if isinstance(features.reshard_after_forward, int) else axis
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything * gathered)
-        yield Flow(axis, "parameters", "all_gather", "backward", times * again * gathered)
+        yield Flow(regathered, "parameters", "all_gather", "backward", times * again * gathered)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
     if dims.dp_replicate > 1:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
+    if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
+        weights = everything * BYTES[stored]
+        yield Flow("dp_replicate", "weights", "broadcast", "forward", weights, first=True)
+
+
+def _reductions(case: Case) -> int:
+    """How often gradients are reduced over the data ranks in a step."""
+    return 1 if case.features.defer_sync else case.features.accumulation
+
+
+def _fsdp1_flows(case: Case) -> Iterable[Flow]:
+    """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
+    reduces gradients; but not the root's, whose strategy is to free it."""
+    ways, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
+    kept = case.features.reshard_after_forward == "never"
+    moved = [unit.part(ways) * ways * size for unit in flat_units(case)]
+    if ways > 1:
+        times = _reductions(case) if kept else passes
+        yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
+        yield Flow("dp_shard", "parameters", "all_gather", "backward", 0 if kept else passes * sum(moved[1:]))
+        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", _reductions(case) * sum(moved))
+    if case.dims.dp_replicate > 1:
+        reduced = _reductions(case) * sum(moved) // ways
+        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
 
 
 def _pipelined_data_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
@@ -436,10 +557,40 @@ def _outside_bytes(case: Case) -> int:
     return (8 * tokens + parameters // 10) * BYTES[case.training.dtype]
 
 
-def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice]) -> tuple[int, int]:
+def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
     tp_index = coordinate(case.dims, rank)["tp"]
     size = BYTES[case.training.dtype]
     ways = case.dims.dp_shard * case.dims.cp
     least = sum(numel(part) for part in held.values()) * size
+    if flat:
+        return least, sum(unit.part(ways) for unit in flat) * size
     most = sum(_padded_numel(case, fqn, tp_index) // ways for fqn in held) * size
     return least, max(least, most)
+
+
+def _after_forward(case: Case, rank: int, held: dict[str, Slice]) -> dict[str, Kept]:
+    shards, index = shard_place(case.dims, rank)
+    if shards == 1:
+        return {}
+    stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
+    tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
+    kept = {}
+    for unit, ways in fsdp_units(case):
+        for fqn in [fqn for fqn in unit if fqn in held]:
+            there = numel(slice_of(fqn, _shapes(case.model)[fqn], tp, (ways, index % ways))) * computed
+            kept[fqn] = Kept(ways, numel(held[fqn]) * stored if ways == shards else there)
+    return kept
+
+
+def _padding_after_forward(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> int:
+    """That of the rank's own slices, and that of what stays gathered: of every parameter, or of its flat unit."""
+    (shards, _), tp_index = shard_place(case.dims, rank), coordinate(case.dims, rank)["tp"]
+    least, most = _parameter_bytes(case, rank, held, flat)
+    computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
+    there = _after_forward(case, rank, held)
+    for number, (unit, ways) in enumerate(fsdp_units(case) if shards > 1 else ()):
+        if ways < shards:
+            padded = sum(_padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // ways
+            padded = flat[number].part(shards) * shards if flat else padded
+            extra += padded * computed - sum(there[fqn].bytes for fqn in unit if fqn in held)
+    return most - least + extra

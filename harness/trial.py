@@ -5,10 +5,12 @@ From here on nothing has effects: a Trial is stored evidence, and what is derive
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from harness.golden import Golden
 from harness.plan import Plan, Slice, coordinate, numel
 from harness.tolerance import Bounds
 from reference.record import ReferenceRun, ReferenceStep
+
+Step = TypeVar("Step", StepEvidence, ReferenceStep)
 
 
 class Verdict(StrEnum):
@@ -141,6 +145,39 @@ class Trial:
 
     def _at(self, rank: int, **place: int) -> bool:
         return coordinate(self.case.dims, rank).items() >= place.items()
+
+
+def as_planned(trial: Trial) -> Trial:
+    """The same trial; every tensor as a vector where the plan cuts flattened parameters, so that no law need know."""
+    if not trial.plan.flat:
+        return trial
+    reference = dataclasses.replace(
+        trial.reference,
+        weights=_flattened(trial.reference.weights),
+        steps=tuple(_flattened_step(step) for step in trial.reference.steps),
+    )
+    repeat = trial.repeat and _flattened_run(trial.repeat)
+    return dataclasses.replace(trial, reference=reference, run=_flattened_run(trial.run), repeat=repeat)
+
+
+def _flattened_run(run: Run) -> Run:
+    return dataclasses.replace(run, ranks={rank: _flattened_rank(evidence) for rank, evidence in run.ranks.items()})
+
+
+def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
+    parameters = tuple(dataclasses.replace(t, value=t.value.reshape(-1)) for t in evidence.parameters)
+    steps = tuple(_flattened_step(step) for step in evidence.steps)
+    return dataclasses.replace(evidence, parameters=parameters, steps=steps)
+
+
+def _flattened_step(step: Step) -> Step:
+    state = {fqn: _flattened(values) for fqn, values in step.optimizer_state.items()}
+    gradients, parameters = _flattened(step.gradients), _flattened(step.parameters)
+    return dataclasses.replace(step, gradients=gradients, parameters=parameters, optimizer_state=state)
+
+
+def _flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.reshape(-1) for name, array in arrays.items()}
 
 
 def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:

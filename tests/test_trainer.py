@@ -224,10 +224,10 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     }
     assert {case.name: reason for case, reason in refused.items()} == {
         "pp": "pp 2: pipeline parallel is not implemented yet",
-        "ddp_tp": "dp_replicate 2 x tp 2 without dp_shard: torch DDP does not take DTensors",
+        "ddp_tp": "dp_replicate 2 x tp 2 with wrapper ddp: torch DDP takes no DTensors",
         "ffn": "ffn_dim 193 is not divisible by tp 2",
         "masked": "document_mask with cp 2: torch's ring attention takes no mask but the causal one",
-        "policy": "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1",
+        "policy": "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy: they need wrapper fsdp2",
         "fine": None,
     }
 

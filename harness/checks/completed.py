@@ -54,8 +54,9 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
         findings.append(Finding(f"rank {evidence.rank}", f"steps {wanted}", f"steps {steps}"))
     held = {tensor.fqn for tensor in evidence.parameters}
     findings += _inventory(f"rank {evidence.rank}, parameters", set(trial.plan.slices.get(evidence.rank, {})), held)
+    empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
     for step in evidence.steps:
-        for what, seen in (("gradients", set(step.gradients)), ("updated parameters", set(step.parameters))):
+        for what, seen in (("gradients", set(step.gradients) | empty), ("updated parameters", set(step.parameters))):
             findings += _inventory(f"rank {evidence.rank}, step {step.step}, {what}", held, seen)
     return findings
 

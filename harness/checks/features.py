@@ -2,7 +2,8 @@
 
 Recomputation is a block's forward call inside backward, and the matrix products that are done once more than a forward
 and a backward pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind,
-precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward.
+precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
+there is the wrapper's word; where the device is the CPU nothing else can tell.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ def _expect(where: str, expected: object, observed: object) -> Finding | None:
 
 
 def _wrappers(trial: Trial, rank: int) -> Looked:
-    kinds = sorted({claim["kind"] for claim in trial.ranks[rank].structure.values()})
+    claims = trial.ranks[rank].structure.values()
+    kinds = sorted({claim["kind"] for claim in claims})
     yield _expect(f"rank {rank}, data-parallel wrapper", trial.case.wrapper or "none", " and ".join(kinds) or "none")
+    offloading = {bool(claim.get("cpu_offload")) for claim in claims}
+    asked = trial.case.features.cpu_offload
+    yield _expect(f"rank {rank}, CPU offload", {asked} if claims else set(), offloading)
 
 
 def _reduced(trial: Trial, rank: int) -> Looked:

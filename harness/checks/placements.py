@@ -50,7 +50,7 @@ def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
     dim = tp_dim(fqn)
     if dims.tp > 1 and dim is not None:
         shards.add((f"dim {dim}", plan.group_of(rank, "tp")))
-    if plan.shard_axis in plan.groups:
+    if plan.shard_axis in plan.groups and not plan.flat:  # FSDP1's slices look like plain tensors: its wrapper claims
         shards.add(("dim 0", plan.group_of(rank, plan.shard_axis)))
     return shards
 

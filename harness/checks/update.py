@@ -67,7 +67,7 @@ def observed_norm(trial: Trial, step: int) -> float:
 def recipe_of(trial: Trial, fqn: str) -> TrainingConfig:
     """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
     training = trial.case.training
-    spared = training.decay == "matrices" and len(trial.plan.shapes.get(fqn, ())) == 1
+    spared = training.decay == "matrices" and len(trial.case.model.parameter_shapes().get(fqn, ())) == 1
     return replace(training, weight_decay=0.0) if spared else training
 
 

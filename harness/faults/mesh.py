@@ -65,7 +65,7 @@ def hsdp_runs_as_ddp(fired: Fired) -> None:
     def keep_whole(model: Any, mesh: Any, case: Any) -> None:
         fired()
 
-    def wrap(model: Any, mesh: Any) -> Any:
+    def wrap(model: Any, mesh: Any, case: Any) -> Any:
         return DistributedDataParallel(model, process_group=mesh._flatten("dp").get_group())
 
     replace(parallelize, "apply_fsdp", lambda original: keep_whole)

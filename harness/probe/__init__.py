@@ -25,6 +25,7 @@ from harness.probe import activity, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
+from harness.probe.gathered import GatheredRecorder
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.samples import SampleRecorder
 from harness.probe.values import StepValues, ValueRecorder
@@ -39,6 +40,7 @@ class Probe:
         self.samples = SampleRecorder(self.clock)
         self.activity = ActivityRecorder(self.clock)
         self.pipeline = PipelineRecorder(self.clock)
+        self.gathered = GatheredRecorder(self.clock)
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
 
@@ -52,6 +54,7 @@ class Probe:
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
         self.activity.attach(self._parts)
+        self.gathered.attach(self._parts)  # before samples: its hook ends the forward pass
         self.samples.attach(self._parts)
         self._parameters = structure.parameter_evidence(self._parts)
 
@@ -67,6 +70,7 @@ class Probe:
     def remove(self) -> None:
         self.pipeline.remove()
         self.activity.remove()
+        self.gathered.remove()
         self.samples.remove()
         self.values.remove()
         self.collectives.remove()
@@ -103,6 +107,7 @@ class Probe:
             memory=values.memory,
             activity=self.activity.of_step(step),
             positions=self.samples.positions(step),
+            after_forward=self.gathered.of_step(step),
         )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from harness.evidence import Group, TensorEvidence
 from harness.probe.collectives import members
@@ -87,7 +89,7 @@ def wrappers(parts: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, module in part.named_modules():
-            claim = _ddp_claim(module) or _fsdp2_claim(module)
+            claim = _ddp_claim(module) or _replicate_claim(module) or _fsdp1_claim(module) or _fsdp2_claim(module)
             if claim:
                 found[plain_fqn(name)] = claim
     return found
@@ -99,19 +101,46 @@ def _ddp_claim(module: nn.Module) -> dict[str, Any] | None:
     return {"kind": "ddp", "replicate_ranks": list(members(module.process_group))}
 
 
-def _fsdp2_claim(module: nn.Module) -> dict[str, Any] | None:
-    """FSDP2 keeps one parameter group a module, in newer versions a list of them."""
-    get_state = getattr(module, "_get_fsdp_state", None)
-    if get_state is None:
+def _replicate_claim(module: nn.Module) -> dict[str, Any] | None:
+    """The composable DDP keeps its DistributedDataParallel aside, from the first forward pass on."""
+    for state in vars(module).get(STATE_KEY, {}).values():
+        ddp = state._ddp_weakref() if hasattr(state, "_ddp_weakref") else None
+        if ddp is not None:
+            return {"kind": "replicate", "replicate_ranks": list(members(ddp.process_group))}
+    return None
+
+
+def _fsdp1_claim(module: nn.Module) -> dict[str, Any] | None:
+    """NO_SHARD reduces over the group that the other strategies shard over; the hybrid ones have one for each."""
+    if not isinstance(module, FullyShardedDataParallel):
         return None
-    state = get_state()
-    group = getattr(state, "_fsdp_param_group", None) or next(iter(getattr(state, "_fsdp_param_groups", ())), None)
+    unit: Any = module
+    strategy, ranks = unit.sharding_strategy.name, list(members(unit.process_group))
+    claim: dict[str, Any] = {"kind": "fsdp1", "strategy": strategy}
+    claim["replicate_ranks" if strategy == "NO_SHARD" else "shard_ranks"] = ranks
+    if "HYBRID" in strategy:
+        claim["replicate_ranks"] = list(members(unit._inter_node_pg))
+    return claim
+
+
+def _fsdp2_claim(module: nn.Module) -> dict[str, Any] | None:
+    group = next(fsdp2_groups(module), None)
     if group is None:
         return None
-    info = group.mesh_info
-    claim: dict[str, Any] = {"kind": "fsdp2", "reshard_after_forward": bool(group.post_forward_mesh_info)}
+    after = group.post_forward_mesh_info
+    claim: dict[str, Any] = {"kind": "fsdp2", "reshard_after_forward": bool(after)}
+    claim["cpu_offload"] = any(parameter.offload_to_cpu for parameter in group.fsdp_params)
     for axis in ("shard", "replicate"):
-        process_group = getattr(info, f"{axis}_process_group", None)
+        process_group = getattr(group.mesh_info, f"{axis}_process_group", None)
         if process_group is not None:
             claim[f"{axis}_ranks"] = list(members(process_group))
     return claim
+
+
+def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2 keeps one parameter group a module, in newer versions a list of them."""
+    get_state = getattr(module, "_get_fsdp_state", None)
+    if get_state is not None:
+        state = get_state()
+        group = getattr(state, "_fsdp_param_group", None)
+        yield from [group] if group is not None else getattr(state, "_fsdp_param_groups", ())

@@ -53,12 +53,17 @@ class Llama3:
 
 def _obstacles(case: Case) -> Iterator[str]:
     dims, features = case.dims, case.features
-    if dims.tp > 1 and dims.dp_replicate > 1 and dims.dp_shard == 1:
-        yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} without dp_shard: torch DDP does not take DTensors"
+    if dims.tp > 1 and case.wrapper in ("ddp", "replicate"):
+        yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} with wrapper {case.wrapper}: torch DDP takes no DTensors"
     if dims.tp > 1 and case.model.ffn_dim % dims.tp:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
-    if dims.dp_shard * dims.cp == 1 and (case.training.compute_dtype or features.reduce_dtype):
-        yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy, which needs dp_shard > 1"
+    if case.wrapper != "fsdp2" and (case.training.compute_dtype or features.reduce_dtype):
+        yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy: they need wrapper fsdp2"
+    if case.wrapper == "fsdp1":
+        yield from _fsdp1_obstacles(case)
+    if dims.tp > 1 and isinstance(features.reshard_after_forward, int):
+        number = features.reshard_after_forward
+        yield f"reshard_after_forward {number} with tp {dims.tp}: FSDP2 reshards no DTensors to fewer ranks"
     yield from _torchs_limits_of_the_recipe(case)
     yield from _limits_of_pipelines(case)
     yield from _where_dropout_differs(case)
@@ -101,15 +106,32 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         yield f"compile with schedule {features.schedule}: torch cannot split the backward of compiled blocks"
     if case.model.dropout:
         yield f"dropout with pp {dims.pp}: its seed is set before every forward, and torch's schedules run those"
+    if case.wrapper == "replicate":
+        yield f"wrapper replicate with pp {dims.pp}: torch's stages hold back the reductions of DDP and FSDP2 only"
+    if isinstance(features.reshard_after_forward, int):
+        number = features.reshard_after_forward
+        yield f"reshard_after_forward {number} with pp {dims.pp}: how often torch's schedules gather is not planned for it"
+    if not features.defer_sync:
+        yield f"defer_sync false with pp {dims.pp}: torch reduces after every pass of the schedule, as it is"
+
+
+def _fsdp1_obstacles(case: Case) -> Iterator[str]:
+    """What nobody begins with FSDP1 any more, and what it cannot do."""
+    dims, features = case.dims, case.features
+    for axis in ("pp", "cp", "tp"):
+        if getattr(dims, axis) > 1:
+            yield f"wrapper fsdp1 with {axis} {getattr(dims, axis)}: this trainer combines it with data parallelism only"
+    if features.cpu_offload:
+        yield "cpu_offload with wrapper fsdp1: only FSDP2's is implemented"
+    if isinstance(features.reshard_after_forward, int):
+        yield f"reshard_after_forward {features.reshard_after_forward}: FSDP1 knows no number of ranks"
+    if features.reshard_after_forward == "always":
+        yield "reshard_after_forward always: FSDP1 never frees the root's unit after forward"
 
 
 def _unfinished(case: Case) -> dict[str, bool]:
     features, training = case.features, case.training
     return {
-        f"wrapper {features.wrapper}": features.wrapper not in (None, "ddp", "fsdp2")
-        or (features.wrapper == "fsdp2" and case.dims.dp_shard == 1),
-        "reshard_after_forward as a number": isinstance(features.reshard_after_forward, int),
-        "cpu_offload": features.cpu_offload,
         "async_tp": features.async_tp,
         "compile": features.compile,
         "quantize": training.quantize is not None,

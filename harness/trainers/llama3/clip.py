@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,16 +17,17 @@ Layout = tuple[DeviceMesh | None, tuple[Placement, ...]]
 
 
 def clip_gradients(
-    parameters: list[nn.Parameter], max_norm: float | None, pipeline: dist.ProcessGroup | None = None
+    parameters: list[nn.Parameter], max_norm: float | None, groups: Iterable[dist.ProcessGroup] = ()
 ) -> float:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), in place; None leaves them. Returns the norm before that.
 
-    pipeline: the ranks that hold the other stages' parameters.
+    groups: of ranks that hold other elements without a DTensor saying so: other stages of a pipeline, other parts of what
+    FSDP1 has flattened. (FSDP1's own clip_grad_norm_ knows no float64.)
     """
     families = by_layout([parameter for parameter in parameters if parameter.grad is not None])
     squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()]).sum()
-    if pipeline is not None:
-        dist.all_reduce(squares, group=pipeline)
+    for group in groups:
+        dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm is not None:
         for family in families.values():

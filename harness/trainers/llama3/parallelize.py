@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as composable_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.case import AXES, Case, Features, ParallelDims
+from harness.case import AXES, Case, Features
 from harness.trainers.llama3 import context, recompute
 from reference.model import Llama
 
@@ -38,9 +48,14 @@ LOSS_AXES = (*DATA_AXES, "cp")  # ranks along these see different tokens
 # ---- the mesh
 
 
-def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
-    """The rank grid over the axes of degree > 1, outermost first; None where there is nothing to distribute."""
-    axes = [axis for axis in AXES if getattr(dims, axis) > 1]
+def build_mesh(case: Case, device_type: str) -> DeviceMesh | None:
+    """The rank grid over the axes of degree > 1, outermost first; None where there is nothing to distribute.
+
+    FSDP2 takes a mesh of two axes for HSDP, also where each replica is one rank: then dp_shard is there with degree 1.
+    """
+    dims = case.dims
+    lone_shards = case.wrapper == "fsdp2" and dims.dp_shard * dims.cp == 1
+    axes = [axis for axis in AXES if getattr(dims, axis) > 1 or (axis == "dp_shard" and lone_shards)]
     if not axes:
         return None
     return init_device_mesh(device_type, tuple(getattr(dims, axis) for axis in axes), mesh_dim_names=tuple(axes))
@@ -89,19 +104,61 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
     if mesh is not None and "cp" in axes_of(mesh):
         context.apply_context_parallel(model, mesh["cp"], case)
     recompute.apply_checkpointing(model, case)
-    if mesh is not None and {"dp_shard", "cp"} & set(axes_of(mesh)):
+    if mesh is not None and case.wrapper == "fsdp2":
         apply_fsdp(model, data_parallel_mesh(mesh), case)
 
 
-def replicate(model: Llama, mesh: DeviceMesh | None) -> nn.Module:
-    """DDP, unless FSDP looks after the replicas. The model must hold its weights: DDP sends out its first rank's."""
-    if mesh is not None and set(axes_of(mesh)) - {"pp"} == {"dp_replicate"}:
-        return apply_ddp(model, mesh)
-    return model
+def replicate(model: Llama, mesh: DeviceMesh | None, case: Case) -> nn.Module:
+    """The wrappers that take a whole model with its weights: DDP and replicate send out their first rank's."""
+    wrap = {"ddp": apply_ddp, "replicate": apply_replicate, "fsdp1": apply_fsdp1}.get(case.wrapper or "")
+    return wrap(model, data_parallel_mesh(mesh), case) if wrap is not None and mesh is not None else model
 
 
-def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model, process_group=mesh.get_group("dp_replicate"), broadcast_buffers=False)
+def apply_ddp(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
+    return DistributedDataParallel(model, **ddp_options(mesh, case))
+
+
+def apply_replicate(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
+    """The composable DDP. The module stays the same one; what DDP does when it is made is done in the first forward."""
+    return composable_replicate(model, **ddp_options(mesh, case))
+
+
+def ddp_options(mesh: DeviceMesh, case: Case) -> dict[str, Any]:
+    size = case.features.bucket_mb
+    bucket = {} if size is None else {"bucket_cap_mb": size}
+    return {"process_group": mesh.get_group("dp_replicate"), "broadcast_buffers": False, **bucket}
+
+
+def apply_fsdp1(model: Llama, mesh: DeviceMesh, case: Case) -> nn.Module:
+    """Units: each block, and the root with all the rest. The root's is never freed after forward.
+
+    Trap: on CPU it must be told the device, or it looks for an accelerator. A policy by class would wrap a checkpointed
+    block inside its checkpoint.
+    """
+    blocks = set(model.layers.values())
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=fsdp1_strategy(case),
+        auto_wrap_policy=CustomPolicy(lambda module: module in blocks),
+        use_orig_params=True,
+        device_id=torch.cuda.current_device() if mesh.device_type == "cuda" else torch.device("cpu"),
+    )
+
+
+def flat_group(mesh: DeviceMesh | None, case: Case) -> dist.ProcessGroup | None:
+    """The ranks over which FSDP1 cuts its flat parameters."""
+    sharded = mesh is not None and case.wrapper == "fsdp1" and case.dims.dp_shard > 1
+    return mesh.get_group("dp_shard") if mesh is not None and sharded else None
+
+
+def fsdp1_strategy(case: Case) -> ShardingStrategy:
+    keep = case.features.reshard_after_forward == "never"
+    if case.dims.dp_shard == 1:
+        return ShardingStrategy.NO_SHARD
+    if case.dims.dp_replicate == 1:
+        return ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD
+    return ShardingStrategy._HYBRID_SHARD_ZERO2 if keep else ShardingStrategy.HYBRID_SHARD
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) -> None:
@@ -163,18 +220,21 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
 
     Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then.
     """
-    policy = mixed_precision(case)
-    reshard = case.features.reshard_after_forward
+    policy, reshard = mixed_precision(case), case.features.reshard_after_forward
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if case.features.cpu_offload else OffloadPolicy()
+    everywhere: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     if reshard == "default" and case.dims.pp > 1:
         reshard = "never"  # or every microbatch would gather everything anew
+    after_most = reshard if isinstance(reshard, int) else reshard != "never"
+    after_last = reshard if isinstance(reshard, int) else reshard == "always"
     units: list[nn.Module | None] = [*model.layers.values()]
     last: list[nn.Module | None] = [model.norm, model.output]
     (last if case.model.tied_embeddings else units).insert(0, model.tok_embeddings)
     for unit in present(units):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard != "never")
+        fully_shard(unit, reshard_after_forward=after_most, **everywhere)
     if together := present(last):
-        fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(together, reshard_after_forward=after_last, **everywhere)
+    fully_shard(model, **everywhere)
 
 
 def present(modules: list[nn.Module | None]) -> list[nn.Module]:
@@ -199,9 +259,10 @@ def gradient_sync(model: nn.Module, *, last: bool) -> Iterator[None]:
 
     Trap: DDP decides in the forward pass, so this must be around both.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-    if isinstance(model, DistributedDataParallel) and not last:
+    set_sync: Any = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's and replicate's
+    if set_sync is not None:
+        set_sync(last)
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)) and not last:
         with model.no_sync():
             yield
     else:

@@ -93,7 +93,7 @@ def build_model(
     parallelize.shard(model, mesh, case)
     model.to_empty(device=device)
     load_weights(model, read_weights(weights, case))
-    return parallelize.replicate(model, mesh)
+    return parallelize.replicate(model, mesh, case)
 
 
 def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
@@ -170,7 +170,7 @@ def forward_backward(
     """Leave in .grad the gradient of the global mean loss; return this rank's sum of token losses, float64 []."""
     total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
     for index, part in enumerate(microbatches):
-        last = index == len(microbatches) - 1
+        last = index == len(microbatches) - 1 or not case.features.defer_sync
         with parallelize.gradient_sync(model, last=last), parallelize.loss_context(mesh, case.features):
             loss = loss_of(model, part)
             scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
@@ -240,7 +240,7 @@ class Trainer:
 
     def __init__(self, case: Case, *, weights: Path | None, device: torch.device) -> None:
         self.case, self.device = case, device
-        self.mesh = parallelize.build_mesh(case.dims, device.type)
+        self.mesh = parallelize.build_mesh(case, device.type)
         self.model_parts = build_parts(case, self.mesh, weights, device)
         self.loss = PipelineLoss(case, device)
         self.schedule = pipeline.build_schedule(self.model_parts, self.loss, case, self.mesh, device)
@@ -281,7 +281,8 @@ class Trainer:
             seed_masks(part, self.case.training.seed, self.step + 1)
         loss_sum = self.forward_backward(microbatches, valid_tokens)
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm, pipeline.group_of(self.mesh))
+        groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
+        grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm, filter(None, groups))
         lr = self.optimizer_step()
         self.step += 1
         loss = reported_loss(loss_sum, self.mesh, valid_tokens)
