@@ -343,12 +343,12 @@ def _deaf(trial: Trial, heard: dict[int, list[int]], rank: int, axis: str) -> bo
 def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
     where, largest = _where(trial, wrong), max(_distance(trial, rank, fqn) for rank, fqn in wrong)
     off = _loss_is_off(trial)
+    if largest < 1e-6 and (off or 0.0) < 1e-6:
+        what = f"gradients are off by {largest:.0e} {where}" + (f", the loss of step 1 by {off:.0e}" if off else "")
+        return f"{what}: as by arithmetic in float32, asked for {trial.case.training.dtype}"
     if off:
         told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
         return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    if largest < 1e-6:
-        asked = trial.case.training.dtype
-        return f"gradients are off by {largest:.0e} {where}: as by arithmetic in float32, asked for {asked}"
     right = (
         "the loss is right, so the mistake is in backward or after it"
         if "loss" not in broken

@@ -320,3 +320,23 @@ def rotation_never_set(fired: Fired) -> None:
     from harness.trainers.llama3 import context
 
     replace(context, "set_rotate_method", lambda original: lambda method: fired())
+
+
+@fault(
+    breaks="the ring merges the partial results of attention in float32, whatever the model's dtype",
+    bug="torch's default for ring attention (_cp_options.convert_to_f32), which a float64 model is not asked about",
+    case="cp_2",
+    caught_by="traffic loss gradients",
+    named="as by arithmetic in float32, asked for float64",
+)
+def ring_merges_in_float32(fired: Fired) -> None:
+    from harness.trainers.llama3 import context
+
+    def make(original: Any) -> Any:
+        def rounded(*, exact: bool) -> None:
+            fired()
+            original(exact=False)
+
+        return rounded
+
+    replace(context, "teach_cpu_attention", make)
