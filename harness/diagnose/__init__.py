@@ -18,6 +18,7 @@ from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnose.features import wrong_features, wrong_masks
 from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
+from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
 from harness.diagnose.rest import not_deterministic, reference_moved, replicas_drift, wrong_display, wrong_structure
 from harness.diagnose.resume import resumed_wrongly, started_elsewhere
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     wrong_weights,
     wrong_contents,
     resumed_wrongly,
+    wrong_schedule,
     wrong_features,
     wrong_samples,
     wrong_positions,

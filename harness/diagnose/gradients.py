@@ -26,7 +26,7 @@ from harness.diagnose.words import (
     rank_words,
     traffic_lines,
 )
-from harness.plan import coordinate
+from harness.plan import coordinate, parameters_of_stage
 from harness.trial import Trial, ranks_text, take
 
 Pair = tuple[int, str]  # rank, fqn
@@ -44,6 +44,7 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _nothing_goes_round,
         _documents_see_each_other,
         _scaled,
+        _scaled_by_stage,
         _missing_reduction,
         _norms_not_summed,
         _untied,
@@ -175,6 +176,22 @@ def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
     return f"gradients are {times_text(factor)} what they should be {where}{name}"
 
 
+def _scaled_by_stage(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Under pp each stage's gradients are another multiple of what they should be: each stage passes on a scaled one."""
+    by_stage: dict[int, float] = {}
+    for stage in range(trial.case.n_stages) if trial.case.dims.pp > 1 else ():
+        fqns = set(parameters_of_stage(trial.case, stage))
+        mine = [(rank, fqn) for rank, fqn in wrong if fqn in fqns]
+        factor = _common_factor(trial, mine, 1) if mine else 1.0
+        if factor is None:
+            return None
+        by_stage[stage] = factor
+    if len({round(factor, 9) for factor in by_stage.values()}) < 2:
+        return None
+    shown = ", ".join(f"{factor:.6g} in stage {stage}" for stage, factor in by_stage.items())
+    return f"gradients are off by stage, times {shown}: what a stage sends back, or its own part, is scaled"
+
+
 def _common_factor(trial: Trial, wrong: list[Pair], step: int) -> float | None:
     factors = [_factor(trial, rank, fqn, step) for rank, fqn in wrong]
     known = [factor for factor in factors if factor is not None]
@@ -282,14 +299,14 @@ def _unequal_samples(trial: Trial, wrong: list[Pair]) -> str | None:
 
 
 def _lost_microbatches(trial: Trial, weights: attribution.Weights) -> str | None:
-    accumulation = trial.case.features.accumulation
-    each = attribution.by_microbatch(trial, weights) if accumulation > 1 else None
+    passes = trial.case.passes
+    each = attribution.by_microbatch(trial, weights) if passes > 1 else None
     if each is None:
         return None
     shown = ", ".join(f"{round(weight, 9) + 0.0:.6g}" for weight in each)
     lost = [str(i + 1) for i, weight in enumerate(each) if abs(weight) < 1e-9]
     if lost:
-        return f"microbatches {', '.join(lost)} of {accumulation} do not contribute to the gradient (weights {shown})"
+        return f"microbatches {', '.join(lost)} of {passes} do not contribute to the gradient (weights {shown})"
     if attribution.local_average(trial, weights, "microbatch") is None:
         return f"microbatches contribute with weights {shown} to the gradient, each should have 1"
     return None

@@ -1,0 +1,104 @@
+"""The law `schedule` and what is said when it is broken, on literal evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from literal import reference_of, tiny_case
+
+from harness.case import Case, ParallelDims
+from harness.checks import schedule
+from harness.diagnose.gradients import _scaled_by_stage
+from harness.diagnose.pipeline import wrong_schedule
+from harness.evidence import RankEvidence, Run, StepEvidence
+from harness.plan import actions_of_rank, make_plan
+from harness.trial import Finding, Trial, Verdict
+
+
+def pp_2(name: str = "1F1B", **features: Any) -> Case:
+    return tiny_case(ParallelDims(pp=2), **({"schedule": name, "microbatches": 4} | features))
+
+
+def trial_of(asked: Case, ran: Case | None = None) -> Trial:
+    """Ranks that did what `ran` prescribes, judged as `asked`; nothing but their actions was seen."""
+    ranks = {rank: _rank(ran or asked, rank) for rank in range(2)}
+    run = Run("run", 2, (), ranks)
+    return Trial(asked, make_plan(asked), run, reference_of(asked))
+
+
+def _rank(case: Case, rank: int) -> RankEvidence:
+    done = tuple(map(str, actions_of_rank(case, rank))) * case.features.accumulation
+    steps = tuple(StepEvidence(step, (), None, None, None, {}, {}, {}, {}, actions=done) for step in (1, 2, 3))
+    return RankEvidence(rank, 2, (), (), (), steps)
+
+
+def with_actions(trial: Trial, rank: int, actions: tuple[str, ...]) -> Trial:
+    steps = tuple(replace(step, actions=actions) for step in trial.ranks[rank].steps)
+    ranks = trial.ranks | {rank: replace(trial.ranks[rank], steps=steps)}
+    return replace(trial, run=replace(trial.run, ranks=ranks))
+
+
+def named(trial: Trial) -> str:
+    found = wrong_schedule(trial, {"schedule": schedule.check(trial)})
+    assert found is not None
+    return found.cause
+
+
+def test_what_the_schedule_prescribes_passes() -> None:
+    for name in ("GPipe", "1F1B"):
+        result = schedule.check(trial_of(pp_2(name)))
+        assert (result.verdict, result.examined) == (Verdict.PASS, 2 * 3 * 8)
+
+
+def test_without_a_pipeline_it_does_not_apply() -> None:
+    alone = replace(trial_of(pp_2()), case=tiny_case(ParallelDims()))
+    assert schedule.check(alone).verdict is Verdict.NOT_APPLICABLE
+
+
+def test_another_schedule_is_named() -> None:
+    trial = trial_of(pp_2(), ran=pp_2("GPipe"))
+    assert schedule.check(trial).findings[0] == Finding(
+        "rank 0, step 1, action 2",
+        "0B0 0F2 0B1 0F3 0B2 0B3 (8 in all)",
+        "0F2 0F3 0B0 0B1 0B2 0B3 (8 in all)",
+    )
+    assert named(trial) == "schedule GPipe ran, 1F1B is asked for"
+
+
+def test_another_number_of_microbatches_is_named() -> None:
+    trial = trial_of(pp_2(), ran=pp_2(microbatches=2))
+    assert named(trial) == "2 microbatches went through the pipeline, 4 are asked for"
+
+
+def test_an_action_left_out_is_named() -> None:
+    trial = trial_of(pp_2())
+    trial = with_actions(trial, 1, trial.ranks[1].steps[0].actions[:-1])
+    assert schedule.check(trial).findings[0] == Finding(
+        "rank 1, step 1, action 7", "1B3 (8 in all)", "nothing more (7 in all)"
+    )
+    assert named(trial) == "rank 1 left out 1 actions of its schedule (1B3)"
+
+
+def test_two_actions_exchanged_are_shown() -> None:
+    trial = trial_of(pp_2())
+    first, second, *rest = trial.ranks[0].steps[0].actions
+    trial = with_actions(trial, 0, (second, first, *rest))
+    assert named(trial) == (
+        "the pipeline's order is not that of 1F1B: rank 0, step 1, action 0: expected 0F0 0F1 0B0 0F2 0B1 0F3 ..."
+        " (8 in all), observed 0F1 0F0 0B0 0F2 0B1 0F3 ... (8 in all)"
+    )
+
+
+def test_a_rank_without_any_action_is_named() -> None:
+    assert named(with_actions(trial_of(pp_2()), 1, ())) == "no pipeline ran on rank 1, schedule 1F1B is asked for"
+
+
+def test_accumulation_repeats_the_schedule() -> None:
+    asked = pp_2(accumulation=2, microbatches=2)
+    assert schedule.check(trial_of(asked)).verdict is Verdict.PASS
+    assert schedule.check(trial_of(asked, ran=pp_2(microbatches=2))).verdict is Verdict.FAIL
+
+
+def test_without_wrong_gradients_no_stage_is_off() -> None:
+    assert _scaled_by_stage(trial_of(pp_2()), []) is None
