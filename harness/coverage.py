@@ -214,6 +214,7 @@ def _of_model() -> Iterator[Option]:
 
 def _of_runs() -> Iterator[Option]:
     yield Option("run twice", "repeat", {"runs": 2}, lambda case: case.runs == 2)
+    yield Option("resumed from a checkpoint", "checkpoint", {"resume": [{"after": 1}]}, lambda case: bool(case.resume))
 
 
 # ---- what is shown

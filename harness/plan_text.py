@@ -19,6 +19,7 @@ SHOWN_PARAMETERS = (
 
 def plan_text(case: Case, plan: Plan) -> str:
     parts = [f"{case.name}: {plan.dims} = {plan.dims.world_size} ranks", f"  {case.why}"]
+    parts += [f"  resumes what {saved.dims} saved after step {saved.after}" for saved in case.resume]
     parts += ["", "rank grid", *_table(_grid(plan))]
     parts += ["", "groups", *(_table(_groups(plan)) or ["  none: one rank"])]
     parts += ["", "slices that a rank holds", *_table(_slices(plan))]

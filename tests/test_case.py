@@ -152,6 +152,16 @@ def test_what_follows_from_a_case() -> None:
 # ---- what a person gets wrong: a value
 
 WRONG_LINES = {
+    "resume: {after: 1}": "resume: expected a list (lines that begin with '-'), got {'after': 1}",
+    "resume: [{dims: {tp: 2}}]": "resume: entry 1: 'after' is missing: the step after which that launch saves",
+    "resume: [{after: 0}]": "resume: entry 1: after must be at least 1, got 0",
+    "resume: [{after: 1, dim: {tp: 2}}]": "resume: entry 1: unknown key 'dim'; did you mean 'dims'?;"
+    " known: after, dims, features",
+    "resume: [{after: 3}]": "resume: launches end after steps 3, 3; each must train at least one step",
+    "resume: [{after: 2}, {after: 1}]": "resume: launches end after steps 2, 1, 3; each must train at least one step",
+    "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16",
+    "last_step: 2": "'last_step' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
+    " the launches before it",
     "dims: {dp_shrad: 2}": "dims: unknown key 'dp_shrad'; did you mean 'dp_shard'?;"
     " known: pp, dp_replicate, dp_shard, cp, tp",
     "dim: {tp: 2}": "unknown key 'dim'; did you mean 'dims'?;"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from harness.case import Case, from_json
-from harness.evidence import EvidenceError
-from harness.line import Judgement, Options, run_case
+from harness.evidence import EvidenceError, load_run
+from harness.line import Judgement, Options, judge_folder, run_case, unsupported
 from harness.report import case_report
 from harness.trial import Verdict
 
@@ -114,3 +114,39 @@ def test_two_nodes_make_one_run(tmp_path: Path) -> None:
         text=True,
     )
     assert (first.returncode, first.stdout.splitlines()[0], other.wait(timeout=60)) == (0, "PASS fsdp_2", 0), first
+
+
+RESUMED: dict[str, Any] = {"dims": {"dp_shard": 2}, "resume": [{"after": 2, "dims": {"tp": 2}}]}
+
+
+def test_a_checkpoint_is_kept_only_where_the_case_does_not_pass(tmp_path: Path) -> None:
+    case = case_of("resumed", **RESUMED)
+    passed = run_case(case, Options(out=tmp_path))
+    assert passed.verdict is Verdict.PASS, case_report(passed)
+    assert not (passed.folder / "checkpoint").exists()
+    failed = run_case(case, Options(out=tmp_path, fault="data_position_starts_anew"))
+    assert [path.name for path in (failed.folder / "checkpoint").iterdir()] == ["step_000002"]
+
+
+def test_stored_evidence_of_several_launches_is_judged_the_same_again(tmp_path: Path) -> None:
+    judgement = run_case(case_of("resumed", **RESUMED), Options(out=tmp_path, fault="optimizer_state_not_restored"))
+    again = judge_folder(judgement.folder)
+    assert (again.results, again.diagnosis, again.fired) == (judgement.results, judgement.diagnosis, True)
+
+
+def test_after_a_launch_that_fails_none_is_started_and_it_is_the_one_that_is_named(tmp_path: Path) -> None:
+    case = case_of("resumed", dims={"dp_shard": 2}, resume=[{"after": 2, "dims": {"dp_shard": 2}}])
+    judgement = run_case(case, Options(out=tmp_path, fault="rank_killed_in_step_2"))
+    assert judgement.diagnosis is not None
+    assert judgement.diagnosis.cause.startswith("saved_1: rank 1 died by SIGKILL")
+    assert load_run(judgement.folder / "run").exits[0].error == "not started: saved_1 failed"
+
+
+def test_a_checkpoint_through_torchrun_continues(tmp_path: Path) -> None:
+    judgement = run_case(case_of("resumed", **RESUMED), Options(out=tmp_path, launcher="torchrun"))
+    assert judgement.verdict is Verdict.PASS, case_report(judgement)
+
+
+def test_resume_on_several_nodes_is_refused_with_the_reason() -> None:
+    reason = unsupported(case_of("resumed", **RESUMED), Options(launcher="torchrun", torchrun_args=("--nnodes", "2")))
+    assert reason == "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"

@@ -254,3 +254,27 @@ def checkpoint_incomplete(fired: Fired) -> None:
         return save
 
     replace(Trainer, "save", make)
+
+
+@fault(
+    breaks="one rank's file of the checkpoint is lost",
+    bug="a node's disk that is not shared, or was cleaned up",
+    case="fsdp_4_to_fsdp_4",
+    caught_by="completed",
+    named="step_000002: damaged or of another model: FileNotFoundError on rank",
+)
+def one_file_of_the_checkpoint_lost(fired: Fired) -> None:
+    import os
+
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def save(self: Any, folder: Any) -> None:
+            written = original(self, folder)
+            for file in written.glob(f"__{os.environ['RANK']}_*") if os.environ["RANK"] == "1" else ():
+                fired()
+                file.unlink()
+
+        return save
+
+    replace(Trainer, "save", make)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,12 +36,13 @@ def save(trainer: Trainer, folder: Path) -> Path:
 
 
 def resume(trainer: Trainer, checkpoint: Path) -> None:
-    """Continue where this checkpoint was written. Called on every rank, before the first step.
+    """Continue where this checkpoint was written. Called on every rank, before the first step. Raises ValueError if it
+    cannot be read.
 
     Trap: get_optimizer_state_dict makes a fresh optimizer's state by calling its step() with gradients of zero.
     """
     state = state_of(trainer)
-    dcp.load(state, checkpoint_id=checkpoint)
+    read(state, checkpoint)
     for part, optimizer, scheduler in trainer.parts():
         own = {fqn: state["model"][fqn] for fqn in get_model_state_dict(part)}
         set_model_state_dict(part, own, options=StateDictOptions(strict=True))
@@ -48,6 +50,18 @@ def resume(trainer: Trainer, checkpoint: Path) -> None:
         continue_schedule(scheduler, state["step"])
     trainer.step = state["step"]
     trainer.microbatches.seek(state["samples"])
+
+
+def read(state: dict[str, Any], checkpoint: Path) -> None:
+    """In place. torch gathers the exceptions of all ranks into one with everybody's tracebacks: told is the first."""
+    try:
+        dcp.load(state, checkpoint_id=checkpoint)
+    except CheckpointException as error:
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        told = f"{type(cause).__name__} on rank {rank}: {cause}"
+        raise ValueError(
+            f"{checkpoint}: damaged or of another model: {told}; delete it to go on from an older one"
+        ) from error
 
 
 def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
