@@ -36,7 +36,7 @@ PASS tiny
 
   completed         PASS            4 examined
   collective_order  PASS            108 examined
-  features          PASS            76 examined
+  features          PASS            80 examined
   memory            PASS            36 examined
   placements        PASS            52 examined
   process_groups    PASS            8 examined
@@ -77,7 +77,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
 
   completed         PASS            4 examined
   collective_order  PASS            84 examined
-  features          PASS            72 examined
+  features          PASS            76 examined
   memory            FAIL            36 examined
   placements        FAIL            52 examined
   process_groups    PASS            8 examined
