@@ -181,6 +181,7 @@ def _of_training() -> Iterator[Option]:
     yield _training("two optimizer groups", "optimizer groups", "decay", "matrices")
     yield _training("variable length", "length", "variable_length", True)
     yield _training("document mask", "document mask", "document_mask", True)
+    yield _training("samples without a label", "labels", "masked_samples", True)
 
 
 def _quantized(quantize: str) -> Callable[[Case], bool]:
