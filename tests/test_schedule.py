@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.case import LOOPED
-from harness.schedule import ZERO_BUBBLE, Action, actions, refusal, stages_of
+from harness.schedule import ZERO_BUBBLE, Action, actions, gathers, refusal, stages_of
 
 SINGLE = ("GPipe", "1F1B")
 GRID = [
@@ -142,3 +142,11 @@ def test_refusals_say_the_arithmetic() -> None:
         " which do not divide 5"
     )
     assert refusal("1F1B", 4, 1, 3) == "schedule 1F1B needs at least as many microbatches as stages: 3 < pp 4"
+
+
+def test_fsdp_gathers_a_stage_once_a_pass_or_as_often_as_forward_freed_it() -> None:
+    first = actions("1F1B", 2, 1, 4, 0)  # 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+    assert gathers(first, looped=False, freed=False) == {(0, "forward"): 1}
+    assert gathers(first, looped=False, freed=True) == {(0, "forward"): 2, (0, "backward"): 3}
+    looped = actions("LoopedBFS", 2, 2, 2, 1)
+    assert gathers(looped, looped=True, freed=False) == {(1, "pipeline"): 1, (3, "pipeline"): 1}

@@ -16,12 +16,13 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.case import Case
-from harness.schedule import MOST_ACTIVE, ZERO_BUBBLE
+from harness.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
 
 if TYPE_CHECKING:
     from harness.trainers.llama3.trainer import Trainer
@@ -104,6 +105,8 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         )
     if features.compile and features.schedule in ZERO_BUBBLE:
         yield f"compile with schedule {features.schedule}: torch cannot split the backward of compiled blocks"
+    if features.schedule in V_SHAPED and torch_version() < (2, 13):
+        yield f"schedule {features.schedule} before torch 2.13: a stage sends to its neighbour on its own rank, gloo cannot"
     if case.model.dropout:
         yield f"dropout with pp {dims.pp}: its seed is set before every forward, and torch's schedules run those"
     if case.wrapper == "replicate":
@@ -127,6 +130,12 @@ def _fsdp1_obstacles(case: Case) -> Iterator[str]:
         yield f"reshard_after_forward {features.reshard_after_forward}: FSDP1 knows no number of ranks"
     if features.reshard_after_forward == "always":
         yield "reshard_after_forward always: FSDP1 never frees the root's unit after forward"
+
+
+def torch_version() -> tuple[int, int]:
+    """Of the torch installed, without importing it."""
+    major, minor = importlib.metadata.version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 def _unfinished(case: Case) -> dict[str, bool]:

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from harness.case import Case
+from harness.trainers.llama3.parallelize import DTYPES
 from reference.model import Llama
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -63,13 +64,23 @@ def build_schedule(
 
 
 def build_stage(part: nn.Module, index: int, case: Case, mesh: DeviceMesh, device: torch.device) -> PipelineStage:
-    """Shapes are said, not found out: otherwise torch runs a forward and backward pass of its own for them."""
-    tokens = torch.empty(case.local_batch, case.training.seq_len // case.dims.cp, dtype=torch.int64, device="meta")
-    dtype = next(part.parameters()).dtype
+    """Shapes are said, not found out: otherwise torch runs a forward and backward pass of its own for them.
+
+    Trap: they must be true of the logits too, which are sent nowhere; torch 2.11 compares them.
+    """
+    dtype = DTYPES[case.training.compute_dtype or case.training.dtype]
+    samples, length = case.local_batch, case.training.seq_len // case.dims.cp
+    tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     between = torch.empty(activation_shape(case), dtype=dtype, device="meta", requires_grad=True)
-    given = tokens if index == 0 else between
+    logits = torch.empty(samples, length, case.model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
     return PipelineStage(
-        part, index, case.n_stages, device, input_args=given, output_args=between, group=mesh.get_group("pp")
+        part,
+        index,
+        case.n_stages,
+        device,
+        input_args=tokens if index == 0 else between,
+        output_args=logits if index == case.n_stages - 1 else between,
+        group=mesh.get_group("pp"),
     )
 
 
