@@ -110,11 +110,12 @@ class Plan:
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
+    first_step: int = 1
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
-        return tuple(flow for flow in flows if step == 1 or not flow.first)
+        return tuple(flow for flow in flows if step == self.first_step or not flow.first)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
@@ -155,6 +156,7 @@ def make_plan(case: Case) -> Plan:
     flows = _flows_of_ranks(case, case.seq_len(1))
     return Plan(
         dims=dims,
+        first_step=case.steps.start,
         shapes=shapes,
         groups=_groups_by_axis(case),
         shard_axis=shard_axis(dims),

@@ -16,7 +16,7 @@ import numpy as np
 
 from harness import tolerance
 from harness.case import Case
-from harness.evidence import RankEvidence, Run, StepEvidence
+from harness.evidence import RankEvidence, Resumed, Run, StepEvidence
 from harness.golden import Golden
 from harness.plan import Plan, Slice, coordinate, numel
 from harness.tolerance import Bounds
@@ -167,7 +167,11 @@ def _flattened_run(run: Run) -> Run:
 def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
     parameters = tuple(dataclasses.replace(t, value=t.value.reshape(-1)) for t in evidence.parameters)
     steps = tuple(_flattened_step(step) for step in evidence.steps)
-    return dataclasses.replace(evidence, parameters=parameters, steps=steps)
+    resumed = evidence.resumed and Resumed(
+        _flattened(evidence.resumed.parameters),
+        {fqn: _flattened(values) for fqn, values in evidence.resumed.optimizer_state.items()},
+    )
+    return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
 
 
 def _flattened_step(step: Step) -> Step:
@@ -177,7 +181,8 @@ def _flattened_step(step: Step) -> Step:
 
 
 def _flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array.reshape(-1) for name, array in arrays.items()}
+    """Not an optimizer's step counter, which has no dims."""
+    return {name: array.reshape(-1) if array.ndim else array for name, array in arrays.items()}
 
 
 def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:

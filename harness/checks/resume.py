@@ -14,7 +14,7 @@ import numpy as np
 from harness.checks import not_applicable, verdict_of
 from harness.checks.samples import fed_samples
 from harness.evidence import Resumed
-from harness.plan import slice_text
+from harness.plan import numel, slice_text
 from harness.trial import Finding, Result, Trial, Verdict, take
 
 STAGE = "data"
@@ -60,12 +60,13 @@ def state_after(launch: Trial, step: int) -> dict[Key, np.ndarray]:
 
 
 def put_together(launch: Trial, held: Mapping[int, Resumed | None]) -> dict[Key, np.ndarray]:
-    """Whole tensors from what each rank holds of them."""
+    """Whole tensors, in the model's shapes, from what each rank holds of them."""
     whole: dict[Key, np.ndarray] = {}
     for rank, state in sorted(held.items()):
         if state is not None:
             _lay_down(launch, rank, state, whole)
-    return whole
+    shapes = launch.case.model.parameter_shapes()
+    return {key: value.reshape(shapes.get(key[1], -1)) if value.ndim else value for key, value in whole.items()}
 
 
 def _lay_down(launch: Trial, rank: int, held: Resumed, whole: dict[Key, np.ndarray]) -> None:
@@ -90,17 +91,21 @@ def _by_key(held: Resumed) -> dict[Key, np.ndarray]:
 
 
 def wanted_part(trial: Trial, rank: int, key: Key, whole: np.ndarray) -> np.ndarray:
-    """This rank's slice of a saved tensor; a step counter is nobody's slice."""
+    """This rank's slice of a saved tensor, where FSDP1 cuts vectors of the vector; a step counter is nobody's slice."""
     part = trial.slice_of(rank, key[1])
-    return take(whole, part) if whole.ndim and part is not None else whole
+    return take(whole.reshape(trial.plan.shapes[key[1]]), part) if whole.ndim and part is not None else whole
 
 
 # ---- differences
 
 
 def wrong_keys(trial: Trial, rank: int, wanted: dict[Key, np.ndarray]) -> list[Key]:
-    """What a rank should have got from the checkpoint, and has not, in the model's order."""
-    held, own = held_state(trial, rank), trial.plan.slices[rank]
+    """What a rank should have got from the checkpoint, and has not, in the model's order.
+
+    Of a parameter of which a rank holds nothing, its optimizer need keep no state: FSDP1's does not.
+    """
+    held = held_state(trial, rank)
+    own = {fqn for fqn in trial.plan.slices[rank] if (part := trial.slice_of(rank, fqn)) and numel(part)}
     return [
         key
         for key, whole in wanted.items()
