@@ -1,4 +1,4 @@
-"""The command line: harness run | check | report | matrix | golden | plan | join.
+"""The command line: harness run | check | report | matrix | faults | golden | plan | join.
 
 Exit codes: 0 every law holds, 1 a law is broken, 2 something could not be judged (bad input, UNKNOWN, all skipped, a
 fault that never fired), 130 interrupted. With --bisect 2 becomes 125: `git bisect run` skips that commit.
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, coverage, golden, matrix, trainers
+from harness import ROOT, catalogue, coverage, golden, matrix, trainers
 from harness.case import Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
-from harness.evidence import EvidenceError, Run, load
-from harness.faults import FaultError, load_fault
+from harness.evidence import EvidenceError, Run, load, write_text
+from harness.faults import FaultError, faults_of_file, load_fault
 from harness.golden import GoldenError
 from harness.launch import LaunchError
 from harness.launch.torchrun import join
@@ -98,13 +98,46 @@ def run_matrix(args: argparse.Namespace) -> int:
     if args.list:
         print(listing(cases))
         return PASSED
-    progress = Progress(cases, sys.stderr)
+    progress = Progress({case.name: matrix.weight(case) for case in cases}, sys.stderr)
     try:
         outcomes = matrix.run_all(cases, options_of(args), jobs=args.jobs or JOBS[args.device], progress=progress)
     except KeyboardInterrupt:
         abandon(progress)
     print(matrix.matrix_report(outcomes, progress.elapsed()))
     return matrix_code(outcomes)
+
+
+def run_faults(args: argparse.Namespace) -> int:
+    """0: every fault caught as it should be. 1: one is not. 2: one never fired or was not tried, or the control fails."""
+    known = faults_of_file(args.file) if args.file else catalogue.known()
+    chosen = catalogue.matching(known, args.expression)
+    if args.list:
+        print(catalogue.listing(chosen))
+        return PASSED
+    cases, options, jobs = load_all(args.cases), options_of(args), args.jobs or JOBS[args.device]
+    tried = [catalogue.control(), *chosen]
+    needed = catalogue.needed(tried, cases)
+    names = {case.name: matrix.weight(case) for case in needed}
+    progress = Progress(names | {fault.name: names[fault.case] for fault in tried}, sys.stderr)
+    try:
+        based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.laws_only, progress=progress)
+        control, *done = catalogue.attempts(tried, based, options, jobs=jobs, progress=progress)
+    except KeyboardInterrupt:
+        abandon(progress)
+    write_text(args.out / "faults.json", catalogue.to_json(done))
+    print(catalogue.report(done, control, progress.elapsed()))
+    if args.accept:
+        print(catalogue.accept(done, catalogue.known()))
+        return NOT_JUDGED
+    return faults_code(done, control)
+
+
+def faults_code(done: Sequence[catalogue.Attempt], control: catalogue.Attempt) -> int:
+    unproven = {catalogue.Outcome.UNFIRED, catalogue.Outcome.NOT_TRIED}
+    if control.outcome is not catalogue.Outcome.MISSED:
+        return NOT_JUDGED
+    codes = {catalogue.Outcome.CAUGHT: PASSED} | dict.fromkeys(unproven, NOT_JUDGED)
+    return worst(codes.get(attempt.outcome, BROKEN) for attempt in done)
 
 
 def show_pairs(cases: Sequence[Case], trainer: str) -> int:
@@ -198,9 +231,7 @@ def matrix_code(outcomes: Sequence[matrix.Outcome]) -> int:
 def abandon(progress: Progress) -> None:
     """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
     progress.clear()
-    print(
-        f"harness: interrupted after {len(progress.done)} of {len(progress.weights)} cases", file=sys.stderr, flush=True
-    )
+    print(f"harness: interrupted after {len(progress.done)} of {len(progress.weights)}", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
 
 
@@ -294,6 +325,24 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("--list", action="store_true", help="only list the cases")
     many.add_argument("--all", action="store_true", help="only list every pair of options, with its case or its reason")
     _how_to_run(many)
+    wrong = _command(
+        commands, "faults", run_faults, "make every deliberate mistake of the catalogue: which are caught?"
+    )
+    wrong.add_argument(
+        "-k", dest="expression", default="", metavar="EXPR", help="words of name, case, bug, kind of bug and laws"
+    )
+    wrong.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"at a time; default {JOBS}")
+    wrong.add_argument(
+        "--file", type=Path, metavar="FILE.py", help="a catalogue of your own in place of harness/faults"
+    )
+    wrong.add_argument("--list", action="store_true", help="only list the faults")
+    wrong.add_argument(
+        "--laws-only", action="store_true", help="do not measure weaker tests, which takes half of the time"
+    )
+    wrong.add_argument(
+        "--accept", action="store_true", help="store what was measured, with the README's table; never a pass"
+    )
+    _how_to_run(wrong)
     gold = _command(commands, "golden", goldens, "compare the reference with its accepted curves, or accept it")
     _selection(gold)
     gold.add_argument("--accept", action="store_true", help="rewrite the goldens; never a pass, refused in CI")

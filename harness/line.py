@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import ROOT, golden, trainers
@@ -35,6 +35,7 @@ from reference.record import ReferenceRun
 
 RANK_ENTRY = "harness.testify:rank"
 CHECKPOINT = "checkpoint"
+UNWATCHED_ENTRY = "harness.testify:unwatched"
 REFERENCE_ENTRY = "harness.testify:reference"
 
 
@@ -124,7 +125,7 @@ def _launch_all(case: Case, folder: Path, weights: Path, options: Options) -> No
                 Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
             )
             save_run(Run(str(folder / name), launched.dims.world_size, exits, {}, fault=options.fault))
-        elif not _launch_ranks(launched, folder / name, weights, options) and launched.last_step is not None:
+        elif not _testify(launched, folder / name, weights, options) and launched.last_step is not None:
             failed = name
 
 
@@ -139,17 +140,30 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         diagnosis=diagnose(trial, results),
         seconds=sum(launched.run.seconds for launched in trial.launches) if seconds is None else seconds,
         fault=trial.run.fault,
-        fired=_fired(trial),
+        fired=_fired(trial, folder),
     )
 
 
-def _fired(trial: Trial) -> bool | None:
-    """Whether the fault's code ran on some rank; None without a fault, or if a rank that left no evidence may know."""
+def _fired(trial: Trial, folder: Path) -> bool | None:
+    """Whether the fault's code ran on some rank, even one that died of it; None without a fault."""
     if trial.run.fault is None:
         return None
-    if any(evidence.fault for launched in trial.launches for evidence in launched.ranks.values()):
-        return True
-    return False if all(len(launched.ranks) == launched.run.world_size for launched in trial.launches) else None
+    told = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())
+    return any(told) or any(folder.glob("*/ranks/*.fired"))
+
+
+def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
+    """What rank 0 displays in a longer run of the case that nobody watches, resumed like the case; nothing if a rank
+    failed."""
+    longer = replace(case, training=replace(case.training, steps=steps))
+    weights = reference_folder(case, options) / "weights.npz"
+    losses: list[float] = []
+    for name, launched in longer.launches.items():
+        exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
+        if any(exit.how != "ok" for exit in exits):
+            return ()
+        losses += json.loads((folder / name / "losses.json").read_text())
+    return tuple(losses)
 
 
 def load_trial(folder: Path) -> Trial:
@@ -301,8 +315,16 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
     fresh.rename(folder)
 
 
-def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> bool:
+def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Whether all ranks ended well."""
+    started = time.monotonic()
+    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY)
+    seconds = time.monotonic() - started
+    save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))
+    return all(exit.how == "ok" for exit in exits)
+
+
+def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:
     wanted = {
         "case": to_json(case),
         "trainer": options.trainer,
@@ -312,21 +334,17 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options) -> 
         "directory": str(folder.resolve()),
         "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
     }
-    started = time.monotonic()
     job = Job(
         folder,
         case.dims.world_size,
-        RANK_ENTRY,
+        entry,
         wanted,
         timeout=options.timeout,
         device=options.device,
         group_timeout=max(10.0, options.timeout / 2),
         torchrun_args=options.torchrun_args,
     )
-    exits: list[Exit] = launch(job, options.launcher)
-    seconds = time.monotonic() - started
-    save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))
-    return all(exit.how == "ok" for exit in exits)
+    return launch(job, options.launcher)
 
 
 def store_report(judgement: Judgement) -> None:

@@ -41,13 +41,13 @@ class Outcome:
 
 def matching(cases: Iterable[Case], expression: str) -> list[Case]:
     """The cases that `-k` means: words of a name, any case of letters, joined by and, or, not. Raises CaseError."""
-    chosen = [case for case in cases if _holds(expression, case.name)]
+    chosen = [case for case in cases if holds(expression, case.name)]
     if not chosen:
         raise CaseError(f"-k {expression!r} selects no case; `harness matrix --list` lists them")
     return chosen
 
 
-def _holds(expression: str, name: str) -> bool:
+def holds(expression: str, name: str) -> bool:
     """Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
     words = re.findall(r"\w+|\S", expression)
     terms = [w if w in ("and", "or", "not", "(", ")") else str(w.lower() in name.lower()) for w in words]
@@ -55,6 +55,11 @@ def _holds(expression: str, name: str) -> bool:
         return not terms or bool(eval(" ".join(terms), {}))
     except SyntaxError as error:
         raise CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses") from error
+
+
+def weight(case: Case) -> int:
+    """How many processes the case takes."""
+    return 1 + case.dims.world_size * case.runs
 
 
 def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Progress) -> list[Outcome]:
@@ -68,14 +73,14 @@ def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Pro
         done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
         for outcome in (future.result() for future in done):
             outcomes[outcome.case.name] = outcome
-            progress.finished(outcome)
+            progress.finished(outcome.case.name, outcome.verdict, outcome.seconds)
         progress.draw()
     progress.clear()
     return [outcomes[case.name] for case in cases]
 
 
 def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
-    progress.started(case)
+    progress.started(case.name)
     began = time.monotonic()
     try:
         return Outcome(case, judgement=run_case(case, options), seconds=time.monotonic() - began)

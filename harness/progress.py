@@ -1,41 +1,33 @@
-"""What a person sees while cases run: on a terminal one line that changes, elsewhere a line for each finished case."""
+"""What a person sees while cases or faults run: on a terminal one line that changes, elsewhere a line for each that ended."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from typing import TYPE_CHECKING, TextIO
-
-from harness.case import Case
-
-if TYPE_CHECKING:
-    from harness.matrix import Outcome
+from collections.abc import Mapping
+from typing import TextIO
 
 INTERVAL = 0.5  # seconds between two drawings of the line
 
 
 class Progress:
-    """started() may be called by any thread, the rest by one. A case's weight is its number of processes."""
+    """started() may be called by any thread, the rest by one. weights: by name, what each takes beside the others."""
 
-    def __init__(self, cases: list[Case], stream: TextIO) -> None:
+    def __init__(self, weights: Mapping[str, int], stream: TextIO) -> None:
         self.stream, self.terminal = stream, stream.isatty()
         self.began = time.monotonic()
-        self.weights = {case.name: 1 + case.dims.world_size * case.runs for case in cases}
+        self.weights = weights
         self.running: list[str] = []
         self.done: list[str] = []
 
-    def started(self, case: Case) -> None:
-        self.running.append(case.name)
+    def started(self, name: str) -> None:
+        self.running.append(name)
 
-    def finished(self, outcome: Outcome) -> None:
-        self.running.remove(outcome.case.name)
-        self.done.append(outcome.case.name)
+    def finished(self, name: str, outcome: str, seconds: float) -> None:
+        self.running.remove(name)
+        self.done.append(name)
         if not self.terminal:
-            print(
-                f"{self.count()}  {outcome.verdict:<8} {outcome.case.name}  {outcome.seconds:.1f} s",
-                file=self.stream,
-                flush=True,
-            )
+            print(f"{self.count()}  {outcome:<8} {name}  {seconds:.1f} s", file=self.stream, flush=True)
 
     def draw(self) -> None:
         if self.terminal:

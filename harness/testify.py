@@ -1,10 +1,12 @@
 """What one process does under launch: run the trainer under the probe and leave evidence, or run the reference.
 
-Both are entries for harness.launch and take plain options, so that local and torchrun ranks do exactly the same.
+All are entries for harness.launch and take plain options, so that local and torchrun ranks do exactly the same. What they
+return is kept until the process ends.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +16,24 @@ import numpy as np
 
 from harness import trainers
 from harness.case import from_json
-from harness.evidence import Collective, rank_file, save
+from harness.evidence import Collective, rank_file, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
+from harness.trainers import StartedTrainer
 
 
-def rank(options: dict[str, Any]) -> None:
+def rank(options: dict[str, Any]) -> StartedTrainer:
     """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints.
 
     What a launch writes there the next one continues from; a checkpoint is written and read while the probe watches.
+    Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
     """
     from harness.probe import Probe
 
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     checkpoints = Path(options["checkpoints"])
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    fired = _apply_fault(options.get("fault"))
+    fired = _apply_fault(options, this)
     probe = Probe(this, world_size, on_issue=_note_inflight())
     probe.install()
     try:
@@ -48,6 +52,7 @@ def rank(options: dict[str, Any]) -> None:
         probe.remove()
     save(rank_file(Path(options["directory"]), this), evidence)
     adapter.stop()
+    return trainer
 
 
 def reference(options: dict[str, Any]) -> None:
@@ -62,10 +67,36 @@ def reference(options: dict[str, Any]) -> None:
     save(directory / "reference.npz", told)
 
 
-def _apply_fault(spec: str | None) -> list[bool]:
+def unwatched(options: dict[str, Any]) -> StartedTrainer:
+    """The trainer alone, as a user sees it: rank 0 leaves the losses that it displays in losses.json. Options as above."""
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
+    _apply_fault(options, this)
+    trainer = adapter.start(case, Path(options["weights"]), options["device"])
+    if case.resume:
+        trainer.resume(Path(options["checkpoints"]))
+    trainer.train(case.steps[-1])
+    if case.last_step is not None:
+        trainer.save(Path(options["checkpoints"]))
+    if this == 0:
+        write_text(directory / "losses.json", json.dumps([metrics.loss for metrics in trainer.metrics]))
+    adapter.stop()
+    return trainer
+
+
+def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
+    """What it returns fills when the fault's code runs. So does a file, for a rank that will not live to tell."""
     fired: list[bool] = []
-    if spec:
-        load_fault(spec).apply(lambda: fired.append(True))
+    mark = rank_file(Path(options["directory"]), rank).with_suffix(".fired")
+
+    def note() -> None:
+        if not fired:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        fired.append(True)
+
+    if options.get("fault"):
+        load_fault(options["fault"]).apply(note)
     return fired
 
 

@@ -6,7 +6,11 @@ built, replaces something at a seam, and its replacement calls `fired()` each ti
     @fault(breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="HSDP ran")
     def hsdp_runs_as_fsdp(fired): ...
 
-A fault whose code never ran on any rank is UNFIRED: a failure of the catalogue, not of the trainer.
+A fault whose code never ran on any rank is UNFIRED: a failure of the catalogue, not of the trainer. `harness faults` runs
+them all (harness/catalogue.py).
+
+`bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened; several
+entries are separated by semicolons. A fault of a kind, modelled on no single entry, says "of the family of ...".
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +27,27 @@ from types import ModuleType
 from typing import Any
 
 Fired = Callable[[], None]
+
+FAMILIES = {
+    "M": "mesh",
+    "G": "gradient reduction",
+    "L": "loss and metrics",
+    "C": "clipping",
+    "T": "tensor and sequence parallel",
+    "P": "pipeline",
+    "X": "context parallel",
+    "K": "masks and labels",
+    "D": "data",
+    "R": "random numbers and initialisation",
+    "A": "activation checkpointing",
+    "N": "precision",
+    "H": "resharding",
+    "F": "float8",
+    "O": "compile",
+    "S": "checkpoints and placement",
+    "E": "optimizer and learning rate",
+    "Z": "hangs and crashes",
+}
 
 
 class FaultError(ValueError):
@@ -33,6 +59,7 @@ class Fault:
     """breaks: what goes wrong, in one sentence. bug: the entry it is modelled on, and where that happened.
 
     case: the smallest case that shows it. caught_by: the laws that must fail. named: part of the diagnosis' first line.
+    hangs: only the harness's time limit ends it.
     """
 
     name: str
@@ -43,6 +70,18 @@ class Fault:
     caught_by: tuple[str, ...]
     named: str
     apply: Callable[[Fired], None]
+    hangs: bool = False
+
+    @property
+    def family(self) -> str:
+        """The kind of bug; empty if it is modelled on nothing."""
+        found = re.search(r"\b([A-Z])(\d\d|-class)\b", self.bug)
+        return FAMILIES.get(found[1], "") if found else ""
+
+    @property
+    def real(self) -> bool:
+        """Whether it is modelled on a bug that happened in one place, rather than on a kind of them."""
+        return re.match(r"[A-Z]\d\d\b", self.bug) is not None
 
     @property
     def spec(self) -> str:
@@ -50,13 +89,13 @@ class Fault:
 
 
 def fault(
-    *, breaks: str, bug: str, case: str, caught_by: str, named: str
+    *, breaks: str, bug: str, case: str, caught_by: str, named: str, hangs: bool = False
 ) -> Callable[[Callable[[Fired], None]], Fault]:
     """Marks a function as a fault. caught_by: one law, or several separated by blanks."""
 
     def mark(apply: Callable[[Fired], None]) -> Fault:
         file = apply.__code__.co_filename
-        return Fault(apply.__name__, file, breaks, bug, case, tuple(caught_by.split()), named, apply)
+        return Fault(apply.__name__, file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
 
     return mark
 
@@ -78,7 +117,25 @@ def load_fault(spec: str) -> Fault:
 def catalogue() -> list[Fault]:
     """Every fault of this folder, by file and in the order written."""
     modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Fault)]
+    return [fault for module in modules for fault in _faults_of(module)]
+
+
+def faults_of_file(path: Path) -> list[Fault]:
+    """Somebody's own catalogue: every fault of one file, in the order written. Raises FaultError."""
+    try:
+        found = _faults_of(_import_file(path))
+    except FaultError:
+        raise
+    except Exception as error:
+        raise FaultError(f"{path}: cannot be loaded: {error!r}") from error
+    if not found:
+        raise FaultError(f"{path}: no fault in it (a function marked with @harness.faults.fault)")
+    return found
+
+
+def _faults_of(module: ModuleType) -> list[Fault]:
+    """Those written there, not those that it imports."""
+    return [f for f in vars(module).values() if isinstance(f, Fault) and f.file == module.__file__]
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -148,7 +148,7 @@ def step_counter_lost(fired: Fired) -> None:
 
 @fault(
     breaks="a checkpoint that cannot be used is passed over in silence, and training starts from scratch",
-    bug="a resume that only logs a warning: torchtitan's checkpoint.load returns False where there is none",
+    bug="of the family of S01: a resume that only logs a warning where there is no checkpoint",
     case="fsdp_4_to_fsdp_4",
     caught_by="completed resume samples loss gradients",
     named="the checkpoint of step 2 was ignored: training starts from scratch",
@@ -238,7 +238,7 @@ def strided_shards_saved_in_mesh_order(fired: Fired) -> None:
 
 @fault(
     breaks="the job is killed before the checkpoint's last file is written",
-    bug="a preemption while saving; without .metadata a checkpoint is incomplete",
+    bug="of the family of S04: a preemption while saving; without .metadata a checkpoint is incomplete",
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="no complete checkpoint (step_*/.metadata) to resume from",

@@ -36,7 +36,7 @@ def fsdp_over_dp_shard_without_cp(fired: Fired) -> None:
 
 @fault(
     breaks="fully_shard gets (dp_shard, cp) unfolded and takes it for HSDP's (replicate, shard)",
-    bug="a native 2-D slice handed to fully_shard (BUGS.md, class mesh)",
+    bug="M02 pytorch/torchtitan #2768: a native 2-D slice handed to fully_shard",
     case="fsdp_2_cp_2",
     caught_by="shard_contents placements traffic memory",
     named="FSDP ran as HSDP: parameters are sharded over 2 ranks along cp and replicated 2 times",
@@ -82,7 +82,7 @@ def displayed_loss_not_reduced_over_cp(fired: Fired) -> None:
 
 @fault(
     breaks="every cp rank divides by the valid tokens of its own part of the sequence",
-    bug="the denominator is the count of the cp rank (BUGS.md, class loss)",
+    bug="L02 NVIDIA/Megatron-LM #7513; volcengine/verl #5993: the denominator is the count of the cp rank",
     case="cp_2",
     caught_by="gradients grad_norm reported_loss",
     named="the loss is averaged per cp rank",
@@ -103,7 +103,7 @@ def loss_averaged_per_cp_rank(fired: Fired) -> None:
 
 @fault(
     breaks="gradients are scaled by the number of dp ranks, but averaged over dp and cp ranks",
-    bug="gradient scaling uses the size of dp without cp (BUGS.md, class gradient reduction)",
+    bug="G09 NVIDIA/Megatron-LM 3bdcbbbe5d; SkyRL #1420: scaling by the size of dp without cp",
     case="cp_2",
     caught_by="gradients grad_norm",
     named="divided by cp (1/2) once too often",
@@ -123,7 +123,7 @@ def gradients_scaled_without_cp(fired: Fired) -> None:
 
 @fault(
     breaks="the gradients of keys and values that come back round the ring are dropped, each rank keeps its own",
-    bug="forward exact, backward wrong (the family of T03 and G21), at the ring's rotation",
+    bug="of the family of X02: forward exact, backward wrong (as in T03 and G21), at the ring's rotation",
     case="cp_2",
     caught_by="traffic gradients grad_norm",
     named="gradients of keys and values do not go round over cp",
@@ -150,7 +150,7 @@ def gradients_of_keys_and_values_stay_local(fired: Fired) -> None:
 
 @fault(
     breaks="every cp rank counts positions from 0, so rotary angles restart with each part of the sequence",
-    bug="RoPE positions not those of the rank's own tokens: pytorch/torchtitan #2780, #792; VeOmni #448",
+    bug="X04 pytorch/torchtitan #792; VeOmni #448: RoPE positions not those of the rank's own tokens",
     case="cp_2_contiguous",
     caught_by="positions loss gradients",
     named="rotary positions restart at 0 on each cp rank: rank 1 is told 0-15 for its tokens at 16-31",
@@ -161,7 +161,7 @@ def rope_restarts_on_each_cp_rank(fired: Fired) -> None:
 
 @fault(
     breaks="rotary positions are sliced contiguously while tokens are balanced head with tail",
-    bug="RoPE contiguous, tokens zig-zag: pytorch/torchtitan #2780",
+    bug="X04 pytorch/torchtitan #2780: RoPE contiguous, tokens zig-zag",
     case="cp_2",
     caught_by="positions loss gradients",
     named="wrong rotary positions: rank 0 is told 0-15 for its tokens at 0-7 and 24-31",
@@ -216,7 +216,7 @@ def _alter_parts(fired: Fired, change: Any) -> None:
 
 @fault(
     breaks="the batch is never cut: every cp rank computes whole sequences, with attention of its own",
-    bug="CP context never entered (wrong indentation), CP silently off (BUGS.md, class cp)",
+    bug="X01 pytorch/torchtitan #1880: the context is never entered (wrong indentation), cp silently off",
     case="cp_2",
     caught_by="samples traffic",
     named="CP not in force: every cp rank is fed whole sequences",
@@ -234,7 +234,7 @@ def context_parallel_never_entered(fired: Fired) -> None:
 
 @fault(
     breaks="load balancing is asked for and the sequence is cut contiguously, with attention to match: slow, not wrong",
-    bug="a performance option without effect: the family of M01 and X01",
+    bug="of the family of X01: a performance option without effect",
     case="cp_2",
     caught_by="samples positions",
     named="cp_load_balance True is asked for, False is in force",
@@ -254,7 +254,7 @@ def load_balancer_not_applied(fired: Fired) -> None:
 
 @fault(
     breaks="tokens are balanced head with tail, and the ring masks as if they were cut contiguously",
-    bug="torch notes in a global whether the batch was balanced; a batch that is cut elsewhere leaves it wrong",
+    bug="of the family of X04: torch notes in a global whether the batch was balanced; one cut elsewhere leaves it wrong",
     case="cp_2",
     caught_by="loss gradients",
     named="the forward pass is wrong: the loss of step 1 is off",
@@ -272,7 +272,7 @@ def ring_unaware_of_load_balancing(fired: Fired) -> None:
 
 @fault(
     breaks="cp ranks draw samples of their own, as if cp divided the batch",
-    bug="the data loader's rank counts cp (the family of D03)",
+    bug="of the family of D06: the data loader's rank counts cp",
     case="fsdp_2_cp_2",
     caught_by="samples",
     named="cp peers are fed different samples",
@@ -295,7 +295,7 @@ def cp_ranks_read_different_samples(fired: Fired) -> None:
 
 @fault(
     breaks="attention of each cp rank looks at its own part of the sequence only",
-    bug="the attention module was not wrapped: the forms of CP that patch a function are lost when it is imported by name",
+    bug="of the family of X01: forms of cp that patch a function are lost on attention that imported it by name",
     case="cp_2_contiguous",
     caught_by="traffic loss gradients",
     named="no keys and values go round over cp: attention sees its own part of the sequence only",
@@ -311,7 +311,7 @@ def attention_stays_local(fired: Fired) -> None:
 
 @fault(
     breaks="the rotation asked for is never set, so torch's default is in force",
-    bug="a performance option without effect: the family of M01 and X01",
+    bug="of the family of X01: a performance option without effect",
     case="cp_2_alltoall",
     caught_by="traffic",
     named="cp_rotation alltoall is asked for, allgather is in force",

@@ -46,6 +46,7 @@ def rank_killed_in_step_2(fired: Fired) -> None:
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 hung",
+    hangs=True,
 )
 def rank_hangs_in_step_2(fired: Fired) -> None:
     def stall() -> None:

@@ -52,7 +52,7 @@ def norm_weights_in_no_optimizer_group(fired: Fired) -> None:
 
 @fault(
     breaks="the schedule is applied to the first optimizer group only, the second keeps the peak learning rate",
-    bug="O-class: warm-up written for one parameter group, the second one added later",
+    bug="of the family of E01: warm-up written for one parameter group, the second one added later",
     case="tp_2_two_groups",
     caught_by="update",
     named="learning rate of 5 of 21 parameters",
@@ -70,7 +70,7 @@ def second_group_without_schedule(fired: Fired) -> None:
 
 @fault(
     breaks="rank 1 makes one document of each row: its tokens see those of all documents before them",
-    bug="packing without a block-diagonal mask on a part of the ranks (another attention kernel was chosen there)",
+    bug="of the family of K01: no block-diagonal mask on a part of the ranks (another attention kernel was chosen there)",
     case="fsdp_2_documents_variable",
     caught_by="loss gradients",
     named="documents see each other on rank 1",
@@ -92,7 +92,7 @@ def document_mask_lost_on_rank_1(fired: Fired) -> None:
 
 @fault(
     breaks="attention ignores the documents it is given and is causal over the whole row",
-    bug="huggingface/transformers #31629 and others: packed documents attend to each other",
+    bug="K01 huggingface/transformers #46634, #31629; NVIDIA/Megatron-LM #415: packed documents attend to each other",
     case="tp_2_documents",
     caught_by="loss gradients grad_norm",
     named="documents see each other",
@@ -112,7 +112,7 @@ def document_mask_ignored(fired: Fired) -> None:
 
 @fault(
     breaks="the document mask of the first batch is kept and used for all that follow",
-    bug="a cache keyed by shape: right for the first batch only",
+    bug="of the family of K07: a mask of another batch, from a cache keyed by shape",
     case="tp_2_documents",
     caught_by="loss gradients",
     named="forward pass is right in step 1 and wrong from step 2 on",

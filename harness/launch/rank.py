@@ -58,7 +58,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
         dump_stacks_to(rank_file(directory, "stacks", rank))
         inflight.open_current(rank_file(directory, "inflight", rank))
         set_up_torch(job)
-        resolve(job["entry"])(job["options"])
+        _held = resolve(job["entry"])(job["options"])  # until the end: freeing process groups may hang
         code = 0
     except BaseException as error:
         code = note_failure(error, rank_file(directory, "failures", rank))

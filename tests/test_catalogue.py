@@ -1,0 +1,235 @@
+"""`harness faults`: outcomes, weaker tests, tables, what is stored; and that the catalogue covers what it should."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness import catalogue as lot
+from harness import cli
+from harness.catalogue import Attempt, Outcome
+from harness.checks import all_checks
+from harness.evidence import Exit, Run, save_run
+from harness.faults import Fault, FaultError, catalogue, faults_of_file
+from harness.line import Judgement
+from harness.trial import Result, Verdict
+from tests.literal import tiny_case
+
+FAULT = Fault(
+    "halved", "f.py", "halves", "G01 a/b #1", "tiny", ("gradients", "update"), "0.5 times", lambda fired: None
+)
+ATTEMPT = Attempt("halved", "G01 a/b #1", "gradient reduction", True, "tiny", Outcome.CAUGHT, "gradients are 0.5 times")
+CURVE = (5.0, 4.0, 3.0)
+
+
+def judgement(
+    folder: Path, broken: str = "", cause: str = "", fired: bool = True, exit: Exit | None = None
+) -> Judgement:
+    from harness.diagnose import Diagnosis
+
+    (folder / "run").mkdir(exist_ok=True)
+    save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))
+    results = tuple(Result(law, Verdict.FAIL, 1) for law in broken.split()) or (Result("loss", Verdict.PASS, 1),)
+    return Judgement(tiny_case("fsdp_2"), folder, results, Diagnosis(cause) if cause else None, 1.0, "halved", fired)
+
+
+def test_a_fault_is_caught_if_its_laws_are_broken_and_its_cause_is_named(tmp_path: Path) -> None:
+    seen = judgement(tmp_path, "gradients update loss", "gradients are 0.5 times what they should be")
+    assert lot.outcome_of(FAULT, seen) is Outcome.CAUGHT
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause"),
+    [("gradients", "gradients are 0.5 times"), ("gradients update", "something is wrong")],
+    ids=["a law holds", "another cause"],
+)
+def test_a_fault_that_breaks_other_laws_or_is_named_otherwise_is_caught_otherwise(
+    broken: str, cause: str, tmp_path: Path
+) -> None:
+    assert lot.outcome_of(FAULT, judgement(tmp_path, broken, cause)) is Outcome.OTHERWISE
+
+
+def test_a_fault_that_breaks_no_law_is_missed(tmp_path: Path) -> None:
+    assert lot.outcome_of(FAULT, judgement(tmp_path)) is Outcome.MISSED
+
+
+def test_a_fault_that_never_fired_is_unfired_whatever_failed(tmp_path: Path) -> None:
+    seen = judgement(tmp_path, "gradients update", "gradients are 0.5 times", fired=False)
+    assert lot.outcome_of(FAULT, seen) is Outcome.UNFIRED
+
+
+def test_a_fault_that_hangs_although_it_should_not_is_a_timeout(tmp_path: Path) -> None:
+    late = Exit(0, "killed", error="killed by the harness at the time limit of 9 s", blamed=True)
+    seen = judgement(tmp_path, "completed", "rank 0 hung", exit=late)
+    assert lot.outcome_of(FAULT, seen) is Outcome.TIMEOUT
+    hanging = replace(FAULT, caught_by=("completed",), named="rank 0 hung", hangs=True)
+    assert lot.outcome_of(hanging, seen) is Outcome.CAUGHT
+
+
+@pytest.mark.parametrize(
+    ("seen", "noticed"),
+    [
+        (CURVE, ""),
+        ((5.0, 4.0, 3.00001), ""),
+        ((5.0, 4.0, 3.0001), "within_1e_5"),
+        ((5.0, 4.0, 3.1), "within_1_percent within_1e_5"),
+        ((5.0, 4.0, math.nan), "within_1_percent within_1e_5"),
+        ((), "exit_code within_1_percent within_1e_5 process_groups"),
+    ],
+)
+def test_what_weaker_tests_notice(seen: tuple[float, ...], noticed: str) -> None:
+    said = lot.what_weaker_tests_say(ATTEMPT, CURVE, seen)
+    assert {method for method, yes in said.items() if yes} == set(noticed.split())
+    assert set(said) == set(lot.METHODS)
+
+
+def test_a_listing_of_groups_notices_what_breaks_the_law_of_groups() -> None:
+    assert lot.what_weaker_tests_say(replace(ATTEMPT, broken=("process_groups",)), CURVE, CURVE)["process_groups"]
+
+
+def test_a_curve_that_lacks_steps_is_not_close_to_any() -> None:
+    assert lot.off(CURVE, CURVE[:2]) is None
+
+
+def told(**noticed: bool) -> dict[str, bool]:
+    return dict.fromkeys(lot.METHODS, False) | noticed
+
+
+def test_the_table_counts_real_bugs_only() -> None:
+    done = [
+        replace(ATTEMPT, weaker=told(within_1e_5=True)),
+        replace(ATTEMPT, weaker=told(), outcome=Outcome.OTHERWISE),
+        replace(ATTEMPT, weaker=told(exit_code=True), real=False),
+    ]
+    assert lot.table(done).splitlines() == [
+        "| of 2 real bugs, re-created | notices |",
+        "|---|---|",
+        "| exit code only | 0 |",
+        "| loss curve within 1% over 10 steps | 0 |",
+        "| loss curve within 1e-5 over 10 steps | 1 |",
+        "| listing of process groups | 0 |",
+        "| this harness, cause named | 1 |",
+    ]
+
+
+def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
+    missed = Attempt(
+        "other",
+        "M01 c/d #2",
+        "mesh",
+        True,
+        "tiny",
+        Outcome.MISSED,
+        weaker=told(exit_code=True),
+        note="not broken: memory",
+    )
+    control = replace(ATTEMPT, fault="control", outcome=Outcome.MISSED)
+    text = lot.report([replace(ATTEMPT, weaker=told()), missed], control, 12.34)
+    assert text.splitlines()[1:4] == [
+        "CAUGHT  ----  halved  tiny  gradients are 0.5 times",
+        "MISSED  a---  other   tiny  ",
+        "              not broken: memory",
+    ]
+    assert text.endswith(
+        "2 faults in 12.3 s: 1 CAUGHT, 1 MISSED\ncontrol, which changes nothing: MISSED, as it must be"
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [("CAUGHT", 0), ("CAUGHT OTHERWISE", 1), ("MISSED", 1), ("TIMEOUT", 1), ("UNFIRED", 2), ("NOT TRIED", 2)],
+)
+def test_exit_codes(outcome: str, code: int) -> None:
+    control = replace(ATTEMPT, outcome=Outcome.MISSED)
+    assert cli.faults_code([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
+
+
+def test_a_control_that_is_caught_makes_all_worthless() -> None:
+    assert cli.faults_code([ATTEMPT], ATTEMPT) == 2
+
+
+def test_results_are_read_back_as_they_were() -> None:
+    done = [replace(ATTEMPT, weaker=told(), off=1e-3, broken=("loss",)), ATTEMPT]
+    assert lot.from_json(lot.to_json(done)) == done
+
+
+def test_accepting_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path: Path) -> None:
+    stored, readme = tmp_path / "results.json", tmp_path / "README.md"
+    gone, old = replace(ATTEMPT, fault="gone"), replace(ATTEMPT, outcome=Outcome.MISSED)
+    kept = replace(ATTEMPT, fault="kept", weaker=told())
+    stored.write_text(lot.to_json([gone, old, kept]))
+    readme.write_text(f"before\n{lot.BEGIN}old\n{lot.END}after\n")
+    lot.accept([ATTEMPT], [FAULT, replace(FAULT, name="kept")], stored, readme)
+    assert lot.from_json(stored.read_text()) == [ATTEMPT, kept]
+    assert readme.read_text() == f"before\n{lot.BEGIN}{lot.table([kept])}\n{lot.END}after\n"
+
+
+# ---- on real ranks, through the command line
+
+OWN = """
+from harness.faults import fault, replace
+
+@fault(breaks="the gradient is doubled", bug="an example", case="fsdp_2", caught_by="gradients", named="2 times")
+def doubled(fired):
+    from harness.trainers.llama3 import trainer
+
+    def make(original):
+        def twice(loss, *args, **kwargs):
+            fired()
+            return 2 * original(loss, *args, **kwargs)
+        return twice
+
+    replace(trainer, "scaled", make)
+
+@fault(breaks="nothing", bug="an example", case="no_such_case", caught_by="loss", named="")
+def of_no_case(fired):
+    pass
+"""
+
+
+def test_faults_of_ones_own_file_run_with_baseline_and_control(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    code = cli.main(["faults", "--file", f"{tmp_path}/own.py", "-k", "doubled", "--out", f"{tmp_path}/out"])
+    shown = capsys.readouterr()
+    assert code == 0, shown.out
+    assert re.search("^CAUGHT  [-abcd]{4}  doubled  fsdp_2  gradients are 2 times what they", shown.out, re.MULTILINE)
+    assert "control, which changes nothing: MISSED, as it must be" in shown.out
+    (record,) = json.loads((tmp_path / "out" / "faults.json").read_text())
+    assert (record["fault"], record["outcome"], record["weaker"]["within_1_percent"]) == ("doubled", "CAUGHT", False)
+
+
+def test_a_fault_of_a_case_that_does_not_exist_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert cli.main(["faults", "--file", f"{tmp_path}/own.py", "--out", f"{tmp_path}/out"]) == 2
+    assert "no case is named 'no_such_case'" in capsys.readouterr().err
+
+
+def test_a_file_without_faults_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    with pytest.raises(FaultError, match="no fault in it"):
+        faults_of_file(tmp_path / "own.py")
+
+
+def test_the_list_of_faults_is_by_kind_of_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["faults", "--list", "-k", "hsdp_runs_as"]) == 0
+    assert [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["mesh"],
+        ["", "hsdp_runs_as_fsdp"],
+        ["", "hsdp_runs_as_ddp"],
+    ]
+
+
+# ---- the catalogue itself
+
+
+def test_laws_that_faults_name_exist() -> None:
+    assert {law for fault in catalogue() for law in fault.caught_by} <= set(all_checks())
