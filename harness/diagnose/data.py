@@ -40,7 +40,36 @@ def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
     where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
-    return Diagnosis(f"training does not start from the seed weights {where}", tuple(_strange_line(trial, *strange[0])))
+    cause = f"training does not start from the seed weights {where}{_all_alike(trial, strange)}"
+    return Diagnosis(cause, tuple(_strange_line(trial, *strange[0])))
+
+
+def _all_alike(trial: Trial, strange: list[tuple[int, str]]) -> str:
+    """What all of them are instead, if it is the same of all."""
+    told = {_instead(trial, rank, fqn) for rank, fqn in strange}
+    rank, fqn = strange[0]
+    if all(text.startswith("the values of ") for text in told):
+        return f": {fqn} holds {_instead(trial, rank, fqn)}"
+    return f": {told.pop()}" if len(told) == 1 and "" not in told else ""
+
+
+def _instead(trial: Trial, rank: int, fqn: str) -> str:
+    """A constant, a multiple of the seed weight, or another parameter's values; empty if it is none of these."""
+    value = next(t.value for t in trial.ranks[rank].parameters if t.fqn == fqn)
+    if fqn not in trial.plan.shapes or not value.size:
+        return ""
+    if np.all(value == value.flat[0]):
+        return f"they are all {value.flat[0]:g}"
+    part = trial.plan.slices[rank][fqn]
+    wanted = take(trial.reference.weights[fqn], part)
+    factor = float(np.sum(value * wanted) / np.sum(wanted * wanted)) if value.shape == wanted.shape else 0.0
+    if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
+        return f"they are {factor:.6g} times these"
+    alike = (name for name, full in trial.reference.weights.items() if full.shape == trial.reference.weights[fqn].shape)
+    others = (
+        name for name in alike if name != fqn and np.array_equal(take(trial.reference.weights[name], part), value)
+    )
+    return next((f"the values of {name}" for name in others), "")
 
 
 def _strange_line(trial: Trial, rank: int, fqn: str) -> Iterator[tuple[str, str]]:
@@ -69,6 +98,7 @@ def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
     mine, next_ones = trial.plan.slices[group[0]], trial.plan.slices[group[1]]
     cut = [f for f in first if f in mine and mine[f] != next_ones[f] and first[f].size]
     alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
+    alike = {f for f in alike if np.any(first[f] != first[f].flat[0])}  # a constant has no slices to tell apart
     return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()
 
 
@@ -138,7 +168,9 @@ def _no_samples(trial: Trial, fed: Fed, when: str) -> str | None:
         return None
     steps = len(trial.reference.samples)
     told = f"fed tokens of no sample of the recipe's {steps} steps{when}{on_ranks(trial, strange) or ' on all ranks'}"
-    return f"dp ranks draw overlapping samples, each by an order of its own: {told}" if _share_rows(trial) else told
+    if _share_rows(trial):
+        return f"dp ranks draw overlapping samples, each by an order of its own: {told}"
+    return told + (": another seed, order or data set" if len(strange) == len(fed) else "")
 
 
 def _share_rows(trial: Trial) -> bool:

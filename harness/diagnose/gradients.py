@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from harness import attribution, tolerance
+from harness.case import AXES
 from harness.checks.loss import global_loss, losses
-from harness.checks.samples import fed_samples
+from harness.checks.samples import fed_samples, shares_of_samples
 from harness.checks.traffic import observed as observed_traffic
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.words import (
@@ -24,12 +26,14 @@ from harness.diagnose.words import (
     in_parameters,
     on_ranks,
     rank_words,
+    some,
     traffic_lines,
 )
 from harness.plan import coordinate, parameters_of_stage
 from harness.trial import Trial, ranks_text, take
 
 Pair = tuple[int, str]  # rank, fqn
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -48,8 +52,11 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _missing_reduction,
         _norms_not_summed,
         _untied,
+        _scaled_by_powers,
+        _lost_before,
         _unequal_parts,
         _unequal_samples,
+        _unreduced_microbatches,
         _own_samples_only,
     ):
         cause = explain(trial, wrong)
@@ -221,7 +228,16 @@ def _missing_reduction(trial: Trial, wrong: list[Pair]) -> str | None:
     if not missing or _everyone_is_heard(trial, attribution.heard_of(trial)):
         return None
     told = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
-    return f"gradient reduction missing over {' and '.join(missing)}: {', '.join(told)}"
+    instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
+    more = f", but over {groups_text(instead)}" if instead else ""
+    return f"gradient reduction missing over {' and '.join(missing)}: {', '.join(told)}{more}"
+
+
+def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
+    """The groups over which an operation ran in backward, and that the plan does not know."""
+    known = {group for groups in trial.plan.groups.values() for group in groups}
+    calls = (call for evidence in trial.ranks.values() for call in evidence.collectives)
+    return {c.ranks for c in calls if (c.op, c.phase) == (op, "backward") and len(c.ranks) > 1} - known
 
 
 def _norms_not_summed(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -235,6 +251,71 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair]) -> str | None:
             if expected is None or tolerance.relative_difference(np.asarray(total), expected) > 1e-9:
                 return None
     return f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
+
+
+def _scaled_by_powers(trial: Trial, wrong: list[Pair], step: int = 1) -> str | None:
+    """Each parameter is a multiple of what it should be, but not all the same one: some were scaled more often."""
+    factors = {(rank, fqn): _factor(trial, rank, fqn, step) for rank, fqn in wrong}
+    by_fqn: dict[str, float] = {fqn: factor for (_, fqn), factor in factors.items() if factor is not None}
+    if None in factors.values() or len({round(factor, 9) for factor in by_fqn.values()}) < 2:
+        return None
+    kinds = sorted({round(factor, 9) for factor in by_fqn.values()})
+    told = [f"{kind:.4g} ({some([fqn for fqn, f in by_fqn.items() if round(f, 9) == kind], 1)})" for kind in kinds[:4]]
+    causes = "some are scaled more often than others, by bucket, by stage or by wrapper"
+    return f"gradients are scaled by different factors {_where(trial, wrong)}: {', '.join(told)}: {causes}"
+
+
+def _lost_before(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Right down to some place that backward passes, and wrong in all that it reaches later."""
+    bad = set(_fqns(trial, wrong))
+    right = [fqn for fqn in trial.plan.shapes if fqn not in bad]
+    if not right or _loss_is_off(trial) or not max(map(_depth, bad)) < min(map(_depth, right)):
+        return None
+    first = [fqn for fqn in right if _depth(fqn) == min(map(_depth, right))]
+    cause = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}"
+    return f"{cause}, and wrong in all that lies before: backward loses something there{_less_than_planned(trial)}"
+
+
+def _depth(fqn: str) -> tuple[int, int]:
+    """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
+    places = (("attention_norm",), ("wq", "wk", "wv"), ("wo",), ("ffn_norm",), ("w1", "w3"), ("w2",))
+    layer, module = re.match(r"(?:layers\.(\d+)\.)?.*?(\w+)\.weight", fqn).groups()  # type: ignore[union-attr]
+    if layer is None:
+        return {"tok_embeddings": (-1, 0), "norm": (10**6, 0)}.get(module, (10**6, 1))
+    return int(layer), next((i for i, names in enumerate(places) if module in names), 0)
+
+
+def _less_than_planned(trial: Trial) -> str:
+    """The axes over which rank 0 moved less in backward than the plan says, besides its gradients."""
+    seen, flows = observed_traffic(trial.ranks[0], 1), trial.plan.flows[0]
+    wanted: dict[tuple[str, str], int] = {}
+    for flow in flows:
+        if flow.phase == "backward":
+            wanted[flow.axis, flow.op] = wanted.get((flow.axis, flow.op), 0) + flow.bytes
+    short = [
+        axis
+        for (axis, op), count in wanted.items()
+        if seen.get((trial.plan.group_of(0, axis), op, "backward"), 0) < count
+    ]
+    return f", a sum over {' and '.join(dict.fromkeys(short))}" if short else ""
+
+
+def _unreduced_microbatches(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Of some microbatches a rank's gradient holds its own samples only, of the others everybody's."""
+    if trial.case.features.accumulation == 1:
+        return None
+    fed, size, axes = shares_of_samples(trial, 1), trial.case.local_batch, set(trial.plan.groups) & {*DATA_AXES}
+    lost: set[int] = set()
+    for rank in fed:
+        weights = attribution.sample_weights(trial, [rank])
+        if weights is None or not weights.explained:
+            return None
+        peers = [id_ for other, others in fed.items() if other != rank for id_ in enumerate(others)]
+        lost |= {i // size + 1 for i, id_ in peers if id_ is not None and abs(weights.by_sample.get(id_, 1.0)) < 1e-6}
+    if not lost or len(lost) == trial.case.passes:
+        return None
+    which = f"microbatch{'es' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))} of {trial.case.passes}"
+    return f"gradients of {which} are not reduced over {' and '.join(sorted(axes))}: each rank adds its own only"
 
 
 def _unequal_parts(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -363,15 +444,39 @@ def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
     if largest < 1e-6 and (off or 0.0) < 1e-6:
         what = f"gradients are off by {largest:.0e} {where}" + (f", the loss of step 1 by {off:.0e}" if off else "")
         return f"{what}: as by arithmetic in float32, asked for {trial.case.training.dtype}"
+    if off and (again := _counted_again(trial)):
+        return again
     if off:
         told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
         return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    right = (
-        "the loss is right, so the mistake is in backward or after it"
-        if "loss" not in broken
-        else "by no common factor"
+    return (
+        _paired_wrongly(trial, wrong)
+        or f"gradients are wrong {where}: the loss of step 1 is right, so the mistake is in backward or after it"
     )
-    return f"gradients are wrong {where}: {right}"
+
+
+def _paired_wrongly(trial: Trial, wrong: list[Pair]) -> str | None:
+    """Wrong on the members of one reducing group only, others of which are right: what is common to them is the group."""
+    ranks = sorted({rank for rank, _ in wrong})
+    axes = {flow.axis for flow in trial.plan.flows[ranks[0]] if flow.role == "gradients"}
+    for axis in sorted(axes):
+        group = trial.plan.group_of(ranks[0], axis)
+        if tuple(ranks) == group and len(group) < len(trial.ranks) and len(_fqns(trial, wrong)) > 1:
+            return (
+                f"gradients are wrong {_where(trial, wrong)}, one group of {axis}: its members reduce different tensors"
+                " with each other, in another order or not all, or one of them passes a wrong one"
+            )
+    return None
+
+
+def _counted_again(trial: Trial) -> str | None:
+    """The loss of step 1 is too large by the logarithm of a degree: exp(logit) is summed over ranks that hold the same."""
+    extra = (global_loss(trial, 1) or 0.0) - trial.reference.steps[0].loss
+    for axis in trial.plan.groups:
+        if axis in AXES and math.isclose(extra, math.log(getattr(trial.case.dims, axis)), rel_tol=1e-6):
+            told = f"too large by {extra:.6g} a token, the logarithm of {axis} {getattr(trial.case.dims, axis)}"
+            return f"the loss of step 1 is {told}: its normaliser counts each logit once for every rank along {axis}"
+    return None
 
 
 def _distance(trial: Trial, rank: int, fqn: str) -> float:
@@ -449,6 +554,9 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         told = f"gradients are right in step {trial.first_step} and from step {step} on {times_text(factor)}"
         told += f" what they should be {where}"
         return Diagnosis(told + _count_of_another_step(trial, step, factor), (line,))
+    powers = _scaled_by_powers(trial, wrong, step)
+    if powers:
+        return Diagnosis(f"from step {step} on {powers}", (line,))
     off = _loss_is_off(trial, step)
     if off:
         told = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
@@ -466,8 +574,16 @@ def _count_of_another_step(trial: Trial, step: int, factor: float) -> str:
 
 def _is_sum_of_steps(trial: Trial, rank: int, fqn: str, step: int) -> bool:
     parts = [_expected(trial, rank, fqn, number) for number in range(1, step + 1)]
-    total = functools.reduce(np.add, [part for part in parts if part is not None])
-    return tolerance.relative_difference(_observed(trial, rank, step)[fqn], total) < 1e-7
+    if any(part is None for part in parts):
+        return False
+    limit = trial.case.training.max_norm
+    clips = [tolerance.clip_coefficient(trial.reference.steps[i].grad_norm, limit) for i in range(step - 1)]
+    seen = _observed(trial, rank, step)[fqn]
+    for weights in ([*clips, 1.0], [1.0] * step):  # clipping works in place
+        total = functools.reduce(np.add, [w * part for w, part in zip(weights, parts, strict=True) if part is not None])
+        if tolerance.relative_difference(seen, total) < 1e-7:
+            return True
+    return False
 
 
 def wrong_loss(trial: Trial, broken: Broken) -> Diagnosis | None:

@@ -27,8 +27,8 @@ def wrong_update(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "update" not in broken:
         return None
     explanations: tuple[Callable[[Trial], str | None], ...] = (
-        _not_finite, _nothing_moves, _wrong_lr, _not_clipped, _clipped_by_another_norm, _another_decay, _another_recipe,
-        _another_rate, _another_rate_for_some,
+        _not_finite, _wrong_lr, _nothing_moves, _not_clipped, _enlarged, _clipped_by_another_norm, _another_decay,
+        _another_recipe, _another_rate, _another_rate_for_some,
     )  # fmt: skip
     line = finding_line("update", broken["update"])
     for explain in explanations:
@@ -79,9 +79,21 @@ def _not_finite(trial: Trial) -> str | None:
 def _nothing_moves(trial: Trial) -> str | None:
     """A learning rate above 0 moves what has a gradient or decays."""
     still = _pairs(trial, lambda e, step, fqn, before: np.array_equal(step.parameters[fqn], before))
-    if not still or trial.reference_step(trial.first_step).lr == 0:
-        return None
-    return f"the optimizer does not move {_subject(trial, still)} in step {trial.first_step}"
+    if still and trial.reference_step(trial.first_step).lr:
+        return f"the optimizer does not move {_subject(trial, still)} in step {trial.first_step}"
+    steps = sorted({step.step for _, step, _ in trial.steps()})
+    for before, step in zip(steps, steps[1:], strict=False):
+        still = [pair for pair in _pairs(trial, lambda *_: True) if _same_after(trial, *pair, before)]
+        if still and trial.reference_step(step).lr:
+            return f"the optimizer does not move {_subject(trial, still)} in step {step}"
+    return None
+
+
+def _same_after(trial: Trial, rank: int, fqn: str, step: int) -> bool:
+    """Whether the step after `step` left a parameter as it was."""
+    after = {s.step: s.parameters.get(fqn) for s in trial.ranks[rank].steps}
+    one, other = after.get(step), after.get(step + 1)
+    return one is not None and other is not None and np.array_equal(one, other)
 
 
 def _wrong_lr(trial: Trial) -> str | None:
@@ -115,11 +127,41 @@ def _not_clipped(trial: Trial) -> str | None:
     return f"clipping is not applied to {some(fqns)}{on_ranks(trial, ranks)} (coefficient {clip:.4g})"
 
 
+def _enlarged(trial: Trial) -> str | None:
+    """max(1, c) where min(1, c) is meant."""
+    limit, norm = trial.case.training.max_norm, update.observed_norm(trial, trial.first_step)
+    clip = 1.0 if limit is None else limit / (norm + 1e-6)
+    if clip <= 1 or not _explained(trial, 1.0, dict.fromkeys(trial.ranks, clip)):
+        return None
+    return (
+        f"clipping enlarges gradients: it multiplies by {clip:.4g}, as the norm {norm:.4g} is below max_norm {limit:g}"
+    )
+
+
+def _norm_counting_again(trial: Trial, axis: str) -> float:
+    """The global norm of the first step if parameters that are alike along an axis count once for every rank of it."""
+    total, counted = [], set()
+    for rank, evidence in sorted(trial.ranks.items()):
+        for fqn, gradient in evidence.steps[0].gradients.items():
+            part, degree = trial.slice_of(rank, fqn), len(trial.plan.group_of(rank, axis))
+            if (fqn, part) not in counted:
+                counted.add((fqn, part))
+                alike = all(trial.slice_of(peer, fqn) == part for peer in trial.plan.group_of(rank, axis))
+                total.append(float(np.sum(gradient * gradient)) * (degree if alike else 1))
+    return math.sqrt(math.fsum(total))
+
+
 def _clipped_by_another_norm(trial: Trial) -> str | None:
     """Each rank's own norm, the one it displays, or another limit than the recipe's."""
     limit, right = trial.case.training.max_norm, update.observed_norm(trial, trial.first_step)
     suspects = {
         "the norm of its own shards": {rank: own_norm(e.steps[0]) for rank, e in trial.ranks.items()},
+    }
+    for axis in trial.plan.groups:
+        again = _norm_counting_again(trial, axis)
+        if not math.isclose(again, right, rel_tol=1e-9):
+            suspects[f"a norm with each replica along {axis} counted again"] = dict.fromkeys(trial.ranks, again)
+    suspects |= {
         "the norm it displays": {rank: e.steps[0].grad_norm or 0.0 for rank, e in trial.ranks.items()},
     }
     for whose, norms in suspects.items():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.faults import Fired, fault
+from harness.faults import Fired, fault, replace
 
 
 def _before_step(step: int, rank: int, do: Callable[[], None]) -> None:
@@ -69,3 +69,178 @@ def rank_raises_in_step_2(fired: Fired) -> None:
         raise FloatingPointError("a deliberate error in step 2")
 
     _before_step(2, 1, fail)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+@fault(
+    breaks="rank 1 leaves the training loop one step early, as its data is at an end",
+    bug="Z01 pytorch/torchtitan #1634, #1618, #1627: ranks run different numbers of steps",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 1 left early",
+)
+def rank_leaves_a_step_early(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def short(self: Any, last_step: int | None = None, **kwargs: Any) -> None:
+            steps = self.case.training.steps if last_step is None else last_step
+            if _rank() == 1:
+                fired()
+                steps -= 1
+            original(self, steps, **kwargs)
+
+        return short
+
+    replace(trainer.Trainer, "train", make)
+
+
+@fault(
+    breaks="rank 1 has one microbatch in step 2 where the others have two",
+    bug="Z01 pytorch/torchtitan #1627: ranks disagree on the number of microbatches",
+    case="fsdp_2_cp_2_accum",
+    caught_by="completed",
+    named="rank 1",
+)
+def ranks_disagree_on_the_number_of_microbatches(fired: Fired) -> None:
+    from harness.trainers.llama3 import data
+
+    def make(original: Any) -> Any:
+        def fewer(self: Any, *args: Any) -> Any:
+            microbatches = original(self, *args)
+            if _rank() != 1 or self.samples != 2 * self.case.training.global_batch:
+                return microbatches
+            fired()
+            return microbatches[:1]
+
+        return fewer
+
+    replace(data.Microbatches, "step", make)
+
+
+@fault(
+    breaks="rank 3 skips one reduction in step 2, and gloo pairs its next one, of equal size, with it",
+    bug="Z-class: a rank skips a collective under a condition that only it meets",
+    case="fsdp_4",
+    caught_by="completed",
+    named="rank 3",
+    hangs=True,
+)
+def rank_skips_a_collective_of_equal_size(fired: Fired) -> None:
+    import torch.distributed as dist
+
+    count = [0]
+
+    def make(original: Any) -> Any:
+        def skipping(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if _rank() == 3 and count[0] == 5:
+                fired()
+                return None
+            return original(tensor, *args, **kwargs)
+
+        return skipping
+
+    replace(dist, "all_reduce", make)
+
+
+@fault(
+    breaks="rank 2 reduces two tensors of different sizes in the other order than its peers",
+    bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
+    case="fsdp_4",
+    caught_by="completed",
+    named="rank 2",
+)
+def rank_reduces_in_another_order(fired: Fired) -> None:
+    import torch
+    import torch.distributed as dist
+
+    def both() -> None:
+        sizes = (64, 256)
+        fired()
+        for size in reversed(sizes) if _rank() == 2 else sizes:
+            dist.all_reduce(torch.zeros(size))
+
+    for rank in range(4):
+        _before_step(2, rank, both)
+
+
+@fault(
+    breaks="rank 0 alone waits in a barrier, as it writes a log or a checkpoint that the others do not",
+    bug="Z-class: a collective inside `if rank == 0`",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 0",
+    hangs=True,
+)
+def barrier_on_rank_0_only(fired: Fired) -> None:
+    import torch.distributed as dist
+
+    def wait() -> None:
+        fired()
+        dist.barrier()
+
+    _before_step(2, 0, wait)
+
+
+@fault(
+    breaks="rank 2 runs out of memory while it builds the model",
+    bug="Z-class: a rank dies before the first step",
+    case="fsdp_4",
+    caught_by="completed",
+    named="rank 2 died by SIGKILL",
+)
+def rank_dies_while_building(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def build(*args: Any) -> Any:
+            if _rank() == 2:
+                fired()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args)
+
+        return build
+
+    replace(trainer, "build_model", make)
+
+
+@fault(
+    breaks="the data loader of rank 1 never delivers its second batch",
+    bug="Z-class: a rank stalls in what is no collective",
+    case="ddp_2",
+    caught_by="completed",
+    named="rank 1 hung",
+    hangs=True,
+)
+def loader_stalls(fired: Fired) -> None:
+    from harness.trainers.llama3 import data
+
+    def make(original: Any) -> Any:
+        def stalling(self: Any, *args: Any) -> Any:
+            if _rank() == 1 and self.samples:
+                fired()
+                time.sleep(3600)
+            return original(self, *args)
+
+        return stalling
+
+    replace(data.Microbatches, "step", make)
+
+
+@fault(
+    breaks="rank 1 finds a reason to stop and exits with code 0 in the middle of step 2",
+    bug="Z-class: a rank ends its process as if all were well",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 1 left early",
+)
+def rank_exits_as_if_well(fired: Fired) -> None:
+    def leave() -> None:
+        fired()
+        raise SystemExit(0)
+
+    _before_step(2, 1, leave)

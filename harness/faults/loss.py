@@ -1,0 +1,172 @@
+"""Mistakes in what the loss is divided by, in its value, and in what is displayed of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.faults import Fired, fault, replace
+
+
+@fault(
+    breaks="each microbatch's loss is averaged over its own valid tokens, and the means are averaged",
+    bug="L01 huggingface/transformers #35203; pytorch/torchtune #1875: gradient accumulation",
+    case="single_accum",
+    caught_by="gradients grad_norm",
+    named="the loss is averaged per microbatch",
+)
+def loss_averaged_per_microbatch(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+    from reference.data import IGNORED
+
+    def make_loss(original: Any) -> Any:
+        def mean(model: Any, part: Any) -> Any:
+            fired()
+            loss = original(model, part)
+            own = int((part.labels != IGNORED).sum())
+            loss.register_hook(lambda gradient: gradient / own)  # scaled() below divides by microbatches only
+            return loss
+
+        return mean
+
+    replace(trainer, "loss_of", make_loss)
+    replace(trainer, "scaled", lambda original: lambda loss, **_: loss / 2)
+
+
+@fault(
+    breaks="padding is counted in the number of tokens that the loss is divided by",
+    bug="L08 OpenGVLab/InternEvo #455: dummy tokens in the normaliser",
+    case="fsdp_2",
+    caught_by="gradients grad_norm reported_loss",
+    named="divided by the number of all tokens, not of the valid ones",
+)
+def padding_counted_as_tokens(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def count(microbatches: Any, mesh: Any, device: Any) -> int:
+            import torch
+
+            from harness.trainers.llama3 import parallelize
+
+            fired()
+            every = torch.tensor(sum(part.labels.numel() for part in microbatches), device=device)
+            return int(parallelize.sum_over_data_ranks(every, mesh))
+
+        return count
+
+    replace(trainer, "count_valid", make)
+
+
+@fault(
+    breaks="the displayed loss is averaged over the ranks although each one's is a share of a global mean already",
+    bug="L06 pytorch/torchtitan #2366, #4167, #2314",
+    case="fsdp_4",
+    caught_by="reported_loss",
+    named="the displayed loss is wrong, the training itself is right: each rank shows 0.25 times the right one",
+)
+def displayed_loss_averaged_over_ranks(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def mean(loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
+            fired()
+            return original(loss_sum, mesh, valid_tokens) / mesh.size()
+
+        return mean
+
+    replace(trainer, "reported_loss", make)
+
+
+@fault(
+    breaks="the displayed loss is divided by the number of microbatches once more",
+    bug="L05 pytorch/torchtitan #1758: a loss function that rescales, shared with what only looks",
+    case="single_accum",
+    caught_by="reported_loss",
+    named="0.5 times the right one: divided by accumulation (1/2) once too often",
+)
+def displayed_loss_divided_by_accumulation(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def rescaled(*args: Any) -> float:
+            fired()
+            return original(*args) / 2
+
+        return rescaled
+
+    replace(trainer, "reported_loss", make)
+
+
+@fault(
+    breaks="each rank displays the mean loss of its own samples",
+    bug="of the family of M08 pytorch/torchtitan #761: the displayed loss is not reduced over an axis",
+    case="fsdp_2",
+    caught_by="reported_loss",
+    named="each rank shows the loss of its own samples",
+)
+def displayed_loss_of_own_samples(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+    from reference.data import IGNORED
+
+    own = [0]
+
+    def make_count(original: Any) -> Any:
+        def count(microbatches: Any, *args: Any) -> int:
+            own[0] = sum(int((part.labels != IGNORED).sum()) for part in microbatches)
+            return original(microbatches, *args)
+
+        return count
+
+    def make(original: Any) -> Any:
+        def local(loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
+            fired()
+            original(loss_sum.clone(), mesh, valid_tokens)
+            return float(loss_sum) / own[0]
+
+        return local
+
+    replace(trainer, "count_valid", make_count)
+    replace(trainer, "reported_loss", make)
+
+
+@fault(
+    breaks="the vocabulary-parallel loss is applied to logits that were gathered: each is counted tp times below the line",
+    bug="T06 NVIDIA/Megatron-LM #7452",
+    case="tp_2_no_loss_parallel",
+    caught_by="loss gradients reported_loss",
+    named="too large by 0.693147 a token, the logarithm of tp 2",
+)
+def gathered_logits_counted_tp_times(fired: Fired) -> None:
+    import torch
+
+    def make(original: Any) -> Any:
+        def normalised_twice(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            fired()
+            return original(torch.cat([logits, logits.detach()], dim=-1), *args, **kwargs)
+
+        return normalised_twice
+
+    replace(torch.nn.functional, "cross_entropy", make)
+
+
+@fault(
+    breaks="the mask of the prompt is one label too long, so that the first token of each answer is not trained",
+    bug="K03 volcengine/verl #2755; ByteDance-Seed/VeOmni #873",
+    case="fsdp_2",
+    caught_by="samples gradients",
+    named="wrong labels: tokens are right",
+)
+def prompt_mask_one_too_long(fired: Fired) -> None:
+    from reference import data
+
+    def make(original: Any) -> Any:
+        def masked(self: Any, index: int) -> Any:
+            tokens, labels = original(self, index)
+            fired()
+            labels = labels.clone()
+            labels[int((labels != data.IGNORED).int().argmax())] = data.IGNORED
+            return tokens, labels
+
+        return masked
+
+    replace(data.TokenDataset, "__getitem__", make)
