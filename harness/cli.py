@@ -102,7 +102,7 @@ def run_matrix(args: argparse.Namespace) -> int:
     try:
         outcomes = matrix.run_all(cases, options_of(args), jobs=args.jobs or JOBS[args.device], progress=progress)
     except KeyboardInterrupt:
-        abandon(progress)
+        abandon(progress, "cases")
     print(matrix.matrix_report(outcomes, progress.elapsed()))
     return matrix_code(outcomes)
 
@@ -123,7 +123,7 @@ def run_faults(args: argparse.Namespace) -> int:
         based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.laws_only, progress=progress)
         control, *done = catalogue.attempts(tried, based, options, jobs=jobs, progress=progress)
     except KeyboardInterrupt:
-        abandon(progress)
+        abandon(progress, "cases and faults")
     write_text(args.out / "faults.json", catalogue.to_json(done))
     print(catalogue.report(done, control, progress.elapsed()))
     if args.accept:
@@ -228,10 +228,14 @@ def matrix_code(outcomes: Sequence[matrix.Outcome]) -> int:
     return worst(exit_code(outcome.judgement) if outcome.judgement else NOT_JUDGED for outcome in ran)
 
 
-def abandon(progress: Progress) -> None:
+def abandon(progress: Progress, what: str) -> None:
     """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
     progress.clear()
-    print(f"harness: interrupted after {len(progress.done)} of {len(progress.weights)}", file=sys.stderr, flush=True)
+    print(
+        f"harness: interrupted after {len(progress.done)} of {len(progress.weights)} {what}",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(INTERRUPTED)
 
 
