@@ -527,8 +527,24 @@ def _validate(case: Case, world_size: Any, where: str) -> None:
             f" but the model has only {model.n_layers} layers"
         )
     _validate_features(case, where)
+    _validate_blocks(case, where)
     if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
         raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _validate_blocks(case: Case, where: str) -> None:
+    """mxfp8 scales blocks of 32 along what a product sums over: features and, for weights' gradients, tokens.
+
+    A block must lie in one sample and on one tp rank. Elsewise each layout would compute something else.
+    """
+    if case.training.quantize != "mxfp8":
+        return
+    model, tp = case.model, case.dims.tp
+    sums = {"dim": (model.dim, tp), "ffn_dim": (model.ffn_dim, tp)}
+    sums |= {"n_kv_heads * head_dim": (model.n_kv_heads * model.head_dim, tp), "seq_len": (case.seq_len(2), 1)}
+    for name, (size, ways) in sums.items():
+        if size % (32 * ways):
+            raise CaseError(f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {ways} does not hold whole")
 
 
 def _validate_features(case: Case, where: str) -> None:

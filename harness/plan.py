@@ -18,7 +18,7 @@ import numpy as np
 
 from harness import schedule
 from harness.case import AXES, LOOPED, Case, ParallelDims
-from reference.config import ModelConfig
+from reference.config import ModelConfig, quantized_modules
 
 Interval = tuple[int, int]
 Slice = tuple[Interval, ...]
@@ -95,6 +95,7 @@ class Plan:
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes: the most it may move in a step
     outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
+    quantized: the modules whose products run in 8 bits.
     """
 
     dims: ParallelDims
@@ -111,6 +112,7 @@ class Plan:
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
     first_step: int = 1
+    quantized: tuple[str, ...] = ()
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
@@ -166,6 +168,7 @@ def make_plan(case: Case) -> Plan:
         even_flows=_flows_of_ranks(case, case.seq_len(2)) if case.training.variable_length else flows,
         outside_bytes=_outside_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
+        quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
         after_forward={rank: _after_forward(case, rank, slices[rank]) for rank in slices},
         padding_after_forward={rank: _padding_after_forward(case, rank, slices[rank], flat) for rank in slices},
@@ -359,6 +362,7 @@ def _flows(case: Case, rank: int, length: int) -> tuple[Flow, ...]:
     flows = (
         *(_data_parallel_flows(case, tp_index) if case.dims.pp == 1 else _pipelined_data_parallel_flows(case, rank)),
         *_tensor_parallel_flows(case, stages_of_rank(case, rank), length),
+        *_scale_flows(case, rank, length),
         *_context_parallel_flows(case, rank, length),
         *_recomputed_flows(case, rank, length),
         *_pipeline_flows(case, rank, length),
@@ -482,6 +486,30 @@ def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> 
     if not case.features.loss_parallel and last:
         vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+
+
+def _scale_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+    """Float8: the largest entry of what is cut over tp, for its scale; one number a tensor, or one a row.
+
+    Cut are all weights; in forward the inputs of wo and w2; in backward the gradients of the outputs of the other five,
+    and with them the columns of their weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
+    """
+    recipe, model = case.training.quantize, case.model
+    if case.dims.tp == 1 or recipe not in SCALES_OVER_TP:
+        return
+    layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
+    tokens = case.local_batch * (length // case.dims.cp)
+    size = layers * case.passes * BYTES["float64"]  # in which torchao computes scales
+    for phase, (rows, columns, ones) in SCALES_OVER_TP[recipe].items():
+        yield Flow("tp", "scales", "all_reduce", phase, (rows * tokens + columns * model.dim + ones) * size)
+
+
+SCALES_OVER_TP = {
+    "float8_tensorwise": {"forward": (0, 0, 7 + 2), "backward": (0, 0, 7 + 2 + 2 * 5)},
+    "float8_rowwise": {"forward": (2, 2, 0), "backward": (5, 5, 0)},
+    "float8_rowwise_with_gw_hp": {"forward": (2, 2, 0), "backward": (5, 0, 7)},
+}
+"""By recipe and phase, how many products of a layer need the scales of all tokens, of all features, and one scale."""
 
 
 def _context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:

@@ -29,6 +29,7 @@ def check(trial: Trial) -> Result:
             looked += _recomputed_blocks(trial, rank, step)
             looked += _compiled_blocks(trial, rank, step)
             looked += _products(trial, rank, step)
+            looked += _quantized_products(trial, rank, step)
             looked += _random_numbers(trial, rank, step)
         looked += _reduced(trial, rank)
     return verdict_of("features", [finding for finding in looked if finding], len(looked))
@@ -128,6 +129,43 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         yield Finding(f"{where} in forward", "equally many in every block", str(forward.total()))
     else:
         yield _expect(f"{where} repeated in backward", again, backward.total() - 2 * forward.total())
+
+
+# ---- 8 bits
+
+QUANTIZED_PRODUCTS = {
+    "float8_tensorwise": ("float8_tensorwise", 2),
+    "float8_rowwise": ("float8_rowwise", 2),
+    "float8_rowwise_with_gw_hp": ("float8_rowwise", 1),  # the weight's gradient is multiplied in high precision
+    "mxfp8": ("mxfp8", 2),
+}
+"""By recipe: the format of products, and how many of a module's two in backward have it."""
+
+
+def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Exactly the recipe's modules: one product a pass in forward, and in backward one for each gradient."""
+    seen = step.activity.quantized
+    if trial.case.features.compile:  # compiled code does not tell
+        return
+    wanted = _planned_products(trial, rank, seen)
+    for key in sorted(wanted | seen):
+        phase, fqn, format = key.split(" ")
+        where = f"rank {rank}, step {step.step}, {format} products of {fqn} in {phase}"
+        yield _expect(where, wanted.get(key, 0), seen.get(key, 0))
+
+
+def _planned_products(trial: Trial, rank: int, seen: dict[str, int]) -> dict[str, int]:
+    """Recomputation may repeat the forward product; it stops where nobody needs the rest."""
+    case, layers, again = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
+    wanted: dict[str, int] = {}
+    for fqn in trial.plan.quantized:
+        format, backward = QUANTIZED_PRODUCTS[case.training.quantize or ""]
+        layer = int(fqn.split(".")[1])
+        if layer in layers:
+            repeated = layer in again and seen.get(f"backward {fqn} {format}") == (backward + 1) * case.passes
+            wanted[f"forward {fqn} {format}"] = case.passes
+            wanted[f"backward {fqn} {format}"] = (backward + repeated) * case.passes
+    return wanted
 
 
 # ---- compile

@@ -25,19 +25,20 @@ def check(trial: Trial) -> Result:
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
             wanted = planned(trial, rank, step)
-            optional = {_key(trial, rank, flow) for flow in trial.plan.flows_of(rank, step) if flow.optional}
+            optional = planned(trial, rank, step, optional_only=True)
             seen = observed(evidence, step)
-            seen |= {key: wanted[key] for key in optional if key not in seen}
+            seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             examined += len(wanted)
             findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
             findings += _outside(trial, rank, step)
     return verdict_of("traffic", findings, examined)
 
 
-def planned(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:
     totals: dict[Key, int] = defaultdict(int)
     for flow in trial.plan.flows_of(rank, step):
-        totals[_key(trial, rank, flow)] += flow.bytes
+        if flow.optional or not optional_only:
+            totals[_key(trial, rank, flow)] += flow.bytes
     return dict(totals)
 
 

@@ -14,6 +14,7 @@ To add an observation: one file here, one field in evidence.py.
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Callable, Iterable, Mapping
 
@@ -27,6 +28,7 @@ from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.gathered import GatheredRecorder
 from harness.probe.pipeline import PipelineRecorder
+from harness.probe.precision import QuantizedRecorder
 from harness.probe.samples import SampleRecorder
 from harness.probe.values import StepValues, ValueRecorder
 
@@ -41,6 +43,7 @@ class Probe:
         self.activity = ActivityRecorder(self.clock)
         self.pipeline = PipelineRecorder(self.clock)
         self.gathered = GatheredRecorder(self.clock)
+        self.quantized = QuantizedRecorder(self.clock)
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
 
@@ -55,6 +58,7 @@ class Probe:
         self._parts = self.values.parts = tuple(parts)
         self.activity.attach(self._parts)
         self.gathered.attach(self._parts)  # before samples: its hook ends the forward pass
+        self.quantized.attach(self._parts)
         self.samples.attach(self._parts)
         self._parameters = structure.parameter_evidence(self._parts)
 
@@ -69,6 +73,7 @@ class Probe:
 
     def remove(self) -> None:
         self.pipeline.remove()
+        self.quantized.remove()
         self.activity.remove()
         self.gathered.remove()
         self.samples.remove()
@@ -105,7 +110,7 @@ class Probe:
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,
             memory=values.memory,
-            activity=self.activity.of_step(step),
+            activity=dataclasses.replace(self.activity.of_step(step), quantized=self.quantized.of_step(step)),
             positions=self.samples.positions(step),
             after_forward=self.gathered.of_step(step),
         )

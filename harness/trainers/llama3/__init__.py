@@ -7,6 +7,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     context.py       context parallel: attention over the ranks that share a sequence
     pipeline.py      the model in stages, and torch's schedules that run them
     data.py          which samples this rank reads
+    quantize.py      matrix products in 8 bits
     recipe.py        optimizer and learning rate
     clip.py          the global gradient norm and clipping by it
     checkpoint.py    saving and resuming, also into another layout
@@ -17,6 +18,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +58,8 @@ def _obstacles(case: Case) -> Iterator[str]:
     dims, features = case.dims, case.features
     if dims.tp > 1 and case.wrapper in ("ddp", "replicate"):
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} with wrapper {case.wrapper}: torch DDP takes no DTensors"
+    if case.training.quantize and importlib.util.find_spec("torchao") is None:
+        yield f"quantize {case.training.quantize} needs torchao: pip install -e '.[precision]'"
     if dims.tp > 1 and case.model.ffn_dim % dims.tp:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
     if case.wrapper != "fsdp2" and (case.training.compute_dtype or features.reduce_dtype):
@@ -143,7 +147,9 @@ def _unfinished(case: Case) -> dict[str, bool]:
     return {
         "async_tp": features.async_tp,
         "compile": features.compile,
-        "quantize": training.quantize is not None,
+        "quantize with tp and activation checkpointing, whose scales": training.quantize is not None
+        and case.dims.tp > 1
+        and features.activation_checkpointing != "none",
     }
 
 

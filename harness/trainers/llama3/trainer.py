@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from harness.case import Case
 from harness.trainers import Metrics
-from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, recipe, recompute
+from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, quantize, recipe, recompute
 from reference.data import IGNORED
 from reference.model import Llama, at_least_float32, initial_weights, seed_masks
 
@@ -89,6 +89,7 @@ def build_model(
     """Shapes on the meta device, parallelism, memory for this rank's slices only, then the weights."""
     with torch.device("meta"):
         model = Llama(case.model).to(parallelize.DTYPES[case.training.dtype])
+    quantize.convert(model, case, device)
     pipeline.cut(model, stage, case.n_stages)
     parallelize.shard(model, mesh, case)
     model.to_empty(device=device)
