@@ -109,8 +109,8 @@ class Activity:
 
     calls: dict[str, int] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
-    quantized: dict[str, int] = field(default_factory=dict)
     random: dict[str, int] = field(default_factory=dict)
+    quantized: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 
+from harness.checks.features import QUANTIZED_PRODUCTS
 from harness.diagnose import diagnose
 from harness.plan import Flow, make_plan
 from harness.trial import Finding, Trial, Verdict
@@ -178,3 +179,42 @@ def test_keys_and_values_go_round_again() -> None:
     assert gone_round("full", "allgather") == [Flow("cp", "recomputed keys and values", "all_gather", "backward", 4096)]
     assert gone_round("full", "alltoall") == [Flow("cp", "recomputed keys and values", "all_to_all", "backward", 3072)]
     assert gone_round("op", "allgather") == []
+
+
+# ---- 8 bits
+
+
+def quantized(recipe: str, products: dict[str, int]) -> Trial:
+    """One layer; `products` alters what rank 1 did in step 2."""
+    trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize=recipe)))
+    format, backward = QUANTIZED_PRODUCTS[recipe]
+    right = {f"forward {fqn} {format}": 1 for fqn in trial.plan.quantized}
+    right |= {f"backward {fqn} {format}": backward for fqn in trial.plan.quantized}
+    for rank in trial.ranks:
+        for step in (1, 2, 3):
+            trial = with_activity(trial, rank, step, quantized=right)
+    return with_activity(trial, 1, 2, quantized={k: v for k, v in (right | products).items() if v})
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED_PRODUCTS)
+def test_products_of_all_blocks_in_the_format_asked_for_pass(recipe: str) -> None:
+    assert judged("features", quantized(recipe, {})).verdict is Verdict.PASS
+
+
+def test_a_module_that_was_left_out_of_the_conversion_is_named() -> None:
+    missing = {f"{phase} layers.0.feed_forward.w2 mxfp8": 0 for phase in ("forward", "backward")}
+    assert found(quantized("mxfp8", missing)) == [
+        Finding("rank 1, step 2, mxfp8 products of layers.0.feed_forward.w2 in backward", "2", "0"),
+        Finding("rank 1, step 2, mxfp8 products of layers.0.feed_forward.w2 in forward", "1", "0"),
+    ]
+
+
+def test_a_module_that_was_converted_too_is_named() -> None:
+    trial = quantized("float8_rowwise", {"forward output float8_rowwise": 1})
+    assert found(trial) == [Finding("rank 1, step 2, float8_rowwise products of output in forward", "0", "1")]
+    assert cause(trial) == "float8_rowwise products of output, which nobody asked for"
+
+
+def test_a_conversion_that_did_not_take_place_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize="float8_rowwise")))
+    assert cause(trial) == "float8_rowwise is asked for, no product ran in that format"

@@ -31,7 +31,7 @@ def check(trial: Trial) -> Result:
             looked += _products(trial, rank, step)
             looked += _quantized_products(trial, rank, step)
             looked += _random_numbers(trial, rank, step)
-        looked += _reduced(trial, rank)
+        looked += reduced(trial, rank)
     return verdict_of("features", [finding for finding in looked if finding], len(looked))
 
 
@@ -51,7 +51,7 @@ def _wrappers(trial: Trial, rank: int) -> Looked:
     yield _expect(f"rank {rank}, CPU offload", {asked} if claims else set(), offloading)
 
 
-def _reduced(trial: Trial, rank: int) -> Looked:
+def reduced(trial: Trial, rank: int) -> Looked:
     """Gradients on their way over the data ranks. That there are any is the law `traffic`'s."""
     case, plan = trial.case, trial.plan
     groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, "dp_replicate") if axis in plan.groups}

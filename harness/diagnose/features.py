@@ -26,8 +26,28 @@ def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
 def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
-    cause = _checkpointing(trial)
+    cause = _quantization(trial) or _reduction(trial) or _checkpointing(trial)
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
+
+
+def _quantization(trial: Trial) -> str | None:
+    """Modules that ran in 8 bits and should not, or that should and did not."""
+    recipe, wanted = trial.case.training.quantize, set(trial.plan.quantized)
+    keys = {key for evidence in trial.ranks.values() for step in evidence.steps for key in step.activity.quantized}
+    ran = {key.split(" ")[1]: key.split(" ")[2] for key in sorted(keys)}
+    if trial.case.features.compile or set(ran) == wanted:
+        return None
+    if not ran:
+        return f"{recipe} is asked for, no product ran in that format"
+    if foreign := sorted(set(ran) - wanted):
+        return f"{ran[foreign[0]]} products of {some(foreign)}, which nobody asked for"
+    return f"{recipe} is asked for, no product of {some(sorted(wanted - set(ran)))} ran in that format"
+
+
+def _reduction(trial: Trial) -> str | None:
+    """Gradients added over the data ranks in another dtype."""
+    wrong = [finding for rank in sorted(trial.ranks) for finding in features.reduced(trial, rank) if finding]
+    return f"gradients are reduced in {wrong[0].observed}, asked for {wrong[0].expected}" if wrong else None
 
 
 def _checkpointing(trial: Trial) -> str | None:

@@ -1,0 +1,104 @@
+"""Mistakes of precision: another dtype or format than the one asked for, and small errors in recipes with noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.faults import Fired, fault, replace
+
+
+@fault(
+    breaks="gradients are reduced in bfloat16 where float32 was asked for",
+    bug="N01 pytorch #190626, N05 deepspeedai/DeepSpeed #5170: a reduction before the cast to the dtype asked for",
+    case="bf16_fsdp_2",
+    caught_by="traffic features",
+    named="gradients are reduced in bfloat16, asked for float32",
+)
+def reduced_in_bfloat16(fired: Fired) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def without_reduce_dtype(case: Any) -> Any:
+            fired()
+            return MixedPrecisionPolicy(param_dtype=original(case).param_dtype)
+
+        return without_reduce_dtype
+
+    replace(parallelize, "mixed_precision", make)
+
+
+@fault(
+    breaks="the conversion to float8 is asked for and silently not done",
+    bug="F03 pytorch/torchtitan: the default filter skips the modules meant, silently",
+    case="float8_gw_hp_fsdp_2",
+    caught_by="features gradients loss",
+    named="float8_rowwise_with_gw_hp is asked for, no product ran in that format",
+)
+def float8_not_applied(fired: Fired) -> None:
+    from harness.trainers.llama3 import quantize
+
+    replace(quantize, "convert", lambda _: lambda *args: fired())
+
+
+@fault(
+    breaks="the output projection is converted to float8 as well",
+    bug="F01 pytorch/torchtitan #4008: the list of exceptions names a module that no longer exists",
+    case="float8_gw_hp_fsdp_2",
+    caught_by="features gradients",
+    named="float8_rowwise products of output, which nobody asked for",
+)
+def output_converted_too(fired: Fired) -> None:
+    from harness.trainers.llama3 import quantize
+
+    def make(original: Any) -> Any:
+        def one_more(model: Any) -> Any:
+            fired()
+            return (*original(model), "output")
+
+        return one_more
+
+    replace(quantize, "quantized_modules", make)
+
+
+@fault(
+    breaks="gradients are 1% too large",
+    bug="L04, G08: a normalisation that is off by little, which clipping and AdamW hide",
+    case="bf16_fsdp_2",
+    caught_by="grad_norm",
+    named="",
+)
+def gradients_one_percent_too_large(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def larger(*args: Any, **kwargs: Any) -> Any:
+            fired()
+            return original(*args, **kwargs) * 1.01
+
+        return larger
+
+    replace(trainer, "scaled", make)
+
+
+@fault(
+    breaks="rotary angles are computed in bfloat16, as if their table were a buffer that mixed precision casts",
+    bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",
+    case="float32_fsdp_2",
+    caught_by="loss gradients",
+    named="",
+)
+def rotary_angles_in_bfloat16(fired: Fired) -> None:
+    import torch
+
+    from reference.model import Attention
+
+    def make(original: Any) -> Any:
+        def coarse(self: Any, positions: Any, like: Any) -> Any:
+            fired()
+            return original(self, positions, like.to(torch.bfloat16)).to(like.dtype)
+
+        return coarse
+
+    replace(Attention, "angles", make)
