@@ -169,6 +169,8 @@ def goldens(args: argparse.Namespace) -> int:
     chosen = matrix.matching(every, args.expression)
     recipes = {golden.recipe_name(case): case for case in chosen}
     options = Options(out=args.out)
+    if args.plot:
+        return _margins(chosen, options)
     noises = {name: _noise_keys(name, every) for name in recipes}
     code = worst(_golden(case, options, noises[name], accept=args.accept) for name, case in recipes.items())
     for path in sorted(set(golden.FOLDER.glob("*.json")) - {golden.path_of(case) for case in every}):
@@ -261,6 +263,16 @@ def _case_folders(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
+def _margins(cases: Sequence[Case], options: Options) -> int:
+    from harness import margins
+
+    recipes = margins.recipes(cases)
+    for users in recipes:
+        one = margins.margin(users, options)
+        print(margins.table(one), margins.draw(one, options.out), sep="\n", flush=True)
+    return PASSED if recipes else NOT_JUDGED
+
+
 def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
     """What the golden must tell for all cases of its recipe to be judged."""
     users = [case for case in cases if golden.recipe_name(case) == recipe and not case.exact]
@@ -350,6 +362,7 @@ def parser() -> argparse.ArgumentParser:
     gold = _command(commands, "golden", goldens, "compare the reference with its accepted curves, or accept it")
     _selection(gold)
     gold.add_argument("--accept", action="store_true", help="rewrite the goldens; never a pass, refused in CI")
+    gold.add_argument("--plot", action="store_true", help="pictures and a table: correct runs, bounds, small mistakes")
     gold.add_argument("--out", type=Path, default=Path("out"), metavar="DIR")
     _command(commands, "plan", show_plan, "show what a case's layout must look like").add_argument(
         "case", metavar="CASE"

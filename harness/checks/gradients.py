@@ -17,7 +17,7 @@ def check(trial: Trial) -> Result:
     worst: list[float] = [0.0]
     for rank, step, reference in trial.steps():
         for fqn, gradient in step.gradients.items():
-            difference = _difference(trial, rank, fqn, gradient, reference.gradients[fqn])
+            difference = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
             examined += 1
             worst.append(difference)
             if not difference <= bounds.gradient[step.step]:
@@ -30,7 +30,7 @@ def check(trial: Trial) -> Result:
     return verdict_of("gradients", ordered, examined, f"largest difference {max(worst):.1e}")
 
 
-def _difference(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
+def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
     part = trial.slice_of(rank, fqn)
     if part is None:
         return float("inf")

@@ -11,6 +11,7 @@ from typing import Any
 from harness.case import Case
 from harness.checks import traffic
 from harness.checks.loss import losses
+from harness.checks.update import observed_norm
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.updates import own_norm
 from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words, traffic_lines
@@ -30,11 +31,24 @@ def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
     wrong = [name for name in shown if name in broken]
     if not wrong or {"loss", "gradients", "update"} & set(broken):
         return None
+    if "grad_norm" in broken and (ratio := _length(trial)):
+        cause = f"gradients are {ratio:.3g} times as long as the reference's, though no entry is beyond its noise"
+        return Diagnosis(cause, (finding_line("grad_norm", broken["grad_norm"]),))
     hints = {name: _shown_loss(trial) if name == "reported_loss" else _shown_norm(trial) for name in wrong}
     told = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
     what = f"the displayed {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
     lines = tuple(finding_line(name, broken[name]) for name in wrong)
     return Diagnosis(f"{what}, the training itself is right: {told}", lines)
+
+
+def _length(trial: Trial) -> float | None:
+    """By what factor the gradients seen are longer, where they are as long as displayed. Noise hides that from `gradients`."""
+    lengths = {step.step: observed_norm(trial, step.step) for step in trial.reference.steps}
+    told = all(
+        step.grad_norm and math.isclose(step.grad_norm, lengths[step.step], rel_tol=1e-4)
+        for _, step, _ in trial.steps()
+    )
+    return None if trial.case.exact or not told else lengths[1] / trial.reference.steps[0].grad_norm
 
 
 def _shown_loss(trial: Trial) -> str:

@@ -67,7 +67,7 @@ def output_converted_too(fired: Fired) -> None:
     bug="L04, G08: a normalisation that is off by little, which clipping and AdamW hide",
     case="bf16_fsdp_2",
     caught_by="grad_norm",
-    named="",
+    named="gradients are 1.01 times as long as the reference's",
 )
 def gradients_one_percent_too_large(fired: Fired) -> None:
     from harness.trainers.llama3 import trainer
@@ -87,7 +87,7 @@ def gradients_one_percent_too_large(fired: Fired) -> None:
     bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",
     case="float32_fsdp_2",
     caught_by="loss gradients",
-    named="",
+    named="the forward pass is wrong",
 )
 def rotary_angles_in_bfloat16(fired: Fired) -> None:
     import torch

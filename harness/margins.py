@@ -1,0 +1,181 @@
+"""For recipes with noise: where correct runs lie, where the bound lies, and where the smallest deliberate mistakes lie.
+
+One picture for each recipe and way of summing, and one table of all. Mistakes are made in the reference, on one device,
+so that nothing else differs: gradients 1% too large, one of four microbatches lost, rotary angles in a lower precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import torch
+
+from harness import golden
+from harness.case import Case
+from harness.checks.gradients import gradient_distance
+from harness.checks.loss import global_loss
+from harness.line import Options, load_trial, run_case
+from harness.trial import Trial
+from reference import train
+from reference.model import Attention
+from reference.noise import measure
+from reference.record import ReferenceRun
+
+NUMBERS = ("loss", "grad_norm", "gradient")
+Distances = dict[str, list[float]]
+"""By number, the relative distance from the reference in each step."""
+
+
+@dataclass(frozen=True)
+class Margin:
+    """What there is to show of one recipe and way of summing."""
+
+    name: str
+    bound: Distances
+    correct: dict[str, Distances]
+    mistakes: dict[str, Distances]
+
+
+def margin(cases: Sequence[Case], options: Options) -> Margin:
+    """Runs these cases, which share a recipe and a noise key, and makes the mistakes. Raises NoBound."""
+    trials = {case.name: load_trial(run_case(case, options).folder) for case in cases}
+    trial = next(iter(trials.values()))
+    bounds, case = trial.bounds, trial.case
+    return Margin(
+        name=f"{golden.recipe_name(case)} {case.noise_key}",
+        bound={name: list(getattr(bounds, name).values()) for name in NUMBERS},
+        correct={name: _distances(one) for name, one in trials.items()},
+        mistakes={name: _of_mistake(case, trial.reference, make) for name, make in MISTAKES.items()},
+    )
+
+
+def _distances(trial: Trial) -> Distances:
+    found: Distances = {name: [0.0] * len(trial.reference.steps) for name in NUMBERS}
+    for rank, step, reference in trial.steps():
+        loss = global_loss(trial, step.step)
+        seen = {
+            "loss": abs((loss if loss is not None else float("nan")) / reference.loss - 1),
+            "grad_norm": abs((step.grad_norm or 0.0) / reference.grad_norm - 1),
+            "gradient": max(
+                gradient_distance(trial, rank, f, g, reference.gradients[f]) for f, g in step.gradients.items()
+            ),
+        }
+        for name, value in seen.items():
+            found[name][step.step - 1] = max(found[name][step.step - 1], value)
+    return found
+
+
+# ---- mistakes
+
+
+def _of_mistake(case: Case, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
+    with make(case):
+        wrong = train.train(case.model, case.training).steps
+    by_step = [measure((right,), [(one,)]) for right, one in zip(reference.steps, wrong, strict=True)]
+    return {name: [getattr(one, name)[0] for one in by_step] for name in NUMBERS}
+
+
+@contextmanager
+def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _scaled(case: Case) -> Any:
+    original = train.forward_loss
+
+    def loss_of(*args: Any, **options: Any) -> torch.Tensor:
+        loss = original(*args, **options)
+        loss.register_hook(lambda gradient: gradient * 1.01)
+        return loss
+
+    return _exchanged(train, "forward_loss", loss_of)
+
+
+def _microbatch_lost(case: Case) -> Any:
+    original, most = train.forward_loss, case.training.global_batch
+
+    def loss_of(model: Any, tokens: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        kept = len(tokens) - most // 4 if len(tokens) == most else len(tokens)
+        return original(model, tokens[:kept], labels[:kept], **options)
+
+    return _exchanged(train, "forward_loss", loss_of)
+
+
+def _coarse_angles(case: Case) -> Any:
+    """float32 instead of float64, else bfloat16."""
+    original = Attention.angles
+    dtype = torch.float32 if case.training.dtype == "float64" else torch.bfloat16
+
+    def angles(self: Attention, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return original(self, positions, like.to(dtype)).to(like.dtype)
+
+    return _exchanged(Attention, "angles", angles)
+
+
+MISTAKES: dict[str, Callable[[Case], Any]] = {
+    "gradients 1% too large": _scaled,
+    "one of four microbatches lost": _microbatch_lost,
+    "rotary angles in lower precision": _coarse_angles,
+}
+
+
+# ---- showing
+
+
+def table(one: Margin) -> str:
+    """How far each lies from the reference over its bound, in the step where that is most: below 1 is within."""
+    ends = {name: f"{bound[0]:.0e}/{bound[-1]:.0e}" for name, bound in one.bound.items()}
+    lines = [one.name, f"  {'bound in step 1 / in the last':<34}{_cells(ends)}"]
+    for kind in (one.correct, one.mistakes):
+        for name, distances in kind.items():
+            ratios = {n: max(d / b for d, b in zip(distances[n], one.bound[n], strict=True)) for n in NUMBERS}
+            seen = [n for n in NUMBERS if ratios[n] > 1]
+            verdict = f"seen by {', '.join(seen)}" if seen else "within" if kind is one.correct else "NOT SEEN"
+            lines.append(f"  {name:<34}{_cells({n: f'{r:.2g}' for n, r in ratios.items()})}  {verdict}")
+    return "\n".join(lines)
+
+
+def _cells(values: dict[str, str]) -> str:
+    return "".join(f"  {name} {value:<12}" for name, value in values.items())
+
+
+def draw(one: Margin, folder: Path) -> Path:
+    figure, panels = plt.subplots(1, 3, figsize=(15, 5))
+    for axes, number in zip(panels, NUMBERS, strict=True):
+        steps = range(1, len(one.bound[number]) + 1)
+        axes.semilogy(steps, one.bound[number], "r-", linewidth=2, label="bound")
+        axes.semilogy(steps, [b / 4 for b in one.bound[number]], "-", color="0.6", label="spread of repeats")
+        for name, distances in one.correct.items():
+            axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], "o", label=name)
+        for marker, (name, distances) in zip("xv^", one.mistakes.items(), strict=True):
+            axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], f"k{marker}:", label=name)
+        axes.set(title=number, xlabel="step", xticks=list(steps))
+    panels[0].legend(fontsize=7)
+    figure.suptitle(f"{one.name}: relative distance from the reference")
+    path = folder / f"margins-{one.name.replace(' ', '-')}.png"
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+    return path
+
+
+def recipes(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases with noise, by recipe and noise key. Those that must fail show no correct run."""
+    found: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if not case.exact and case.expected_failure is None:
+            found.setdefault((golden.recipe_name(case), case.noise_key), []).append(replace(case, runs=1))
+    return list(found.values())
