@@ -60,6 +60,7 @@ class ParallelDims:
         return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True))
 
 
+TIERS = ("default", "compiled")
 WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -152,6 +153,7 @@ class Case:
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
     last_step: of an earlier launch alone, after which it saves; never written in a file.
+    tier: "compiled" for cases that take long because they compile.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Case:
     training: TrainingConfig = TrainingConfig()
     features: Features = Features()
     runs: int = 1
+    tier: str = "default"
     expected_failure: ExpectedFailure | None = None
     resume: tuple[Saved, ...] = ()
     last_step: int | None = None
@@ -414,6 +417,7 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
         training=_record(TrainingConfig, fragment.get("training"), f"{where}: training"),
         features=_record(Features, fragment.get("features"), f"{where}: features"),
         runs=fragment.get("runs", 1),
+        tier=_tier(fragment.get("tier", "default"), f"{where}: tier"),
         expected_failure=_expected_failure(fragment.get("expected_failure"), f"{where}: expected_failure"),
         resume=_resume(fragment.get("resume"), f"{where}: resume"),
         last_step=fragment.get("last_step"),
@@ -422,6 +426,12 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
     _validate(case, fragment.get("world_size"), where)
     _validate_resume(case, where)
     return case
+
+
+def _tier(value: Any, where: str) -> str:
+    if value not in list(TIERS):
+        raise CaseError(f"{where}: unknown tier {value!r}{_nearest(value, TIERS)}; known: {', '.join(TIERS)}")
+    return str(value)
 
 
 def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:

@@ -37,6 +37,7 @@ RANK_ENTRY = "harness.testify:rank"
 CHECKPOINT = "checkpoint"
 UNWATCHED_ENTRY = "harness.testify:unwatched"
 REFERENCE_ENTRY = "harness.testify:reference"
+PATIENCE = 5  # with ranks that have to compile before their first step ends: times the time limit
 
 
 @dataclass(frozen=True)
@@ -331,17 +332,19 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, 
         "weights": str(weights.resolve()),
         "device": options.device,
         "fault": options.fault,
+        "compile_cache": str((options.out / ".inductor").resolve()) if case.features.compile else None,
         "directory": str(folder.resolve()),
         "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
     }
+    timeout = options.timeout * (PATIENCE if case.features.compile else 1)
     job = Job(
         folder,
         case.dims.world_size,
         entry,
         wanted,
-        timeout=options.timeout,
+        timeout=timeout,
         device=options.device,
-        group_timeout=max(10.0, options.timeout / 2),
+        group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
     )
     return launch(job, options.launcher)

@@ -23,9 +23,10 @@ from harness.trainers import StartedTrainer
 
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
-    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints.
+    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
+    compile_cache (a directory, or None).
 
-    What a launch writes there the next one continues from; a checkpoint is written and read while the probe watches.
+    What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
     Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
     """
     from harness.probe import Probe
@@ -33,6 +34,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     checkpoints = Path(options["checkpoints"])
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _share_compiled_code(options.get("compile_cache"))
     fired = _apply_fault(options, this)
     probe = Probe(this, world_size, on_issue=_note_inflight())
     probe.install()
@@ -71,6 +73,7 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
     """The trainer alone, as a user sees it: rank 0 leaves the losses that it displays in losses.json. Options as above."""
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
+    _share_compiled_code(options.get("compile_cache"))
     _apply_fault(options, this)
     trainer = adapter.start(case, Path(options["weights"]), options["device"])
     if case.resume:
@@ -98,6 +101,15 @@ def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
     if options.get("fault"):
         load_fault(options["fault"]).apply(note)
     return fired
+
+
+def _share_compiled_code(folder: str | None) -> None:
+    """What one rank or case has compiled, the next ones find. One thread: the default is a pool of processes a rank."""
+    if folder is not None:
+        from torch._inductor import config
+
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        config.compile_threads = 1
 
 
 def _note_inflight() -> Callable[[Collective], None]:

@@ -93,12 +93,15 @@ def test_compile_asked_for_and_modules_called_one_by_one() -> None:
         Finding("rank 0, torch.compile", "compiled graphs", "no compiled graph"),
         Finding("rank 0, step 1, calls of each module of layers.0", "0", "1"),
     ]
+    assert cause(trial) == "compile is asked for, no block ran compiled"
+    assert cause(ran({}, {"compile": True})) == "compiled code ran, compile is not asked for"
 
 
 def test_a_graph_break_is_told_with_its_reason() -> None:
     trial = trial_of(tiny_case("fsdp_2", compile=True))
     trial = with_rank(trial, 1, compiler={"graphs": 3, "graph break: call to print": 2})
     assert found(trial) == [Finding("rank 1, torch.compile", "no graph break", "graph break: call to print")]
+    assert cause(trial) == "compiled blocks break into pieces: graph break: call to print"
 
 
 def test_compiled_recomputation_is_known_by_its_products() -> None:

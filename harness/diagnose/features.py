@@ -26,7 +26,7 @@ def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
 def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
-    cause = _quantization(trial) or _reduction(trial) or _checkpointing(trial)
+    cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _checkpointing(trial)
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
@@ -48,6 +48,20 @@ def _reduction(trial: Trial) -> str | None:
     """Gradients added over the data ranks in another dtype."""
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.reduced(trial, rank) if finding]
     return f"gradients are reduced in {wrong[0].observed}, asked for {wrong[0].expected}" if wrong else None
+
+
+def _compile(trial: Trial) -> str | None:
+    asked = trial.case.features.compile
+    breaks = {key for evidence in trial.ranks.values() for key in evidence.compiler if key.startswith("graph break")}
+    compiled = [rank for rank, evidence in trial.ranks.items() if evidence.compiler.get("graphs")]
+    if breaks:
+        return f"compiled blocks break into pieces: {some(sorted(breaks))}"
+    if asked and len(compiled) < len(trial.ranks):
+        without = [rank for rank in trial.ranks if rank not in compiled]
+        return f"compile is asked for, no block ran compiled{on_ranks(trial, without)}"
+    if compiled and not asked:
+        return f"compiled code ran{on_ranks(trial, compiled)}, compile is not asked for"
+    return None
 
 
 def _checkpointing(trial: Trial) -> str | None:

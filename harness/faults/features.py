@@ -77,3 +77,46 @@ def random_state_not_restored(fired: Fired) -> None:
         return careless
 
     replace(recompute, "checkpoint_wrapper", make)
+
+
+@fault(
+    breaks="compile is asked for and no block is compiled",
+    bug="O03 pytorch/torchtitan #3455: a pass that was asked for is silently skipped",
+    case="fsdp_2_compile",
+    caught_by="features",
+    named="compile is asked for, no block ran compiled",
+)
+def compile_not_applied(fired: Fired) -> None:
+    from harness.trainers.llama3 import recompute
+
+    replace(recompute, "apply_compile", lambda original: lambda model, mesh, case: fired())
+
+
+@fault(
+    breaks="attention breaks the graph, and fullgraph, which would have raised, is off: blocks are compiled in pieces",
+    bug="O03: of the family of compiled regions that are not those asked for",
+    case="fsdp_2_compile",
+    caught_by="features",
+    named="compiled blocks break into pieces",
+)
+def graph_break_in_attention(fired: Fired) -> None:
+    import torch
+
+    from reference.model import CausalAttention, TransformerBlock
+
+    def make(original: Any) -> Any:
+        def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+            torch._dynamo.graph_break()
+            return original(self, *args, **kwargs)
+
+        return broken
+
+    def in_pieces(original: Any) -> Any:
+        def compile(self: Any, **options: Any) -> None:
+            fired()
+            original(self, **(options | {"fullgraph": False, "backend": "aot_eager"}))
+
+        return compile
+
+    replace(CausalAttention, "forward", make)
+    replace(TransformerBlock, "compile", in_pieces)

@@ -88,11 +88,11 @@ class ActivityRecorder:
             self._compare_random_state(fqn, phase)
 
     def _compare_random_state(self, fqn: str, phase: str) -> None:
-        """Recomputation must begin with the state that some forward call of this step began with."""
+        """Recomputation must begin with the state that some forward call of this step began with, if that was noted."""
         seen, state = self._states[self._clock.step, fqn], _random_state()
         if phase != "backward":
             seen.add(state)
-        elif state not in seen:
+        elif seen and state not in seen:
             _count(self._now().random, f"other state {fqn}")
 
 

@@ -72,6 +72,10 @@ def _obstacles(case: Case) -> Iterator[str]:
     yield from _torchs_limits_of_the_recipe(case)
     yield from _limits_of_pipelines(case)
     yield from _where_dropout_differs(case)
+    if features.async_tp and not features.compile:
+        yield "async_tp is a pass of the compiler's over its graphs: it needs compile"
+    if features.async_tp and not Path("/proc/driver/nvidia").exists():
+        yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
     yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
 
 
@@ -84,8 +88,6 @@ def _where_dropout_differs(case: Case) -> Iterator[str]:
         yield f"dropout with tp {dims.tp} and sequence parallel: each rank would draw a mask for its part of the sequence"
     if dims.cp > 1:
         yield f"dropout with cp {dims.cp}: each rank would draw a mask for its part of the sequence"
-    if dims.pp > 1:
-        yield f"dropout with pp {dims.pp}: a later stage does not know what the blocks before it have drawn"
     if case.features.compile:
         yield "dropout with compile: compiled code draws other random numbers than the reference"
 
@@ -145,8 +147,6 @@ def torch_version() -> tuple[int, int]:
 def _unfinished(case: Case) -> dict[str, bool]:
     features, training = case.features, case.training
     return {
-        "async_tp": features.async_tp,
-        "compile": features.compile,
         "quantize with tp and activation checkpointing, whose scales": training.quantize is not None
         and case.dims.tp > 1
         and features.activation_checkpointing != "none",

@@ -104,6 +104,7 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
     if mesh is not None and "cp" in axes_of(mesh):
         context.apply_context_parallel(model, mesh["cp"], case)
     recompute.apply_checkpointing(model, case)
+    recompute.apply_compile(model, mesh, case)
     if mesh is not None and case.wrapper == "fsdp2":
         apply_fsdp(model, data_parallel_mesh(mesh), case)
 

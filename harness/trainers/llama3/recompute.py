@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from harness.case import Case
@@ -69,7 +70,27 @@ def plain(name: str) -> str:
     return name.replace(WRAPPER, "")
 
 
-def apply_compile(model: Llama) -> None:
+def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
     """In place, so that names stay. Blocks are alike: the first one is compiled, the others find its code."""
+    if not case.features.compile:
+        return
+    if case.features.async_tp and mesh is not None:
+        pipeline_products_with_collectives(mesh)
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(plain_copy)
     for block in model.layers.values():
         block.compile(fullgraph=True, dynamic=False)
+
+
+def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+    """Trap: what the row-wise embedding returns cannot be differentiated through compiled code (torch_bugs/compile_rowwise_embedding.py)."""
+    return embedded.clone()
+
+
+def pipeline_products_with_collectives(mesh: DeviceMesh) -> None:
+    """Async TP: a pass of inductor's fuses all-gathers and reduce-scatters with the products beside them. GPUs only."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
