@@ -83,7 +83,7 @@ def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
 
 
 def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-    """Trap: compiled code cannot differentiate what the row-wise embedding returns (torch_bugs/compile_rowwise_embedding.py)."""
+    """Trap: compiled code cannot differentiate what a row-wise embedding returns (torch_bugs/compile_rowwise_embedding.py)."""
     return embedded.clone()
 
 
