@@ -232,3 +232,15 @@ def test_launches_are_cases_of_their_own_layout_and_steps() -> None:
         "run": (FSDP_4, 1, [3]),
     }
     assert isinstance(case.launches["run"], Case)
+
+
+def test_rows_that_change_places_are_named_also_among_parameters_of_other_shapes() -> None:
+    names = ("tok_embeddings.weight", WEIGHT)
+
+    def other_way_round(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return held | {fqn: held[fqn][::-1].copy() for fqn in names}
+
+    trial = everywhere(resumed(after=ParallelDims()), "parameters", other_way_round)
+    assert cause(trial) == (
+        f"rows or columns have changed places over the checkpoint in 2 of 12 parameters ({', '.join(names)})"
+    )

@@ -132,7 +132,9 @@ def _exchanged(trial: Trial, wrong: Wrong, name: str, fqns: list[str]) -> tuple[
     saved = saved_state(trial.saved[-1])
     for fqn in fqns:
         for other in fqns:
-            if other != fqn and _holds(trial, wrong, name, fqn, saved.get((name, other))):
+            theirs = saved.get((name, other))
+            alike = theirs is not None and theirs.shape == saved[name, fqn].shape
+            if other != fqn and alike and _holds(trial, wrong, name, fqn, theirs):
                 return fqn, other
     return None
 
