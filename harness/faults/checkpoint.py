@@ -107,7 +107,7 @@ def one_parameter_not_loaded(fired: Fired) -> None:
 
 @fault(
     breaks="optimizer state is matched by position, so two parameters of one shape have each other's",
-    bug="S10 Megatron-LM #3356: flat order of groups is not that of named_parameters",
+    bug="S10 pytorch/torchtitan #3356: flat order of groups is not that of named_parameters",
     case="fsdp_4_to_hsdp_2x2",
     caught_by="resume gradients",
     named="optimizer state is exchanged: layers.0.attention.wq.weight resumed with exp_avg and exp_avg_sq of"
@@ -167,7 +167,7 @@ def checkpoint_ignored(fired: Fired) -> None:
 
 @fault(
     breaks="checkpoints are put in order as text or by age, and an older one is read",
-    bug="S07 Megatron-LM #5395: step 10 before step 2",
+    bug="S07 deepspeedai/DeepSpeed #5395: step 10 before step 2",
     case="twice_through_three_layouts",
     caught_by="completed resume samples",
     named="resumed from the state after step 1, asked for the checkpoint of step 2",
@@ -258,7 +258,7 @@ def checkpoint_incomplete(fired: Fired) -> None:
 
 @fault(
     breaks="one rank's file of the checkpoint is lost",
-    bug="a node's disk that is not shared, or was cleaned up",
+    bug="of the family of S04: a node's disk that is not shared, or was cleaned up",
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="step_000002: damaged or of another model: FileNotFoundError on rank",

@@ -29,7 +29,7 @@ def _extra_sum(fired: Fired, axis: str, whole_only: bool = False) -> None:
 
 @fault(
     breaks="the gradient norm is summed over replicas too, so that HSDP clips harder than FSDP",
-    bug="C04 deepspeedai/DeepSpeed #862",
+    bug="C04 ByteDance-Seed/VeOmni #862",
     case="hsdp_2x2",
     caught_by="grad_norm update",
     named="each replica along dp_replicate counted again",
@@ -82,10 +82,10 @@ def displayed_norm_is_local(fired: Fired) -> None:
     from harness.trainers.llama3 import clip
 
     def make(original: Any) -> Any:
-        def local(parameters: Any, max_norm: Any) -> float:
+        def local(parameters: Any, *args: Any) -> float:
             shards = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
             own = sum(float(shard.square().sum()) for shard in shards) ** 0.5
-            original(parameters, max_norm)
+            original(parameters, *args)
             fired()
             return own
 

@@ -36,7 +36,7 @@ def fsdp_over_dp_shard_without_cp(fired: Fired) -> None:
 
 @fault(
     breaks="fully_shard gets (dp_shard, cp) unfolded and takes it for HSDP's (replicate, shard)",
-    bug="M02 pytorch/torchtitan #2768: a native 2-D slice handed to fully_shard",
+    bug="M02 NVIDIA-NeMo/Automodel #2768: a native 2-D slice handed to fully_shard",
     case="fsdp_2_cp_2",
     caught_by="shard_contents placements traffic memory",
     named="FSDP ran as HSDP: parameters are sharded over 2 ranks along cp and replicated 2 times",
@@ -176,7 +176,7 @@ def _counting(positions: Any, rank: int) -> Any:
 
 @fault(
     breaks="only the first pipeline stage is given the positions of its cp rank, later ones count from 0",
-    bug="pytorch/torchtitan #792: of all model parts, only the first one's rotary table was sliced",
+    bug="X04 pytorch/torchtitan #792: of all model parts, only the first one's rotary table was sliced",
     case="pp_2_cp_2_contiguous",
     caught_by="positions loss gradients",
     named="later pipeline stages turn queries and keys by other positions than the first: rank 3 is told 0-15",
@@ -324,7 +324,7 @@ def rotation_never_set(fired: Fired) -> None:
 
 @fault(
     breaks="the ring merges the partial results of attention in float32, whatever the model's dtype",
-    bug="torch's default for ring attention (_cp_options.convert_to_f32), which a float64 model is not asked about",
+    bug="of the family of N03: torch's default for ring attention (_cp_options.convert_to_f32), whatever the model's dtype",
     case="cp_2",
     caught_by="traffic loss gradients",
     named="as by arithmetic in float32, asked for float64",

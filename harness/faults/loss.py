@@ -34,7 +34,7 @@ def loss_averaged_per_microbatch(fired: Fired) -> None:
 
 @fault(
     breaks="padding is counted in the number of tokens that the loss is divided by",
-    bug="L08 OpenGVLab/InternEvo #455: dummy tokens in the normaliser",
+    bug="L08 ByteDance-Seed/VeOmni #455, #618: dummy tokens in the normaliser",
     case="fsdp_2",
     caught_by="gradients grad_norm reported_loss",
     named="divided by the number of all tokens, not of the valid ones",
@@ -151,7 +151,7 @@ def gathered_logits_counted_tp_times(fired: Fired) -> None:
 
 @fault(
     breaks="the mask of the prompt is one label too long, so that the first token of each answer is not trained",
-    bug="K03 volcengine/verl #2755; ByteDance-Seed/VeOmni #873",
+    bug="K03 pytorch/torchtitan #2755; ByteDance-Seed/VeOmni #873",
     case="fsdp_2",
     caught_by="samples gradients",
     named="wrong labels: tokens are right",

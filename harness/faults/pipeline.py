@@ -10,7 +10,7 @@ from harness.faults import Fired, fault, replace
 
 @fault(
     breaks="every pipeline runs GPipe, whatever schedule is asked for",
-    bug="a schedule that is looked up by another name than it was asked for; numbers are the same, memory is not",
+    bug="of the family of P07: a schedule that is looked up by another name; numbers are the same, memory is not",
     case="pp_2",
     caught_by="schedule",
     named="schedule GPipe ran, 1F1B is asked for",

@@ -79,7 +79,7 @@ def _by_time() -> Any:
 
 @fault(
     breaks="the order is not shuffled: every epoch reads the data as it lies on disk",
-    bug="D08 NVIDIA/Megatron-LM #3023; #2865",
+    bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2",
     caught_by="samples loss",
     named="on all ranks: another seed, order or data set",
@@ -99,7 +99,7 @@ def never_shuffled(fired: Fired) -> None:
 
 @fault(
     breaks="a resumed loader starts a step too late, so that the first global batch is never read",
-    bug="of the family of D04 huggingface/nanotron #816: the loader's position is lost or counted twice",
+    bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
     case="fsdp_2",
     caught_by="samples loss",
     named="step 1 is fed samples of step 2: the sampler is at another place of the data",

@@ -88,7 +88,7 @@ def norm_gradients_averaged_over_tp(fired: Fired) -> None:
 
 @fault(
     breaks="the residual is added on each tp rank before the sum over tp, so that it counts tp times",
-    bug="T08 NVIDIA/Megatron-LM #4245: an addend inside the region that is summed",
+    bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
     named="the forward pass is wrong: the loss of step 1 is off by",
@@ -113,7 +113,7 @@ def residual_summed_over_tp(fired: Fired) -> None:
 
 @fault(
     breaks="backward of the gathered logits sums over tp a gradient that every rank has whole, so it is tp times too large",
-    bug="T10 NVIDIA/Megatron-LM #3827",
+    bug="T10 pytorch/torchtitan #3827",
     case="tp_2_no_loss_parallel",
     caught_by="gradients grad_norm",
     named="2 times what they should be in every parameter: not divided by tp (2)",

@@ -194,7 +194,7 @@ def mean_over_at_least_one_token(fired: Fired) -> None:
 
 @fault(
     breaks="the output projection uses a copy of the embedding's weight, so its part of the gradient is lost",
-    bug="a shared Parameter is untied by to_empty or by parallelize_module (torch), after which only one of them learns",
+    bug="of the family of G13: a tied weight is untied by to_empty or by parallelize_module, and only one of the two learns",
     case="tp_2_tied",
     caught_by="gradients grad_norm",
     named="the output's part of the gradient of the tied weight is missing",

@@ -41,7 +41,7 @@ def all_layers_start_alike(fired: Fired) -> None:
 
 @fault(
     breaks="row-parallel weights are initialised with the fan-in of a shard, so they are too large by the root of tp",
-    bug="R06 InternLM/InternEvo 1d71d5d7",
+    bug="R06 huggingface/nanotron 1d71d5d7",
     case="tp_2",
     caught_by="initial_weights",
     named="1.41421 times",
@@ -58,7 +58,7 @@ def fan_in_of_the_shard(fired: Fired) -> None:
 
 @fault(
     breaks="parameters that are whole on every tp rank are initialised on each by itself",
-    bug="G20 huggingface/nanotron #3822: replicated parameters not kept in sync",
+    bug="G20 NVIDIA-NeMo/Automodel #3822: replicated parameters not kept in sync",
     case="tp_2_no_sp",
     caught_by="initial_weights",
     named="on rank 1",
