@@ -1,16 +1,20 @@
 # make test             all tests, with all cases            make test K=hsdp     those that K selects, as pytest -k
 # make matrix           all cases, as a grid                 make matrix K=hsdp   those that K selects
+# make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
 PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test lint
+.PHONY: matrix test faults lint
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT)
 
 test: $(INSTALLED)
 	.venv/bin/python -m pytest -n 2 $(SELECT)
+
+faults: $(INSTALLED)
+	.venv/bin/harness faults --laws-only $(SELECT)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

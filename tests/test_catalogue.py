@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from harness import cli
 from harness.catalogue import Attempt, Outcome
 from harness.checks import all_checks
 from harness.evidence import Exit, Run, save_run
-from harness.faults import Fault, FaultError, catalogue, faults_of_file
+from harness.faults import FAMILIES, Fault, FaultError, catalogue, faults_of_file
 from harness.line import Judgement
 from harness.trial import Result, Verdict
 from tests.literal import tiny_case
@@ -229,6 +230,21 @@ def test_the_list_of_faults_is_by_kind_of_bug(capsys: pytest.CaptureFixture[str]
 
 
 # ---- the catalogue itself
+
+
+def test_every_fault_is_modelled_on_a_bug_or_a_kind_of_bugs() -> None:
+    assert [fault.name for fault in catalogue() if not fault.family] == []
+
+
+def test_every_kind_of_bug_has_a_fault() -> None:
+    missing = set(FAMILIES.values()) - {fault.family for fault in catalogue()}
+    assert missing == set()
+
+
+def test_every_law_of_the_trainer_is_tripped_by_two_faults() -> None:
+    """golden judges the reference, which no fault of a rank can move."""
+    tripped = Counter(law for fault in catalogue() for law in fault.caught_by)
+    assert {law: tripped[law] for law in all_checks() if tripped[law] < 2 and law != "golden"} == {}
 
 
 def test_laws_that_faults_name_exist() -> None:

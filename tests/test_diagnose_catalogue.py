@@ -102,7 +102,7 @@ def test_a_reduction_over_groups_of_no_axis() -> None:
         trial = with_collectives(trial, rank, lambda c: (replace(c, ranks=partners.get(c.ranks, c.ranks)),))
     expect_first(
         trial,
-        """gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]""",
+        """ranks of a group do not issue the same collectives: group [0,3], collective 0: rank 3: nothing, every rank: all_reduce of 8 B float64 (step 1, backward)""",
     )
 
 
@@ -212,3 +212,24 @@ def test_weights_that_are_another_parameters() -> None:
         with_full_weights(trial, swap),
         """training does not start from the seed weights in 1 of 12 parameters (layers.0.attention.wo.weight): layers.0.attention.wo.weight holds the values of layers.0.attention.wq.weight""",
     )
+
+
+def test_a_rank_that_reduces_in_another_order_explains_wrong_numbers() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
+    expect_first(
+        with_collectives(trial, 1, first_other_as_integer()),
+        """ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
+    )
+
+
+def first_other_as_integer():
+    done: list[int] = []
+
+    def change(call):
+        if call.phase != "other" or done:
+            return (call,)
+        done.append(1)
+        return (replace(call, dtype="int64"),)
+
+    return change

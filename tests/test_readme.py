@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT
+from harness import ROOT, catalogue
 from harness.case import find_case, load_all
 from harness.checks import all_checks, law
 from harness.cli import parser
@@ -35,6 +35,10 @@ def test_the_failing_output_at_the_top_is_the_real_one(tmp_path: Path) -> None:
     judgement = run_case(find_case("hsdp_2x8", load_all()), Options(out=tmp_path, fault="hsdp_runs_as_fsdp"))
     shown = case_report(judgement).split("\n\n")[0]
     assert _without_noise(shown) in _without_noise(README)
+
+
+def test_the_table_of_what_is_noticed_is_made_from_what_was_measured() -> None:
+    assert catalogue.with_table(README, catalogue.from_json(catalogue.STORED.read_text())) == README
 
 
 def _without_noise(text: str) -> str:

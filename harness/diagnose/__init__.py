@@ -20,7 +20,14 @@ from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, w
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
-from harness.diagnose.rest import not_deterministic, reference_moved, replicas_drift, wrong_display, wrong_structure
+from harness.diagnose.rest import (
+    not_deterministic,
+    out_of_order,
+    reference_moved,
+    replicas_drift,
+    wrong_display,
+    wrong_structure,
+)
 from harness.diagnose.resume import resumed_wrongly, started_elsewhere
 from harness.diagnose.updates import wrong_update
 from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
@@ -40,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     wrong_samples,
     wrong_positions,
     wrong_masks,
+    out_of_order,
     wrong_gradients,
     wrong_loss,
     wrong_update,

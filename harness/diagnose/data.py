@@ -96,7 +96,7 @@ def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
     """Parameters that the plan cuts between the members, and of which all hold the first one's bytes, not the whole."""
     first, *others = [{t.fqn: t.value for t in trial.ranks[rank].parameters} for rank in group]
     mine, next_ones = trial.plan.slices[group[0]], trial.plan.slices[group[1]]
-    cut = [f for f in first if f in mine and mine[f] != next_ones[f] and first[f].size]
+    cut = [f for f in first if f in mine and mine[f] != next_ones.get(f, mine[f]) and first[f].size]
     alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
     alike = {f for f in alike if np.any(first[f] != first[f].flat[0])}  # a constant has no slices to tell apart
     return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()

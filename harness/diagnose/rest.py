@@ -127,6 +127,15 @@ def replicas_drift(trial: Trial, broken: Broken) -> Diagnosis | None:
 # ---- traffic, groups, memory
 
 
+def out_of_order(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Numbers are wrong, and so is the order of collectives: gloo pairs what is of equal size, so it explains them."""
+    if "collective_order" not in broken or not {"loss", "gradients", "grad_norm", "reported_loss"} & set(broken):
+        return None
+    first = broken["collective_order"].findings[0]
+    told = f"{STRUCTURE['collective_order']}: {first.where}: {first.observed}, {first.expected}"
+    return Diagnosis(told, (finding_line("collective_order", broken["collective_order"]),))
+
+
 def wrong_structure(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Numbers are right, the way to them is not: a feature that is not in force, or collectives of no plan."""
     names = [n for n in ("collective_order", "process_groups", "traffic", "placements", "memory") if n in broken]

@@ -244,3 +244,66 @@ def rank_exits_as_if_well(fired: Fired) -> None:
         raise SystemExit(0)
 
     _before_step(2, 1, leave)
+
+
+@fault(
+    breaks="rank 1 reduces the loss that it displays only after the next step's token count, and gloo pairs the two",
+    bug="of the family of Z03: reductions of equal size in another order, which gloo pairs without an error",
+    case="fsdp_2",
+    caught_by="collective_order",
+    named="ranks of a group do not issue the same collectives",
+)
+def loss_reduced_after_the_next_count(fired: Fired) -> None:
+    import torch
+    import torch.distributed as dist
+
+    late: list[Any] = []
+    count = [0]
+
+    def make(original: Any) -> Any:
+        def in_another_order(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if _rank() != 1:
+                return original(tensor, *args, **kwargs)
+            count[0] += tensor.dtype == torch.int64
+            if count[0] == 2 and tensor.dim() == 0 and tensor.dtype == torch.float64 and seen_norm(tensor):
+                late.append(tensor)
+                return None
+            result = original(tensor, *args, **kwargs)
+            if late and count[0] == 3:
+                fired()
+                original(late.pop(), *args, **kwargs)
+            return result
+
+        return in_another_order
+
+    norms: list[int] = []
+
+    def seen_norm(tensor: Any) -> bool:
+        """Step 2 reduces two numbers after the count: the norm, and the loss."""
+        norms.append(1)
+        return len(norms) == 2
+
+    replace(dist, "all_reduce", make)
+
+
+@fault(
+    breaks="rank 1 reduces the gradient norm in another dtype of the same size than its peers",
+    bug="of the family of N05 deepspeedai/DeepSpeed #5170: ranks that disagree on the dtype of a reduction",
+    case="fsdp_2",
+    caught_by="collective_order",
+    named="ranks of a group do not issue the same collectives",
+)
+def rank_reduces_in_another_dtype(fired: Fired) -> None:
+    import torch
+    import torch.distributed as dist
+
+    def make(original: Any) -> Any:
+        def as_integers(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if _rank() != 1 or tensor.dtype != torch.float64:
+                return original(tensor, *args, **kwargs)
+            fired()
+            return original(tensor.view(torch.int64), *args, **kwargs)
+
+        return as_integers
+
+    replace(dist, "all_reduce", make)

@@ -1,0 +1,64 @@
+"""Mistakes in what FSDP2 keeps gathered and what it wraps: the numbers are right, memory and traffic are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.faults import Fired, fault, replace
+
+
+def _always_pass(fired: Fired, **options: Any) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def otherwise(module: Any, **asked: Any) -> Any:
+            fired()
+            return original(module, **(asked | options))
+
+        return otherwise
+
+    replace(parallelize, "fully_shard", make)
+
+
+@fault(
+    breaks="every unit is freed after forward, the last one too, which backward needs at once",
+    bug="H01 pytorch/torchtitan #1094, #1091, #822",
+    case="fsdp_4",
+    caught_by="traffic",
+    named="reshard_after_forward default is asked for, always is in force",
+)
+def last_unit_freed_after_forward(fired: Fired) -> None:
+    _always_pass(fired, reshard_after_forward=True)
+
+
+@fault(
+    breaks="set_reshard_after_forward(False) is left on: parameters stay gathered from forward to backward",
+    bug="H02 pytorch/torchtitan #4143",
+    case="fsdp_4_reshard_always",
+    caught_by="traffic",
+    named="reshard_after_forward always is asked for, never is in force",
+)
+def nothing_freed_after_forward(fired: Fired) -> None:
+    _always_pass(fired, reshard_after_forward=False)
+
+
+@fault(
+    breaks="the policy that wraps blocks finds none, so that the whole model is one FSDP unit",
+    bug="H03 huggingface/accelerate #3999",
+    case="fsdp_4_reshard_always",
+    caught_by="traffic",
+    named="reshard_after_forward always is asked for, never is in force",
+)
+def whole_model_is_one_unit(fired: Fired) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def root_only(module: Any, **asked: Any) -> Any:
+            if isinstance(module, list) or not hasattr(module, "tok_embeddings"):
+                fired()
+                return module
+            return original(module, **asked)
+
+        return root_only
+
+    replace(parallelize, "fully_shard", make)
