@@ -20,9 +20,10 @@ from literal import (
     with_step_1_gradients,
     with_updates_that_follow,
 )
-from test_diagnose import expect_first, reference_gradient, samples_of, trained_as, with_rates
+from test_diagnose import expect_first, reference_gradient, samples_of, trained_as, with_exits, with_rates
 
 from harness.checks.update import observed_norm
+from harness.evidence import Exit
 from harness.trial import Trial
 
 LAST = "output.weight"
@@ -233,3 +234,16 @@ def first_other_as_integer():
         return (replace(call, dtype="int64"),)
 
     return change
+
+
+# ---- processes
+
+
+def test_a_rank_that_issues_another_collective_is_named_by_it_and_not_by_its_exception() -> None:
+    other = "issued barrier #3 of group [0,1] (step 2, other, 0 B) where rank 1 issued all_reduce #3 of group [0,1]"
+    culprit = Exit(0, "raised", 1, error=f"RuntimeError: Timed out; {other}", blamed=True)
+    waiting = Exit(1, "raised", 1, error="RuntimeError: Connection closed by peer")
+    expect_first(
+        with_exits(trial_of(tiny_case("fsdp_2")), culprit, waiting),
+        """rank 0 issued barrier #3 of group [0,1] (step 2, other, 0 B) where rank 1 issued all_reduce #3 of group [0,1], then raised: RuntimeError: Timed out""",
+    )

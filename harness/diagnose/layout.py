@@ -127,7 +127,11 @@ def _name_partial(layout: Layout, trial: Trial, wrong: list[str]) -> Diagnosis:
     """Only some parameters are held otherwise: a module that was left out of what was applied to all others."""
     left_out = "FSDP" if not layout.sharded_by else "TP" if not layout.tensor_parallel else ""
     where = f"{len(wrong)} of {len(trial.plan.shapes)} parameters"
-    if left_out:
+    if not left_out and layout.order != AXES and min(trial.case.dims.tp, trial.case.dims.dp_shard) > 1:
+        cause = (
+            f"{where} ({some(wrong)}) are cut by dp_shard first and by tp inside, asked for tp first (strided shards)"
+        )
+    elif left_out:
         cause = f"{left_out} is not applied to {where} ({some(wrong)}): every rank of a group holds them whole"
     else:
         cause = f"{where} ({some(wrong)}) are sharded otherwise than all others"

@@ -32,6 +32,9 @@ def process_failed(trial: Trial, broken: Broken) -> Diagnosis | None:
 def _how_it_ended(exit: Exit) -> str:
     ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
     told = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
+    own, disagrees, other = told.partition("; issued ")
+    if disagrees:  # says more than what came of it
+        return f"issued {other}, then {ended}" + (f": {own}" if own else "")
     return f"{ended}: {told}" if told else ended
 
 

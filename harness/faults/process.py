@@ -103,7 +103,8 @@ def rank_leaves_a_step_early(fired: Fired) -> None:
     bug="Z01 pytorch/torchtitan #1627: ranks disagree on the number of microbatches",
     case="fsdp_2_cp_2_accum",
     caught_by="completed",
-    named="rank 1",
+    named="rank 1 issued",
+    hangs=True,
 )
 def ranks_disagree_on_the_number_of_microbatches(fired: Fired) -> None:
     from harness.trainers.llama3 import data
@@ -126,7 +127,7 @@ def ranks_disagree_on_the_number_of_microbatches(fired: Fired) -> None:
     bug="Z-class: a rank skips a collective under a condition that only it meets",
     case="fsdp_4",
     caught_by="completed",
-    named="rank 3",
+    named="rank 3 issued all_gather",
     hangs=True,
 )
 def rank_skips_a_collective_of_equal_size(fired: Fired) -> None:
@@ -152,7 +153,7 @@ def rank_skips_a_collective_of_equal_size(fired: Fired) -> None:
     bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
     case="fsdp_4",
     caught_by="completed",
-    named="rank 2",
+    named="rank 2 issued all_reduce",
 )
 def rank_reduces_in_another_order(fired: Fired) -> None:
     import torch
@@ -173,7 +174,7 @@ def rank_reduces_in_another_order(fired: Fired) -> None:
     bug="Z-class: a collective inside `if rank == 0`",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 0",
+    named="rank 0 issued barrier",
     hangs=True,
 )
 def barrier_on_rank_0_only(fired: Fired) -> None:

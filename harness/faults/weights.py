@@ -95,7 +95,7 @@ def weights_of_no_seed(fired: Fired) -> None:
     bug="S08 pytorch #129229, #129206, #150490; pytorch/torchtitan #1483",
     case="fsdp_2_tp_2",
     caught_by="shard_contents",
-    named="are sharded otherwise than all others",
+    named="are cut by dp_shard first and by tp inside",
 )
 def rows_permuted_by_strided_shards(fired: Fired) -> None:
     from harness.trainers.llama3 import trainer
