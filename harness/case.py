@@ -224,6 +224,11 @@ class Case:
             return "fsdp2"
         return "ddp" if self.dims.dp_replicate > 1 else None
 
+    @property
+    def shards(self) -> int:
+        """Over how many ranks FSDP cuts a parameter."""
+        return self.dims.dp_shard * self.dims.cp
+
     def seq_len(self, step: int) -> int:
         """Tokens of each sample that step (from 1) trains on."""
         return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len

@@ -23,6 +23,7 @@ from harness.tolerance import Bounds
 from reference.record import ReferenceRun, ReferenceStep
 
 Step = TypeVar("Step", StepEvidence, ReferenceStep)
+State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
 
 
 class Verdict(StrEnum):
@@ -167,17 +168,17 @@ def _flattened_run(run: Run) -> Run:
 def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
     parameters = tuple(dataclasses.replace(t, value=t.value.reshape(-1)) for t in evidence.parameters)
     steps = tuple(_flattened_step(step) for step in evidence.steps)
-    resumed = evidence.resumed and Resumed(
-        _flattened(evidence.resumed.parameters),
-        {fqn: _flattened(values) for fqn, values in evidence.resumed.optimizer_state.items()},
-    )
+    resumed = evidence.resumed and _flattened_state(evidence.resumed)
     return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
 
 
 def _flattened_step(step: Step) -> Step:
-    state = {fqn: _flattened(values) for fqn, values in step.optimizer_state.items()}
-    gradients, parameters = _flattened(step.gradients), _flattened(step.parameters)
-    return dataclasses.replace(step, gradients=gradients, parameters=parameters, optimizer_state=state)
+    return dataclasses.replace(_flattened_state(step), gradients=_flattened(step.gradients))
+
+
+def _flattened_state(record: State) -> State:
+    state = {fqn: _flattened(values) for fqn, values in record.optimizer_state.items()}
+    return dataclasses.replace(record, parameters=_flattened(record.parameters), optimizer_state=state)
 
 
 def _flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

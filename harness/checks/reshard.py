@@ -1,0 +1,105 @@
+"""After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
+
+What is kept is read from storages at the end of every forward pass; what is gathered again, from the bytes of all_gather
+in backward. A unit freed on paper only, whose memory is still there, is a unit that was kept.
+"""
+
+from __future__ import annotations
+
+from harness.checks import not_applicable, verdict_of
+from harness.checks.traffic import Key, amount, axis_text, observed, planned
+from harness.evidence import AfterForward, RankEvidence
+from harness.plan import BYTES, numel
+from harness.trial import Finding, Result, Trial, bytes_text
+
+STAGE = "structure"
+
+
+def check(trial: Trial) -> Result:
+    if not any(trial.plan.after_forward.values()):
+        return not_applicable("reshard", f"nothing is gathered: {_why_not(trial)}")
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        for step in evidence.steps:
+            where = f"rank {rank}, step {step.step}"
+            told = {fqn for record in step.after_forward for fqn in record.bytes}
+            findings += [Finding(f"{where}, {fqn}", "an account of it", "none") for fqn in _untold(trial, rank, told)]
+            for record in step.after_forward:
+                examined += len(record.bytes)
+                findings += _kept(trial, rank, where, record)
+            findings += _gathered_again(trial, evidence, step.step)
+    findings.sort(key=lambda finding: not finding.where.startswith("rank 0, step 1,"))
+    return verdict_of("reshard", findings, examined)
+
+
+def _why_not(trial: Trial) -> str:
+    wrapper = trial.case.wrapper
+    if wrapper is None:
+        return "no data parallelism"
+    return f"wrapper {wrapper}" + (" with one rank a shard group" if wrapper.startswith("fsdp") else " shards nothing")
+
+
+def _untold(trial: Trial, rank: int, told: set[str]) -> list[str]:
+    return [fqn for fqn in trial.plan.after_forward[rank] if fqn not in told]
+
+
+def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Finding]:
+    """One model part after one forward pass: each parameter, and the memory behind all of them."""
+    wanted = trial.plan.after_forward[rank]
+    findings = [
+        Finding(f"{where}, {fqn} after forward", kept_text(trial, wanted[fqn].ways), _observed_text(trial, rank, fqn, held))
+        for fqn, held in record.bytes.items()
+        if fqn in wanted and held != wanted[fqn].bytes
+    ]
+    least = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes if fqn in wanted)
+    most = least + trial.plan.padding_after_forward[rank]
+    if not least <= record.storage <= most:
+        expected = amount(least) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
+        findings.append(Finding(f"{where}, memory of all parameters after forward", expected, amount(record.storage)))
+    return findings
+
+
+def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
+    """Of a parameter: what is kept, and the rank's own slice beside it if that is something else."""
+    kept, own = trial.plan.after_forward[rank][fqn], own_bytes(trial, rank, fqn)
+    return kept.bytes if kept.ways == trial.case.shards else kept.bytes + own
+
+
+def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
+    return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
+
+
+def kept_text(trial: Trial, ways: int) -> str:
+    if ways == 1:
+        return "gathered"
+    return "freed" if ways == trial.case.shards else f"sharded over {ways} ranks"
+
+
+def _observed_text(trial: Trial, rank: int, fqn: str, held: int) -> str:
+    """In words, if it is one of the ways to keep a parameter."""
+    text = {own_bytes(trial, rank, fqn): "freed", whole_bytes(trial, rank, fqn): "gathered"}.get(held)
+    return text or f"{amount(held)} of it"
+
+
+def whole_bytes(trial: Trial, rank: int, fqn: str) -> int:
+    """Of what a shard group holds of it: with tensor parallel only this tp rank's part."""
+    group = trial.plan.peers(rank, trial.plan.shard_axis)
+    size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
+    return sum(numel(trial.plan.slices[peer][fqn]) for peer in group) * size
+
+
+def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
+    """Gathering over the groups in which parameters are sharded, during forward or after it."""
+    wanted, seen = planned(trial, evidence.rank, step), observed(evidence, step)
+    ours = {trial.plan.peers(evidence.rank, axis) for axis in (trial.plan.shard_axis, "post_forward")}
+    ours |= {ranks for ranks, op, phase in seen if op == "all_gather" and set(ranks) < set(max(ours, key=len))}
+    keys: list[Key] = [(ranks, "all_gather", "backward") for ranks in sorted(ours) if len(ranks) > 1]
+    return [
+        Finding(
+            f"rank {evidence.rank}, step {step}, gathered again in backward over {axis_text(trial, key[0])}",
+            amount(wanted.get(key, 0)),
+            amount(seen.get(key, 0)),
+        )
+        for key in keys
+        if wanted.get(key, 0) != seen.get(key, 0)
+    ]
