@@ -313,14 +313,14 @@ def numel(part: Slice) -> int:
     return math.prod(stop - start for start, stop in part)
 
 
-def slice_text(part: Slice, shape: tuple[int, ...]) -> str:
-    """A slice as a person reads it: "1/8 of dim 0 (rows 0-31)" or "whole"."""
+def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> str:
+    """A slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole"."""
     cuts = []
     for dim, ((start, stop), size) in enumerate(zip(part, shape, strict=True)):
         if (start, stop) != (0, size):
             parts = size / (stop - start) if stop > start else math.inf
             share = "nothing" if stop == start else f"1/{parts:.3g}"
-            cuts.append(f"{share} of dim {dim} [{start}:{stop}]")
+            cuts.append(f"{share} of {'its elements' if flat else f'dim {dim}'} [{start}:{stop}]")
     return ", ".join(cuts) or "whole"
 
 

@@ -55,7 +55,7 @@ def _slices(plan: Plan) -> Iterator[list[str]]:
         yield [f"{fqn} {list(plan.shapes[fqn])}"]
         held: dict[str, list[int]] = {}
         for rank, slices in plan.slices.items():
-            held.setdefault(slice_text(slices[fqn], plan.shapes[fqn]), []).append(rank)
+            held.setdefault(slice_text(slices[fqn], plan.shapes[fqn], flat=bool(plan.flat)), []).append(rank)
         yield from (["  " + ranks_text(ranks), text] for text, ranks in list(held.items())[:SHOWN_RANKS])
 
 

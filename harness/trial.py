@@ -152,13 +152,13 @@ def as_planned(trial: Trial) -> Trial:
     """The same trial; every tensor as a vector where the plan cuts flattened parameters, so that no law need know."""
     if not trial.plan.flat:
         return trial
-    reference = dataclasses.replace(
-        trial.reference,
-        weights=_flattened(trial.reference.weights),
-        steps=tuple(_flattened_step(step) for step in trial.reference.steps),
-    )
-    repeat = trial.repeat and _flattened_run(trial.repeat)
-    return dataclasses.replace(trial, reference=reference, run=_flattened_run(trial.run), repeat=repeat)
+    run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)
+    return dataclasses.replace(trial, reference=flattened_reference(trial.reference), run=run, repeat=repeat)
+
+
+def flattened_reference(reference: ReferenceRun) -> ReferenceRun:
+    steps = tuple(_flattened_step(step) for step in reference.steps)
+    return dataclasses.replace(reference, weights=_flattened(reference.weights), steps=steps)
 
 
 def _flattened_run(run: Run) -> Run:

@@ -20,6 +20,7 @@ from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
 from harness.evidence import (
     Activity,
+    AfterForward,
     Collective,
     Exit,
     Group,
@@ -32,7 +33,7 @@ from harness.evidence import (
 )
 from harness.plan import make_plan, tp_dim
 from harness.plan import positions as positions_of
-from harness.trial import Result, Trial
+from harness.trial import Result, Trial, as_planned, flattened_reference
 from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun, ReferenceStep
 
@@ -164,11 +165,13 @@ def trial_of(asked: Case, ran: Case | None = None) -> Trial:
     """
     ran, reference = ran or asked, reference_of(asked)
     world = ran.dims.world_size
-    ranks = {rank: _rank_evidence(asked, ran, rank, reference) for rank in range(world)}
+    oracle = flattened_reference(reference) if make_plan(ran).flat else reference
+    ranks = {rank: _rank_evidence(asked, ran, rank, oracle) for rank in range(world)}
     run = Run("run", world, tuple(Exit(rank, "ok", 0) for rank in range(world)), ranks)
     repeat = run if asked.runs > 1 else None
     saved = tuple(trial_of(launch) for launch in asked.launches.values() if launch is not asked)
-    return Trial(asked, make_plan(asked), run, reference, repeat, golden.from_reference(reference), saved=saved)
+    trial = Trial(asked, make_plan(asked), run, reference, repeat, golden.from_reference(reference), saved=saved)
+    return as_planned(trial)
 
 
 def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
@@ -203,7 +206,7 @@ def _cut(part: Any) -> tuple[slice, ...]:
 
 def _tensor(case: Case, fqn: str, full: np.ndarray, value: np.ndarray) -> TensorEvidence:
     dims, mesh, placements = case.dims, None, ()
-    if dims.dp_shard * dims.cp > 1 or dims.tp > 1:
+    if (dims.dp_shard * dims.cp > 1 and case.wrapper == "fsdp2") or dims.tp > 1:
         degrees = {"dp_replicate": dims.dp_replicate, "shard": dims.dp_shard * dims.cp, "tp": dims.tp}
         axes = [axis for axis in degrees if degrees[axis] > 1]
         mesh = np.arange(dims.world_size).reshape([degrees[axis] for axis in axes]).tolist()
@@ -228,8 +231,7 @@ def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
     plan = make_plan(case)
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
     used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
-    kind = "fsdp2" if "shard_ranks" in used else "ddp"
-    return {"layers.0": {"kind": kind} | used} if used else {}
+    return {"layers.0": {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used} if used else {}
 
 
 def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
@@ -242,6 +244,16 @@ def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
                 found.append(Collective(flow.op, ranks, str(ranks), "float64", count, flow.phase, step, 0))
         found.append(Collective("all_reduce", world, str(world), "float64", 8, "other", step, 0))
     return tuple(replace(call, seq=index) for index, call in enumerate(found))
+
+
+def after_forward_of(case: Case, rank: int) -> AfterForward:
+    """What is kept of each parameter, and beside it the rank's own slice; float64, and no padding."""
+    plan = make_plan(case)
+    kept, slices = plan.after_forward[rank], plan.slices[rank]
+    own = {fqn: 8 * math.prod(stop - start for start, stop in part) for fqn, part in slices.items()}
+    held = {fqn: kept[fqn].bytes if kept else own[fqn] for fqn in own}
+    beside = [fqn for fqn in kept if kept[fqn].ways < case.dims.dp_shard * case.dims.cp]
+    return AfterForward(held, sum(held.values()) + sum(own[fqn] for fqn in beside))
 
 
 def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, part: Any) -> StepEvidence:
@@ -259,6 +271,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         optimizer_state=state if last else {},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
         activity=_activity(case),
+        after_forward=(after_forward_of(case, rank),) * case.features.accumulation,
         positions=(positions_of(case, rank, case.seq_len(step.step)),) if case.dims.cp > 1 else (),
     )
 

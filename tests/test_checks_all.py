@@ -26,7 +26,7 @@ from harness.trial import Finding, Result, Verdict
 
 NAMES = [
     "completed",
-    *("collective_order", "features", "memory", "placements", "process_groups", "shard_contents", "traffic"),
+    *("collective_order", "features", "memory", "placements", "process_groups", "reshard", "shard_contents", "traffic"),
     *("initial_weights", "samples"),
     *("determinism", "golden", "grad_norm", "gradients", "loss", "replica_agreement", "reported_loss", "update"),
 ]
@@ -37,6 +37,7 @@ VARIANTS = {
     "twice": {"runs": 2},
     "checkpointed": {"activation_checkpointing": "full"},
     "compiled": {"compile": True},
+    "resharded always": {"reshard_after_forward": "always"},
     "never resharded, no sequence parallel": {"reshard_after_forward": "never", "sequence_parallel": False},
 }
 HAS_REPLICAS = {"ddp_2", "hsdp_2x2", "tp_2", "fsdp_2_tp_2"}
@@ -63,6 +64,7 @@ def test_a_correct_run_passes_every_law_and_each_examines_something(layout: str,
     silent = {"collective_order", "process_groups", "traffic"} if layout == "single" else set()
     silent |= set() if layout in HAS_REPLICAS else {"replica_agreement"}
     silent |= set() if variant == "twice" else {"determinism"}
+    silent |= set() if "fsdp" in layout or "hsdp" in layout else {"reshard"}
     for name in NAMES:
         expected = Verdict.NOT_APPLICABLE if name in silent else Verdict.PASS
         assert results[name].verdict == expected, results[name]
@@ -160,6 +162,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_number
         "memory": "FAIL",
         "placements": "FAIL",
         "process_groups": "PASS",
+        "reshard": "FAIL",
         "shard_contents": "FAIL",
         "traffic": "FAIL",
         "initial_weights": "PASS",

@@ -47,7 +47,9 @@ def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Fin
     """One model part after one forward pass: each parameter, and the memory behind all of them."""
     wanted = trial.plan.after_forward[rank]
     findings = [
-        Finding(f"{where}, {fqn} after forward", kept_text(trial, wanted[fqn].ways), _observed_text(trial, rank, fqn, held))
+        Finding(
+            f"{where}, {fqn} after forward", kept_text(trial, wanted[fqn].ways), observed_text(trial, rank, fqn, held)
+        )
         for fqn, held in record.bytes.items()
         if fqn in wanted and held != wanted[fqn].bytes
     ]
@@ -75,7 +77,7 @@ def kept_text(trial: Trial, ways: int) -> str:
     return "freed" if ways == trial.case.shards else f"sharded over {ways} ranks"
 
 
-def _observed_text(trial: Trial, rank: int, fqn: str, held: int) -> str:
+def observed_text(trial: Trial, rank: int, fqn: str, held: int) -> str:
     """In words, if it is one of the ways to keep a parameter."""
     text = {own_bytes(trial, rank, fqn): "freed", whole_bytes(trial, rank, fqn): "gathered"}.get(held)
     return text or f"{amount(held)} of it"
@@ -91,8 +93,9 @@ def whole_bytes(trial: Trial, rank: int, fqn: str) -> int:
 def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     """Gathering over the groups in which parameters are sharded, during forward or after it."""
     wanted, seen = planned(trial, evidence.rank, step), observed(evidence, step)
-    ours = {trial.plan.peers(evidence.rank, axis) for axis in (trial.plan.shard_axis, "post_forward")}
-    ours |= {ranks for ranks, op, phase in seen if op == "all_gather" and set(ranks) < set(max(ours, key=len))}
+    shards = trial.plan.peers(evidence.rank, trial.plan.shard_axis)
+    ours = {shards, trial.plan.peers(evidence.rank, "post_forward")}
+    ours |= {ranks for ranks, op, _ in seen if op == "all_gather" and set(ranks) < set(shards)}
     keys: list[Key] = [(ranks, "all_gather", "backward") for ranks in sorted(ours) if len(ranks) > 1]
     return [
         Finding(

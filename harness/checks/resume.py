@@ -126,7 +126,7 @@ def _wrong_tensors(
         where = f"rank {rank}, {fqn}" + ("" if name == PARAMETER else f", {name}")
         expected = f"what was saved after step {after}"
         if wanted[key].ndim and (part := trial.slice_of(rank, fqn)):
-            expected += f", {slice_text(part, trial.plan.shapes[fqn])}"
+            expected += f", {slice_text(part, trial.plan.shapes[fqn], flat=bool(trial.plan.flat))}"
         yield Finding(where, expected, _difference(held.get(key), wanted_part(trial, rank, key, wanted[key])))
 
 

@@ -21,7 +21,8 @@ def check(trial: Trial) -> Result:
             examined += 1
             found = held[fqn]
             if found != wanted and not (found is not None and numel(found) == 0 == numel(wanted)):
-                shape = trial.plan.shapes[fqn]
-                observed = "bytes that are nowhere in the seed weight" if found is None else slice_text(found, shape)
-                findings.append(Finding(f"rank {rank}, {fqn}", slice_text(wanted, shape), observed))
+                shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
+                nowhere = "bytes that are nowhere in the seed weight"
+                observed = nowhere if found is None else slice_text(found, shape, flat=flat)
+                findings.append(Finding(f"rank {rank}, {fqn}", slice_text(wanted, shape, flat=flat), observed))
     return verdict_of("shard_contents", findings, examined)

@@ -20,6 +20,7 @@ from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, w
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
+from harness.diagnose.reshard import wrong_resharding, wrong_wrapper
 from harness.diagnose.rest import (
     not_deterministic,
     out_of_order,
@@ -39,11 +40,13 @@ PROCESS_RULES: tuple[Rule, ...] = (process_failed, started_elsewhere, incomplete
 RULES: tuple[Rule, ...] = (
     *PROCESS_RULES,
     wrong_layout,
+    wrong_wrapper,
     wrong_weights,
     wrong_contents,
     resumed_wrongly,
     wrong_schedule,
     wrong_features,
+    wrong_resharding,
     wrong_samples,
     wrong_positions,
     wrong_masks,

@@ -38,14 +38,16 @@ class Layout:
     def degree(self, axes: Sequence[str]) -> int:
         return math.prod(getattr(self.dims, axis) for axis in axes)
 
-    def slices(self, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Slice]:
+    def slices(self, rank: int, wanted: plan.Plan) -> dict[str, Slice]:
         place = np.unravel_index(rank, [getattr(self.dims, axis) for axis in self.order])
         at = dict(zip(self.order, map(int, place), strict=True))
         index = 0
         for axis in self.sharded_by:
             index = index * getattr(self.dims, axis) + at[axis]
+        if wanted.flat:
+            return plan.flat_slices(wanted.flat, wanted.shapes, self.ways, index)
         tp = (self.dims.tp, at["tp"]) if self.tensor_parallel else (1, 0)
-        return {fqn: plan.slice_of(fqn, shape, tp, (self.ways, index)) for fqn, shape in shapes.items()}
+        return {fqn: plan.slice_of(fqn, shape, tp, (self.ways, index)) for fqn, shape in wanted.shapes.items()}
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """The ranks that differ only along `axes`, if this is how the ranks are laid out."""
@@ -94,7 +96,7 @@ def _parts_of_the_fold(dims: ParallelDims) -> list[tuple[str, ...]]:
 def _explains(layout: Layout, trial: Trial, fqns: set[str]) -> bool:
     """Whether every rank holds of these parameters what the layout gives it."""
     for rank, held in trial.holdings.items():
-        wanted = layout.slices(rank, trial.plan.shapes)
+        wanted = layout.slices(rank, trial.plan)
         if any(part is None or not _same(part, wanted[fqn]) for fqn, part in held.items() if fqn in fqns):
             return False
     return True
@@ -118,7 +120,7 @@ def _would_change(trial: Trial, layout: Layout) -> set[str]:
     """Parameters that some rank would hold otherwise than planned if the layout were in force everywhere."""
     found = set()
     for rank in trial.ranks:
-        wanted = layout.slices(rank, trial.plan.shapes)
+        wanted = layout.slices(rank, trial.plan)
         found |= {fqn for fqn, part in wanted.items() if not _same(part, trial.plan.slices[rank][fqn])}
     return found
 
@@ -227,16 +229,15 @@ def contents_line(trial: Trial) -> Iterator[tuple[str, str]]:
     wrong = sorted(wrong_parts(trial), key=lambda found: found[2] is not None and not plan.numel(found[2]))
     if wrong:
         rank, fqn, part = wrong[0]
-        shape = trial.plan.shapes[fqn]
-        seen, wanted = _part_text(part, shape), _part_text(trial.plan.slices[rank][fqn], shape)
+        seen, wanted = _part_text(trial, fqn, part), _part_text(trial, fqn, trial.plan.slices[rank][fqn])
         count = f"{len({fqn for _, fqn, _ in wrong})} of {len(trial.plan.shapes)} parameters"
         yield "contents", f"{count}; {fqn} on rank {rank}: expected {wanted}, observed {seen}"
 
 
-def _part_text(part: Slice | None, shape: tuple[int, ...]) -> str:
+def _part_text(trial: Trial, fqn: str, part: Slice | None) -> str:
     if part is None:
         return "bytes that are nowhere in it"
-    text = plan.slice_text(part, shape)
+    text = plan.slice_text(part, trial.plan.shapes[fqn], flat=bool(trial.plan.flat))
     return "nothing" if plan.numel(part) == 0 else "all" if text == "whole" else text
 
 

@@ -1,0 +1,81 @@
+"""Another wrapper than asked for is in force, or other units are freed after forward than the policy frees.
+
+Neither shows in any number: the one is told by what the wrappers say they are, the other by memory and second gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.case import Case
+from harness.checks import reshard
+from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, some, traffic_lines
+from harness.plan import make_plan
+from harness.trial import Trial, Verdict
+
+
+def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """By the wrappers' own word. Where a layout explains what ranks hold, that was named before."""
+    asked = trial.case.wrapper
+    kinds = {claim["kind"] for evidence in trial.ranks.values() for claim in evidence.structure.values()}
+    if "features" not in broken or not kinds or kinds == {asked}:
+        return None
+    ran = " and ".join(sorted(kinds))
+    cause = f"wrapper {asked or 'none'} is asked for, {ran} is in force"
+    return Diagnosis(cause, (finding_line("features", broken["features"]), *traffic_lines(trial)))
+
+
+def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
+    if "reshard" not in broken or "shard_contents" in broken:
+        return None
+    units = _wrong_units(trial)
+    if not units:
+        return None  # only what is gathered again differs, or memory that is no parameter's
+    told = [f"{some(names, 3)} {state}, should be {wanted}" for (wanted, state), names in units.items()]
+    policy = trial.case.features.reshard_after_forward
+    other = next((value for value in _other_policies(trial.case) if _fits(trial, value)), None)
+    force = f"reshard_after_forward {policy} is asked for" + (f", {other} is in force" if other else "")
+    ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
+    lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
+    return Diagnosis(f"after forward: {'; '.join(told)}{ranks}; {force}", lines)
+
+
+def _wrong_units(trial: Trial) -> dict[tuple[str, str], list[str]]:
+    """By what should be and what is, the blocks and other modules whose parameters are kept otherwise than planned."""
+    units: dict[tuple[str, str], list[str]] = {}
+    for rank in sorted(trial.ranks):
+        for fqn, states in _kept_otherwise(trial, rank).items():
+            names = units.setdefault(states, [])
+            if (unit := unit_of(fqn)) not in names:
+                names.append(unit)
+    return units
+
+
+def unit_of(fqn: str) -> str:
+    """layers.0 of layers.0.attention.wq.weight, norm of norm.weight."""
+    return ".".join(fqn.split(".")[: 2 if fqn.startswith("layers.") else 1])
+
+
+def _kept_otherwise(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
+    """In the first forward pass of each model part: what should be, and what is."""
+    steps, wanted = trial.ranks[rank].steps, trial.plan.after_forward[rank]
+    found: dict[str, tuple[str, str]] = {}
+    for record in steps[0].after_forward if steps else ():
+        for fqn, held in record.bytes.items():
+            if fqn in wanted and held != wanted[fqn].bytes and fqn not in found:
+                seen = reshard.observed_text(trial, rank, fqn, held)
+                found[fqn] = (reshard.kept_text(trial, wanted[fqn].ways), seen.replace("gathered", "still gathered"))
+    return found
+
+
+def _other_policies(case: Case) -> Iterator[str | int]:
+    policies: list[str | int] = ["default", "always", "never"]
+    if case.wrapper == "fsdp2":
+        policies += [ways for ways in range(2, case.shards) if case.shards % ways == 0]
+    yield from (policy for policy in policies if policy != case.features.reshard_after_forward)
+
+
+def _fits(trial: Trial, policy: str | int) -> bool:
+    other = replace(trial.case, features=replace(trial.case.features, reshard_after_forward=policy))
+    return reshard.check(replace(trial, case=other, plan=make_plan(other))).verdict is Verdict.PASS

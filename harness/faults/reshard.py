@@ -1,0 +1,158 @@
+"""Mistakes in what FSDP frees after forward. No number shows them: only memory, and what is gathered a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.faults import Fired, fault, replace
+
+
+def _resharding_by(fired: Fired, choose: Any) -> None:
+    """fully_shard with another reshard_after_forward: choose(unit, the one asked for), None for the root."""
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def other(unit: Any, *, reshard_after_forward: Any = None, **options: Any) -> Any:
+            chosen = choose(unit, reshard_after_forward)
+            if chosen != reshard_after_forward:
+                fired()
+            return original(unit, reshard_after_forward=chosen, **options)
+
+        return other
+
+    replace(parallelize, "fully_shard", make)
+
+
+@fault(
+    breaks="reshard_after_forward is not passed on and its default in this place is False: nothing is freed after forward",
+    bug="of the family of H02 pytorch/torchtitan #4143: the policy always does not come to be",
+    case="fsdp_4_reshard_always",
+    caught_by="reshard traffic",
+    named="still gathered, should be freed; reshard_after_forward always is asked for, never is in force",
+)
+def resharding_ignored(fired: Fired) -> None:
+    _resharding_by(fired, lambda unit, asked: None if asked is None else False)
+
+
+@fault(
+    breaks="the last unit is freed like all others, and gathered again at once",
+    bug="of the family of H01 pytorch/torchtitan #1094: the exception for the last unit is lost",
+    case="fsdp_4",
+    caught_by="reshard traffic",
+    named="norm, output freed, should be gathered; reshard_after_forward default is asked for, always is in force",
+)
+def last_unit_resharded(fired: Fired) -> None:
+    _resharding_by(fired, lambda unit, asked: True if isinstance(unit, list) else asked)
+
+
+@fault(
+    breaks="the last unit is looked for by name and not found, so the first is kept in its stead",
+    bug="H01 pytorch/torchtitan #1094: the default kept another unit than the last",
+    case="fsdp_4",
+    caught_by="reshard traffic",
+    named="tok_embeddings still gathered, should be freed; norm, output freed, should be gathered",
+)
+def first_unit_kept_instead_of_last(fired: Fired) -> None:
+    from torch import nn
+
+    def choose(unit: Any, asked: Any) -> Any:
+        return False if isinstance(unit, nn.Embedding) else True if isinstance(unit, list) else asked
+
+    _resharding_by(fired, choose)
+
+
+@fault(
+    breaks="a number is taken for true: units are freed entirely, and gathered over the whole shard group again",
+    bug="of the family of M01: the smaller group asked for is made and not used",
+    case="fsdp_4_reshard_2",
+    caught_by="reshard traffic",
+    named="reshard_after_forward 2 is asked for, always is in force",
+)
+def number_taken_for_true(fired: Fired) -> None:
+    _resharding_by(fired, lambda unit, asked: None if asked is None else True)
+
+
+@fault(
+    breaks="under pp every stage is freed after each microbatch, as it is right without pp",
+    bug="H01 pytorch/torchtitan #822: under pp each microbatch gathered everything anew",
+    case="pp_2_fsdp_2",
+    caught_by="reshard traffic",
+    named="reshard_after_forward default is asked for, always is in force",
+)
+def stages_resharded_after_each_microbatch(fired: Fired) -> None:
+    _resharding_by(fired, lambda unit, asked: None if asked is None else True)
+
+
+@fault(
+    breaks="gathered parameters are given up, but something holds on to their memory",
+    bug="of the family of P15 pytorch #164756: gathered parameters linger",
+    case="fsdp_2",
+    caught_by="reshard",
+    named="still gathered, should be freed",
+)
+def freed_on_paper_only(fired: Fired) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    replace(FSDPParam, "free_unsharded_param", lambda original: lambda self: fired())
+
+
+@fault(
+    breaks="FSDP1 gets SHARD_GRAD_OP, which keeps parameters from forward to backward, for FULL_SHARD",
+    bug="of the family of M01: the strategy asked for is not the one in force",
+    case="fsdp1_4",
+    caught_by="reshard traffic",
+    named="reshard_after_forward default is asked for, never is in force",
+)
+def shard_grad_op_for_full_shard(fired: Fired) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    from harness.trainers.llama3 import parallelize
+
+    def grad_op(case: Any) -> Any:
+        fired()
+        return ShardingStrategy.SHARD_GRAD_OP
+
+    replace(parallelize, "fsdp1_strategy", lambda original: grad_op)
+
+
+@fault(
+    breaks="FSDP1 gets all data-parallel ranks as one group, so HYBRID_SHARD is FULL_SHARD over them",
+    bug="M01 pytorch/torchtitan #711, with FSDP1",
+    case="fsdp1_2x2",
+    caught_by="shard_contents placements traffic memory",
+    named="HSDP ran as FSDP",
+)
+def fsdp1_hybrid_runs_as_full_shard(fired: Fired) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    from harness.faults.mesh import hsdp_runs_as_fsdp
+    from harness.trainers.llama3 import parallelize
+
+    hsdp_runs_as_fsdp.apply(fired)
+    replace(parallelize, "fsdp1_strategy", lambda original: lambda case: ShardingStrategy.FULL_SHARD)
+    replace(
+        parallelize,
+        "flat_group",
+        lambda original: lambda mesh, case: None if mesh is None else mesh._flatten("dp").get_group(),
+    )
+
+
+@fault(
+    breaks="FSDP1 wraps the model where FSDP2 is asked for",
+    bug="of the family of M01: the strategy asked for is not the one in force",
+    case="fsdp_2",
+    caught_by="features shard_contents placements",
+    named="wrapper fsdp2 is asked for, fsdp1 is in force",
+)
+def fsdp2_runs_as_fsdp1(fired: Fired) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def keep_whole(model: Any, mesh: Any, case: Any) -> None:
+        fired()
+
+    def wrap(model: Any, mesh: Any, case: Any) -> Any:
+        return parallelize.apply_fsdp1(model, mesh["dp_shard"], case)
+
+    replace(parallelize, "apply_fsdp", lambda original: keep_whole)
+    replace(parallelize, "replicate", lambda original: wrap)
+    replace(parallelize, "flat_group", lambda original: lambda mesh, case: mesh.get_group("dp_shard"))
