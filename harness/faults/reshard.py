@@ -1,4 +1,4 @@
-"""Mistakes in what FSDP frees after forward. No number shows them: only memory, and what is gathered a second time."""
+"""Mistakes in which units FSDP frees after forward, and FSDP1 in other forms than asked for. No number shows them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,6 @@ def _resharding_by(fired: Fired, choose: Any) -> None:
         return other
 
     replace(parallelize, "fully_shard", make)
-
-
-@fault(
-    breaks="reshard_after_forward is not passed on and its default in this place is False: nothing is freed after forward",
-    bug="of the family of H02 pytorch/torchtitan #4143: the policy always does not come to be",
-    case="fsdp_4_reshard_always",
-    caught_by="reshard traffic",
-    named="still gathered, should be freed; reshard_after_forward always is asked for, never is in force",
-)
-def resharding_ignored(fired: Fired) -> None:
-    _resharding_by(fired, lambda unit, asked: None if asked is None else False)
-
-
-@fault(
-    breaks="the last unit is freed like all others, and gathered again at once",
-    bug="of the family of H01 pytorch/torchtitan #1094: the exception for the last unit is lost",
-    case="fsdp_4",
-    caught_by="reshard traffic",
-    named="norm, output freed, should be gathered; reshard_after_forward default is asked for, always is in force",
-)
-def last_unit_resharded(fired: Fired) -> None:
-    _resharding_by(fired, lambda unit, asked: True if isinstance(unit, list) else asked)
 
 
 @fault(

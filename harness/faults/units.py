@@ -24,7 +24,7 @@ def _always_pass(fired: Fired, **options: Any) -> None:
     breaks="every unit is freed after forward, the last one too, which backward needs at once",
     bug="H01 pytorch/torchtitan #1094, #1091, #822",
     case="fsdp_4",
-    caught_by="traffic",
+    caught_by="reshard traffic",
     named="reshard_after_forward default is asked for, always is in force",
 )
 def last_unit_freed_after_forward(fired: Fired) -> None:
@@ -35,7 +35,7 @@ def last_unit_freed_after_forward(fired: Fired) -> None:
     breaks="set_reshard_after_forward(False) is left on: parameters stay gathered from forward to backward",
     bug="H02 pytorch/torchtitan #4143",
     case="fsdp_4_reshard_always",
-    caught_by="traffic",
+    caught_by="reshard traffic",
     named="reshard_after_forward always is asked for, never is in force",
 )
 def nothing_freed_after_forward(fired: Fired) -> None:
@@ -46,7 +46,7 @@ def nothing_freed_after_forward(fired: Fired) -> None:
     breaks="the policy that wraps blocks finds none, so that the whole model is one FSDP unit",
     bug="H03 huggingface/accelerate #3999",
     case="fsdp_4_reshard_always",
-    caught_by="traffic",
+    caught_by="reshard traffic",
     named="reshard_after_forward always is asked for, never is in force",
 )
 def whole_model_is_one_unit(fired: Fired) -> None:
