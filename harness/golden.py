@@ -142,7 +142,7 @@ def describe(name: str, old: Golden | None, new: Golden) -> str:
     if old is None:
         return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
     if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
-        return f"{name}: unchanged"
+        return f"{name}: unchanged" + (", its noise measured anew" if new.noise else "")
     lines = [f"{name}: largest relative difference {largest_difference(old, new):.2e}"]
     for what, before, after in (("loss", old.losses, new.losses), ("grad_norm", old.grad_norms, new.grad_norms)):
         for step, (was, is_now) in enumerate(zip(before, after, strict=False), start=1):

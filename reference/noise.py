@@ -15,7 +15,8 @@ unit of the last place, and later operands follow. Measured (float32, float8_row
 thirty has such a jump in step 1, and then a gradient is off by 8e-3 where it else is by 5e-7. Repeats that had none
 would condemn a correct run that has one. So they move each operand by up to SHAKE units before it is rounded, and each
 repeat has as many jumps as SHAKE runs: those of float32, in which products are summed, under `parts`; under `shares`,
-where the first forward pass is that of one device bit by bit, from step 2 on those of the parameters.
+where the first forward pass is that of one device bit by bit, from step 2 on those of the parameters. Operands in
+bfloat16 need no help: its unit is a sixteenth of theirs, so that jumps are many.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> li
     """REPEATS of them; a batch is cut at most into its samples."""
     splits = [SPLITS[kind][n % len(SPLITS[kind])] for n in range(REPEATS)]
     unit = torch.finfo(torch.float32 if kind == "parts" else DTYPES[training.dtype]).eps / 2
+    unit = 0.0 if training.compute_dtype == "bfloat16" else unit
     most = training.global_batch
     return [Order(kind, min(shares, most), parts, n, reduce_dtype, unit) for n, (shares, parts) in enumerate(splits)]
 
@@ -141,5 +143,7 @@ class Reordered(TorchDispatchMode):
         return torch.randperm(n, generator=self.generator).to(like.device)
 
     def _shaken(self, x: Tensor) -> Tensor:
-        by = torch.rand(x.shape, generator=self.generator, dtype=torch.float64).mul_(2).sub_(1).mul_(self.shake)
-        return x * (1 + by.to(x.device, x.dtype))
+        if not self.shake:
+            return x
+        by = torch.rand(x.shape, generator=self.generator).to(x.device, x.dtype)
+        return x * (1 + by.mul_(2).sub_(1).mul_(self.shake))
