@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 
 .PHONY: matrix test faults lint
 matrix: $(INSTALLED)
-	.venv/bin/harness matrix $(SELECT)
+	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
 test: $(INSTALLED)
 	.venv/bin/python -m pytest -n 2 $(SELECT)

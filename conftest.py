@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from harness import golden, trainers
-from harness.case import Case, CaseError, load_cases
+from harness.case import TIERS, Case, CaseError, load_cases
 from harness.checks import all_checks
 from harness.evidence import EvidenceError, load
 from harness.golden import GoldenError
 from harness.launch import LaunchError, default_server
 from harness.line import Judgement, Options, Unsupported, reference_folder, run_case
+from harness.matrix import ALL_TIERS
 from harness.report import check_text
 from harness.trial import Verdict
 from reference.record import ReferenceRun
@@ -40,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--case-timeout", type=float, default=120.0, metavar="S", help="seconds for one launch; default 120"
     )
     group.addoption("--out", default="out", metavar="DIR", help="where evidence goes; default out")
+    group.addoption("--tier", default="default", choices=(*TIERS, ALL_TIERS), help="which cases; see `harness matrix`")
     group.addoption("--accept-golden", action="store_true", help="golden items rewrite the golden, and fail")
 
 
@@ -56,6 +58,17 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     if file_path.suffix == ".yaml" and file_path.parent.name == "cases":
         return CaseFile.from_parent(parent, path=file_path)
     return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases of other tiers are deselected, unless an argument names a case: FILE.yaml::CASE."""
+    tier = config.getoption("--tier")
+    if tier == ALL_TIERS or any(_is_law(argument) for argument in config.args):
+        return
+    left_out = [item for item in items if isinstance(item, Law) and item.parent.case.tier != tier]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -60,7 +60,7 @@ class ParallelDims:
         return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True))
 
 
-TIERS = ("default", "compiled")
+TIERS = ("default", "pairs", "compiled")
 WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -153,7 +153,8 @@ class Case:
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
     last_step: of an earlier launch alone, after which it saves; never written in a file.
-    tier: "compiled" for cases that take long because they compile.
+    tier: when it runs. "default": before every push; "pairs", combinations that no smaller case has, and "compiled", which
+    take long: nightly.
     """
 
     name: str

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, catalogue, coverage, golden, matrix, trainers
-from harness.case import Case, CaseError, find_case, load_all, reseeded
+from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
 from harness.evidence import EvidenceError, Run, load, write_text
@@ -93,7 +93,7 @@ def check(args: argparse.Namespace) -> int:
 def run_matrix(args: argparse.Namespace) -> int:
     if args.all:
         return show_pairs(load_all(args.cases), args.trainer)
-    cases = matrix.matching(load_all(args.cases), args.expression)
+    cases = matrix.of_tier(matrix.matching(load_all(args.cases), args.expression), args.tier)
     cases = cases if args.seed is None else [reseeded(case, args.seed) for case in cases]
     if args.list:
         print(listing(cases))
@@ -336,6 +336,8 @@ def parser() -> argparse.ArgumentParser:
     pictures.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="as for check")
     many = _command(commands, "matrix", run_matrix, "run and judge all cases, or those that -k selects")
     _selection(many)
+    tiers = (*TIERS, matrix.ALL_TIERS)
+    many.add_argument("--tier", choices=tiers, default="default", help="which cases; all but default are for the night")
     many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; default {JOBS}")
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
     many.add_argument("--list", action="store_true", help="only list the cases")

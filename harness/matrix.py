@@ -18,6 +18,7 @@ from harness.progress import INTERVAL, Progress
 from harness.report import MARKS, case_report
 from harness.trial import Verdict
 
+ALL_TIERS = "all"
 PROBLEMS = (CaseError, EvidenceError, LaunchError)
 """What a case can meet that is no verdict on the trainer. The message says what to do."""
 
@@ -44,6 +45,18 @@ def matching(cases: Iterable[Case], expression: str) -> list[Case]:
     chosen = [case for case in cases if holds(expression, case.name)]
     if not chosen:
         raise CaseError(f"-k {expression!r} selects no case; `harness matrix --list` lists them")
+    return chosen
+
+
+def of_tier(cases: Sequence[Case], tier: str) -> list[Case]:
+    """The cases of a tier, or of all. Raises CaseError where there is none, and says where there are some."""
+    chosen = [case for case in cases if tier in (ALL_TIERS, case.tier)]
+    if not chosen:
+        others = Counter(case.tier for case in cases)
+        found = ", ".join(f"{count} of tier {name}" for name, count in others.items())
+        raise CaseError(
+            f"no case of tier {tier} is selected, but {found}; add --tier {next(iter(others))} or --tier all"
+        )
     return chosen
 
 
