@@ -93,7 +93,8 @@ def check(args: argparse.Namespace) -> int:
 def run_matrix(args: argparse.Namespace) -> int:
     if args.all:
         return show_pairs(load_all(args.cases), args.trainer)
-    cases = matrix.of_tier(matrix.matching(load_all(args.cases), args.expression), args.tier)
+    selected = matrix.matching(load_all(args.cases), args.expression)
+    cases = matrix.of_tier(selected, args.tier)
     cases = cases if args.seed is None else [reseeded(case, args.seed) for case in cases]
     if args.list:
         print(listing(cases))
@@ -104,6 +105,8 @@ def run_matrix(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         abandon(progress, "cases")
     print(matrix.matrix_report(outcomes, progress.elapsed()))
+    if len(selected) > len(cases):
+        print(f"{len(selected) - len(cases)} more of other tiers were not run: --tier all")
     return matrix_code(outcomes)
 
 

@@ -183,3 +183,18 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     started = lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log"))  # noqa: E731
     code, _ = interrupt(arguments, when=started, cwd=tmp_path, module="pytest")
     assert code == 2
+
+
+def test_cases_of_the_night_are_left_out_unless_their_tier_or_they_themselves_are_asked_for(
+    in_project: Pytest, tmp_path: Path
+) -> None:
+    two = "cases: {one: {why: a test}, late: {why: a test, tier: pairs}}"
+    (tmp_path / "cases" / "some.yaml").write_text(two)
+
+    def collected(*arguments: str) -> set[str]:
+        return set(re.findall(r"::(\w+)::completed", in_project("--collect-only", "-q", *arguments).stdout))
+
+    assert collected() == {"one"}
+    assert collected("--tier", "pairs") == {"late"}
+    assert collected("--tier", "all") == {"one", "late"}
+    assert collected("cases/some.yaml::late") == {"late"}

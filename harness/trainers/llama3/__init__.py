@@ -111,6 +111,8 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         )
     if features.compile and features.schedule in ZERO_BUBBLE:
         yield f"compile with schedule {features.schedule}: torch cannot split the backward of compiled blocks"
+    if features.schedule in ZERO_BUBBLE and case.expected_failure is None:
+        yield from _wrong_with_zero_bubble(case)
     if features.schedule in V_SHAPED and torch_version() < (2, 13):
         yield f"schedule {features.schedule} before torch 2.13: a stage sends to its neighbour on its own rank, gloo cannot"
     if case.model.dropout:
@@ -122,6 +124,19 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         yield f"reshard_after_forward {number} with pp {dims.pp}: how often torch's schedules gather is not planned for it"
     if not features.defer_sync:
         yield f"defer_sync false with pp {dims.pp}: torch reduces after every pass of the schedule, as it is"
+
+
+def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
+    """What torch computes wrongly, and without an error: nobody may train so. The cases that show it expect to fail."""
+    features = case.features
+    schedule = f"with schedule {features.schedule}"
+    if features.activation_checkpointing != "none":
+        why = "torch computes a block again for every group of its weights; see torch_bugs/zero_bubble_checkpointing.py"
+        yield f"activation_checkpointing {features.activation_checkpointing} {schedule}: {why}"
+    if case.wrapper == "ddp":
+        yield f"wrapper ddp {schedule}: torch does not reduce later stages' gradients; see torch_bugs/zero_bubble_ddp.py"
+    if case.wrapper == "fsdp2" and features.reshard_after_forward == "always":
+        yield f"reshard_after_forward always {schedule}: torch loses gradients; see torch_bugs/zero_bubble_reshard.py"
 
 
 def _fsdp1_obstacles(case: Case) -> Iterator[str]:
