@@ -185,9 +185,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     assert code == 2
 
 
-def test_cases_of_the_night_are_left_out_unless_their_tier_or_they_themselves_are_asked_for(
-    in_project: Pytest, tmp_path: Path
-) -> None:
+def test_cases_of_other_tiers_are_left_out_unless_asked_for(in_project: Pytest, tmp_path: Path) -> None:
     two = "cases: {one: {why: a test}, late: {why: a test, tier: pairs}}"
     (tmp_path / "cases" / "some.yaml").write_text(two)
 
