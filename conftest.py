@@ -17,7 +17,7 @@ from harness.case import TIERS, Case, CaseError, load_cases
 from harness.checks import all_checks
 from harness.evidence import EvidenceError, load
 from harness.golden import GoldenError
-from harness.launch import LaunchError, default_server
+from harness.launch import LaunchError, default_server, preload
 from harness.line import Judgement, Options, Unsupported, reference_folder, run_case
 from harness.matrix import ALL_TIERS
 from harness.report import check_text
@@ -35,6 +35,7 @@ class Broken(Exception):
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("harness", "the cases in cases/*.yaml")
     group.addoption("--trainer", default="llama3", help="the trainer under test")
+    group.addoption("--source", metavar="PATH", help="a checkout of that trainer; default: the one installed")
     group.addoption("--launcher", default="local", choices=("local", "torchrun"))
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"))
     group.addoption(
@@ -49,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--case-timeout") <= 0:
         raise pytest.UsageError(f"--case-timeout must be above 0, got {config.getoption('--case-timeout'):g}")
     try:
-        trainers.load(config.getoption("--trainer"))
+        preload(trainers.load(trainers.spec(config.getoption("--trainer"), config.getoption("--source"))).preload)
     except ValueError as error:
         raise pytest.UsageError(f"--trainer: {error}") from error
 
@@ -159,7 +160,7 @@ class Law(pytest.Item):
 def options(config: pytest.Config) -> Options:
     return Options(
         out=Path(config.getoption("--out")),
-        trainer=config.getoption("--trainer"),
+        trainer=trainers.spec(config.getoption("--trainer"), config.getoption("--source")),
         launcher=config.getoption("--launcher"),
         device=config.getoption("--device"),
         timeout=config.getoption("--case-timeout"),

@@ -67,6 +67,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "wrapper": (None, *WRAPPERS),
     "schedule": ("GPipe", "1F1B", *LOOPED),
     "cp_rotation": ("allgather", "alltoall"),
+    "fsdp_units": ("apart", "root"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
 }
@@ -84,7 +85,9 @@ class Features:
     unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
     schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
     activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
-    compile: torch.compile for each block.
+    compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block: "apart", the embedding,
+    and norm with output; "root", all the rest, and by default only the last block stays whole after forward. Trainers
+    choose that, cases need not.
     """
 
     wrapper: str | None = None
@@ -104,6 +107,7 @@ class Features:
     activation_checkpointing: str = "none"
     compile: bool = False
     reduce_dtype: str | None = None
+    fsdp_units: str = "apart"
 
     def __post_init__(self) -> None:
         for key in ("accumulation", "microbatches", "stages_per_rank"):

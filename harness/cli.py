@@ -22,7 +22,7 @@ from harness.checks import run_check
 from harness.evidence import EvidenceError, Run, load, write_text
 from harness.faults import FaultError, faults_of_file, load_fault
 from harness.golden import GoldenError
-from harness.launch import LaunchError
+from harness.launch import LaunchError, preload
 from harness.launch.torchrun import join
 from harness.line import Judgement, Options, Unsupported, judge_folder, reference_folder, run_case, store_report
 from harness.plan import make_plan
@@ -192,15 +192,16 @@ def show_plan(args: argparse.Namespace) -> int:
 
 def options_of(args: argparse.Namespace) -> Options:
     """Raises BadInput and FaultError, before anything is started."""
+    trainer = trainers.spec(args.trainer, args.source)
     try:
-        trainers.load(args.trainer)
+        preload(trainers.load(trainer).preload)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
     fault = checked_fault(args.fault) if getattr(args, "fault", None) else None
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
         raise BadInput("--torchrun-args: they are for --launcher torchrun only")
-    return Options(args.out, args.trainer, args.launcher, args.device, args.timeout, fault, torchrun_args)
+    return Options(args.out, trainer, args.launcher, args.device, args.timeout, fault, torchrun_args)
 
 
 def checked_fault(spec: str) -> str:
@@ -387,7 +388,8 @@ def _selection(command: argparse.ArgumentParser) -> None:
 
 
 def _how_to_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--trainer", default="llama3")
+    command.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
+    command.add_argument("--source", metavar="PATH", help="a checkout of that trainer; default: the one installed")
     command.add_argument("--launcher", default="local", choices=("local", "torchrun"))
     command.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see the README")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

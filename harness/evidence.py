@@ -168,7 +168,7 @@ class RankEvidence:
     structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...}).
     compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
-    resumed: None for a launch that starts at step 1.
+    resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all.
     """
 
     rank: int
@@ -182,6 +182,7 @@ class RankEvidence:
     compiler: dict[str, int] = field(default_factory=dict)
     fault: bool | None = None
     resumed: Resumed | None = None
+    displays: tuple[str, ...] = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,10 @@ class Exit:
 
 @dataclass(frozen=True)
 class Run:
-    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`."""
+    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`.
+
+    trainer: as harness.trainers.load takes it, NAME or NAME@SOURCE.
+    """
 
     directory: str
     world_size: int
@@ -215,6 +219,7 @@ class Run:
     seconds: float = 0.0
     unreadable: dict[int, str] = field(default_factory=dict)
     fault: str | None = None
+    trainer: str = "llama3"
 
 
 # ---- saving and loading
@@ -322,7 +327,7 @@ RUN_FILE = "run.json"
 def save_run(run: Run) -> None:
     """The part of a Run that is not in the ranks' own files."""
     record: dict[str, Any] = {"format": FORMAT, "world_size": run.world_size}
-    record |= {"seconds": run.seconds, "fault": run.fault}
+    record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer}
     record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
     write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
 
@@ -334,6 +339,7 @@ def load_run(directory: Path) -> Run:
         record = json.loads(path.read_text())
         exits = tuple(Exit(**exit) for exit in record["exits"])
         run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
+        run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer))
     except FileNotFoundError as error:
         remedy = "`harness check` wants the folder that `harness run` wrote"
         raise EvidenceError(f"{path}: no such file; {remedy}") from error

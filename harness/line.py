@@ -65,6 +65,7 @@ class Judgement:
     seconds: float
     fault: str | None = None
     fired: bool | None = None
+    trainer: str = "llama3"
 
     @property
     def verdict(self) -> Verdict:
@@ -99,6 +100,7 @@ def run_case(case: Case, options: Options) -> Judgement:
     reason = unsupported(case, options)
     if reason:
         raise Unsupported(reason)
+    case = trainers.load(options.trainer).own(case)
     for launched in case.launches.values():
         make_plan(launched)
     started = time.monotonic()
@@ -125,7 +127,16 @@ def _launch_all(case: Case, folder: Path, weights: Path, options: Options) -> No
             exits = tuple(
                 Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
             )
-            save_run(Run(str(folder / name), launched.dims.world_size, exits, {}, fault=options.fault))
+            save_run(
+                Run(
+                    str(folder / name),
+                    launched.dims.world_size,
+                    exits,
+                    {},
+                    fault=options.fault,
+                    trainer=options.trainer,
+                )
+            )
         elif not _testify(launched, folder / name, weights, options) and launched.last_step is not None:
             failed = name
 
@@ -142,6 +153,7 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         seconds=sum(launched.run.seconds for launched in trial.launches) if seconds is None else seconds,
         fault=trial.run.fault,
         fired=_fired(trial, folder),
+        trainer=trial.run.trainer,
     )
 
 
@@ -229,7 +241,7 @@ def visible_gpus() -> int:
 
 def folder_of(case: Case, options: Options) -> Path:
     parts = [case.name]
-    parts += [options.trainer] if options.trainer != "llama3" else []
+    parts += [options.trainer.partition("@")[0]] if options.trainer != "llama3" else []
     parts += [options.fault.rpartition(":")[2]] if options.fault else []
     return options.out / "+".join(parts)
 
@@ -321,7 +333,9 @@ def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     started = time.monotonic()
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY)
     seconds = time.monotonic() - started
-    save_run(Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault))
+    save_run(
+        Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault, trainer=options.trainer)
+    )
     return all(exit.how == "ok" for exit in exits)
 
 

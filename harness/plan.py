@@ -341,8 +341,17 @@ def fsdp_units(case: Case) -> list[tuple[list[str], int]]:
     if isinstance(policy, int):
         return [(unit, policy) for unit in _fsdp2_units(case)]
     *most, last = _fsdp2_units(case)
+    if case.features.fsdp_units == "root":
+        return _root_units(case, ways)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
     return [(unit, 1 if kept else ways) for unit in most] + [(last, ways if policy == "always" else 1)]
+
+
+def _root_units(case: Case, ways: int) -> list[tuple[list[str], int]]:
+    """torchtitan's of 2024: the last block stays, whose backward follows soon, and what the root gathered is freed."""
+    (first, *blocks, last), policy = _fsdp2_units(case), case.features.reshard_after_forward
+    most = 1 if policy == "never" or (policy == "default" and case.dims.pp > 1) else ways
+    return [(first + last, most), *((b, most) for b in blocks[:-1]), (blocks[-1], ways if policy == "always" else 1)]
 
 
 def _fsdp2_units(case: Case) -> list[list[str]]:

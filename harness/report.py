@@ -39,21 +39,22 @@ def case_report(judgement: Judgement) -> str:
         lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
     if judgement.diagnosis:
         lines += _table(judgement.diagnosis.evidence)
-        lines += _table(
-            [
-                (
-                    "again",
-                    f"harness run {judgement.case.name}" + (f" --fault {judgement.fault}" if judgement.fault else ""),
-                ),
-                ("evidence", str(judgement.folder)),
-            ]
-        )
+        lines += _table([("again", command(judgement)), ("evidence", str(judgement.folder))])
     lines += ["", *_law_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
             lines += ["", f"  {result.check}: {law(result.check)}"]
             lines += [finding_text(finding, "    ") for finding in result.findings]
     return "\n".join(lines)
+
+
+def command(judgement: Judgement) -> str:
+    """What shows it again."""
+    name, _, source = judgement.trainer.partition("@")
+    given = {"trainer": name if name != "llama3" else "", "source": source, "fault": judgement.fault}
+    return " ".join(
+        [f"harness run {judgement.case.name}", *(f"--{key} {value}" for key, value in given.items() if value)]
+    )
 
 
 def finding_text(finding: Finding, indent: str = "") -> str:

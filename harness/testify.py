@@ -6,6 +6,7 @@ return is kept until the process ends.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -44,17 +45,26 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         if case.resume:
             trainer.resume(checkpoints)
             probe.resumed(case.steps.start - 1)
+        started_file(Path(options["directory"]), this).touch()
         trainer.train(case.steps[-1])
         probe.trained()
         if case.last_step is not None:
             trainer.save(checkpoints)
         displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
+        evidence = dataclasses.replace(evidence, displays=adapter.displays)
     finally:
         probe.remove()
     save(rank_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
+
+
+def started_file(directory: Path, rank: int) -> Path:
+    """There as soon as the rank has set up all it needs for its first step."""
+    path = rank_file(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_suffix(".started")
 
 
 def reference(options: dict[str, Any]) -> None:

@@ -111,7 +111,8 @@ class TrainingConfig:
     format of the blocks' matrix products, by torchao. `variable_length`: even steps train on the first half of each
     sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the row's first
     token (rotary attention sees distances only, so starting anew in each document would be the same).
-    `masked_samples`: every fourth sample drawn has no valid label at all. `decay`: "all", or "matrices" for a weight
+    `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
+    of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight
     decay that leaves norm weights alone.
     """
 
@@ -135,6 +136,7 @@ class TrainingConfig:
     variable_length: bool = False
     document_mask: bool = False
     masked_samples: bool = False
+    all_valid: bool = False
     decay: str = "all"
 
     def __post_init__(self) -> None:
@@ -149,6 +151,8 @@ class TrainingConfig:
             raise ValueError(f"max_norm must be positive, or null for no clipping, got {self.max_norm}")
         if self.variable_length and self.seq_len % 2:
             raise ValueError(f"variable_length trains on half of each sample: seq_len must be even, got {self.seq_len}")
+        if self.masked_samples and self.all_valid:
+            raise ValueError("masked_samples and all_valid contradict each other; leave out one")
         if self.masked_samples and self.data is not None:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
 

@@ -44,6 +44,7 @@ class TokenDataset:
         seed: int,
         global_batch: int = 16,
         masked_samples: bool = False,
+        all_valid: bool = False,
     ) -> None:
         if vocab_size < 16:
             raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to tell samples apart")
@@ -51,6 +52,7 @@ class TokenDataset:
         self.masked = masked_fractions(epoch_order(n_samples, seed), global_batch)
         if masked_samples:
             self.masked[epoch_order(n_samples, seed)[MASKED_PLACE::4]] = 1.0
+        self.all_valid = all_valid
 
     def __len__(self) -> int:
         return self.n_samples
@@ -61,7 +63,8 @@ class TokenDataset:
         generator = np.random.Generator(np.random.PCG64([self.seed, index]))
         row = pack(walk(self.seq_len + 1, self.vocab_size, generator), generator)
         labels = row[1:].copy()
-        labels[: masked_count(self.masked[index], self.seq_len, generator)] = IGNORED
+        if not self.all_valid:
+            labels[: masked_count(self.masked[index], self.seq_len, generator)] = IGNORED
         return torch.from_numpy(row[:-1].copy()), torch.from_numpy(labels)
 
 
@@ -162,6 +165,7 @@ def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset 
         training.seed,
         training.global_batch,
         training.masked_samples,
+        training.all_valid,
     )
 
 

@@ -12,7 +12,7 @@ from harness.evidence import Exit
 from harness.launch.blame import judge
 from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare
-from harness.launch.local import LocalRanks, RankServer, default_server
+from harness.launch.local import LocalRanks, RankServer, default_server, preload
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
 
@@ -26,6 +26,7 @@ __all__ = [
     "current",
     "default_server",
     "launch",
+    "preload",
     "read_inflight",
 ]
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,11 @@ class RankServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def preload(modules: Iterable[str]) -> None:
+    """What a server that is started from now on imports besides, where it is there: a trainer's own dependencies."""
+    os.environ["HARNESS_PRELOAD"] = " ".join(modules)
 
 
 def environment() -> dict[str, str]:

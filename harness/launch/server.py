@@ -125,7 +125,7 @@ class Server:
 
 def preload() -> None:
     """Import what every trainer will, and keep the collector from touching (so copying) those pages in the children."""
-    for name in PRELOAD:
+    for name in (*PRELOAD, *os.environ.get("HARNESS_PRELOAD", "").split()):
         try:
             importlib.import_module(name)
         except ImportError:

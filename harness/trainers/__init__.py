@@ -49,9 +49,20 @@ class StartedTrainer(Protocol):
 
 
 class Adapter(Protocol):
-    """How the harness starts one trainer on one rank."""
+    """How the harness starts one trainer on one rank.
+
+    displays: which of "loss" and "grad_norm" the trainer shows its user. preload: modules that the rank server may import
+    once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides,
+    which gives the adapter of another version or checkout: `--trainer NAME --source SOURCE`.
+    """
 
     name: str
+    preload: tuple[str, ...]
+    displays: tuple[str, ...]
+
+    def own(self, case: Case) -> Case:
+        """The case with this trainer's choice where the case leaves one; the plan is made of that. Mostly `return case`."""
+        ...
 
     def unsupported(self, case: Case) -> str | None:
         """Why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
@@ -72,9 +83,22 @@ class Adapter(Protocol):
         ...
 
 
-def load(name: str) -> Adapter:
-    """The adapter of that name. Raises ValueError with the known ones."""
+def spec(name: str, source: str | None) -> str:
+    """As load takes it. A source that is a path is made absolute: ranks may run elsewhere."""
+    if not source:
+        return name
+    return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"
+
+
+def load(spec: str) -> Adapter:
+    """The adapter of NAME, or of NAME@SOURCE. Raises ValueError with the known ones."""
+    name, at, where = spec.partition("@")
     known = sorted(module.name for module in pkgutil.iter_modules(__path__))
     if name not in known:
         raise ValueError(f"no trainer is named {name!r}; known: {', '.join(known)}")
-    return importlib.import_module(f"{__name__}.{name}").adapter
+    adapter = importlib.import_module(f"{__name__}.{name}").adapter
+    if not at:
+        return adapter
+    if not hasattr(adapter, "of"):
+        raise ValueError(f"trainer {name} has no other sources; leave out @{where}")
+    return adapter.of(where)

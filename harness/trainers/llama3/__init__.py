@@ -34,6 +34,11 @@ class Llama3:
     """harness.trainers.Adapter of this trainer."""
 
     name = "llama3"
+    preload: tuple[str, ...] = ()
+    displays: tuple[str, ...] = ("loss", "grad_norm")
+
+    def own(self, case: Case) -> Case:
+        return case
 
     def unsupported(self, case: Case) -> str | None:
         return next(_obstacles(case), None)
@@ -64,6 +69,8 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
     if case.wrapper != "fsdp2" and (case.training.compute_dtype or features.reduce_dtype):
         yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy: they need wrapper fsdp2"
+    if features.fsdp_units != "apart":
+        yield f"fsdp_units {features.fsdp_units}: this trainer gathers embedding, blocks, and norm with output, apart"
     if case.wrapper == "fsdp1":
         yield from _fsdp1_obstacles(case)
     if dims.tp > 1 and isinstance(features.reshard_after_forward, int):

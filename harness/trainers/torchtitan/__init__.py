@@ -1,0 +1,72 @@
+"""torchtitan, unmodified, as the trainer under test: the installed one, another version, or a checkout of any commit.
+
+Its own mesh, data-parallel set-up, loop, clipping and optimizer are examined. Handed over as data are the model's sizes,
+the seed weights, the samples and the recipe's learning rates; nothing of torchtitan's sources is edited.
+
+    source.py     where torchtitan comes from, and what of it a case can ask for
+    handover.py   the data handed over, and what torchtitan displays
+    early.py      2024: train.py with one function `main`
+    paused.py     runs such a function up to where its set-up is done, and on from there
+    cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
+    drift.py      names that torch has renamed since
+    precise.py    torchtitan's casts to float32 leave a float64 recipe's values alone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.case import Case
+from harness.trainers import StartedTrainer
+from harness.trainers.torchtitan import source
+
+
+@dataclass(frozen=True)
+class Torchtitan:
+    """harness.trainers.Adapter. where: a checkout, a folder that holds the package, or None for the installed one."""
+
+    where: str | None = None
+    name: str = "torchtitan"
+    preload: tuple[str, ...] = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
+
+    @property
+    def displays(self) -> tuple[str, ...]:
+        return source.find(self.where).era.displays
+
+    def of(self, where: str) -> Torchtitan:
+        return dataclasses.replace(self, where=where)
+
+    def own(self, case: Case) -> Case:
+        return source.find(self.where).own(case)
+
+    def unsupported(self, case: Case) -> str | None:
+        try:
+            return next(source.find(self.where).obstacles(case), None)
+        except source.NotThere as error:
+            return str(error)
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        if reason := self.unsupported(case):
+            raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
+        found = source.find(self.where)
+        from harness.trainers.torchtitan import cpu, drift, early, precise
+
+        if device == "cpu":
+            cpu.arrange(found)
+        drift.bridge()
+        precise.set_dtype(case.training.dtype)
+        return early.start(case, found, weights, device)
+
+    def stop(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def fqn(self, name: str) -> str:
+        return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+
+
+adapter = Torchtitan()

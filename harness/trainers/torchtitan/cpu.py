@@ -1,0 +1,119 @@
+"""All that has to be arranged before torchtitan is imported on a machine without accelerator; never applied on GPUs.
+
+Nothing here changes what is computed or communicated: it answers questions about a device, and lends names that are
+only asked for by GPU code.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.trainers.torchtitan.source import Source
+
+TOKENIZERS = ("tiktoken", "sentencepiece", "blobfile")  # imported by the early ones, replaced by the case's samples
+CUDA = re.compile(r"\bcuda\b")
+
+
+def arrange(source: Source) -> None:
+    torch._utils._get_available_device_type = lambda: "cpu"
+    lend_memory_calls()
+    sys.meta_path.append(Lend(("triton", *TOKENIZERS)))
+    sys.meta_path.insert(0, ReadAsCpu(source.folder))
+    use_gloo()
+
+
+def lend_memory_calls() -> None:
+    """What a memory monitor asks torch.cuda for."""
+    answers: dict[str, Any] = {
+        "set_device": lambda *_: None,
+        "get_device_name": lambda *_: "cpu",
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=2**34, name="cpu"),
+        "get_device_capability": lambda *_: (0, 0),
+        "memory_stats": lambda *_: defaultdict(int),
+        "reset_peak_memory_stats": lambda *_: None,
+        "empty_cache": lambda *_: None,
+    }
+    for name, answer in answers.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, answer)
+
+
+def use_gloo() -> None:
+    """Whatever backend is asked for is gloo, whose barriers take no devices."""
+    init, barrier = dist.init_process_group, dist.barrier
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        init("gloo", *args, **kwargs)
+
+    def barrier_without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        return barrier(*args, **kwargs)
+
+    dist.init_process_group, dist.barrier = init_process_group, barrier_without_devices
+
+
+class ReadAsCpu(importlib.abc.MetaPathFinder):
+    """Sources below a folder are read with the word cuda replaced by cpu: the early ones have it hard-coded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "torchtitan":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path or [str(self.folder)], target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = CpuLoader(spec.name, spec.loader.path)
+        return spec
+
+
+class CpuLoader(importlib.machinery.SourceFileLoader):
+    """No byte code is kept: it would be found by whoever imports the same file on a GPU."""
+
+    def get_code(self, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        return compile(CUDA.sub("cpu", Path(path).read_text()), path, "exec", dont_inherit=True)
+
+
+class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Packages that are not installed, as modules whose every name is there and does nothing; last in the line of finders."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        wanted = name.partition(".")[0] in self.names
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Lent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+class _Lent(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Nothing:
+    """Used as a decorator it leaves the function alone."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()

@@ -1,0 +1,89 @@
+"""What is handed to torchtitan as data, at names that it looks up itself: samples, seed weights, rates; and what it shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from harness.case import Case
+from harness.trainers import Metrics
+from harness.trainers.llama3.trainer import load_weights, read_weights
+from reference.data import build_dataset, step_length, step_samples
+from reference.train import lr_factor
+
+TOKENIZER_LENGTHS = ("n_words", "vocab_size")
+
+
+def meet() -> None:
+    """torchtitan joins its process group by the environment's address; the local launcher's ranks meet in a file."""
+    if "INIT_METHOD" not in os.environ:
+        return
+    original = dist.init_process_group
+    here: dict[str, Any] = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **{**kwargs, **here, "init_method": os.environ["INIT_METHOD"]})
+
+    dist.init_process_group = init_process_group
+
+
+class Samples:
+    """The case's samples of the data-parallel rank that torchtitan says this is, step after step: its data loader."""
+
+    def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
+        self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
+        self.dataset = build_dataset(case.training, case.model)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at_start()
+        size = self.case.local_batch * self.case.microbatches
+        for step in range(1, self.case.training.steps + 1):
+            mine = step_samples(self.case.training, len(self.dataset), step)[self.dp_rank :: self.dp_degree]
+            for start in range(0, len(mine), size):
+                yield self.batch(mine[start : start + size], step_length(self.case.training, step))
+
+    def batch(self, ids: tuple[int, ...], length: int) -> Any:
+        tokens, labels = zip(*(self.dataset[i] for i in ids), strict=True)
+        return torch.stack(tokens)[:, :length], torch.stack(labels)[:, :length]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def give_weights(parts: list[nn.Module], case: Case, weights: Path | None) -> None:
+    full = read_weights(weights, case)
+    for part in parts:
+        load_weights(part, full)
+
+
+def give_rates(case: Case) -> None:
+    """Every LambdaLR made from now on has the recipe's factors: torchtitan of 2024 knows no cosine."""
+    original = LambdaLR.__init__
+
+    def with_recipe(self: LambdaLR, optimizer: Any, lr_lambda: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, optimizer, lambda finished: lr_factor(finished + 1, case.training), *args, **kwargs)
+
+    LambdaLR.__init__ = with_recipe  # type: ignore[method-assign]
+
+
+def note_metrics(logger: Any, case: Case, metrics: list[Metrics]) -> Any:
+    """The same logger; what it is told to log is noted: the loss averaged over ranks, the gradient norm if it has one."""
+    original = logger.log
+
+    def log(values: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+        norm = values.get("grad_norm", values.get("optim/grad_norm"))
+        rate = case.training.lr * lr_factor(step, case.training)
+        metrics.append(Metrics(step, float(values["loss_metrics/global_avg_loss"]), norm, rate))
+        original(values, step, *args, **kwargs)
+
+    logger.log = log
+    return logger

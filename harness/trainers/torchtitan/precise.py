@@ -1,0 +1,30 @@
+"""A float64 recipe stays float64: torchtitan's casts to float32 (norms, rotary embedding, loss) mean "at least float32".
+
+torchtitan writes `x.float()` where bfloat16 is too narrow. Cutting float64 there would hide mistakes below 1e-7. Which
+operations run, and on which ranks, is unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def set_dtype(name: str) -> None:
+    """Models are made in this dtype. Only ever widens: bfloat16 recipes are left to torchtitan's own options."""
+    if name != "float64":
+        return
+    torch.set_default_dtype(torch.float64)
+    original = Tensor.float
+
+    @functools.wraps(original)
+    def at_least_float32(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Whole numbers become float64, as float32 would be the dtype of all that follows."""
+        if tensor.dtype == torch.float64:
+            return tensor
+        return original(tensor, *args, **kwargs) if tensor.is_floating_point() else tensor.double()
+
+    Tensor.float = at_least_float32  # type: ignore[method-assign, assignment]

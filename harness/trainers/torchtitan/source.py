@@ -1,0 +1,117 @@
+"""Where torchtitan comes from, which era it is of, and what of a case that era can be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.case import AXES, Case, Features
+from reference.config import ModelConfig, TrainingConfig
+
+FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
+HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
+
+
+class NotThere(Exception):
+    """No torchtitan where it was looked for. The message says how to get it."""
+
+
+@dataclass(frozen=True)
+class Era:
+    """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual."""
+
+    name: str
+    axes: tuple[str, ...]
+    features: dict[str, tuple[object, ...]]
+    training: tuple[str, ...]
+    fsdp_units: str
+    displays: tuple[str, ...]
+
+
+EARLY = Era(
+    name="torchtitan of 2024",
+    axes=("dp_replicate", "dp_shard", "tp"),
+    features={
+        "wrapper": ("fsdp2", "replicate"),
+        "loss_parallel": (True, False),
+        "activation_checkpointing": ("none", "full", "layer"),
+        "reduce_dtype": ("float32", "bfloat16", "float64"),
+        "fsdp_units": ("root",),
+    },
+    training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
+    + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
+    fsdp_units="root",
+    displays=("loss",),
+)
+MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Source:
+    """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one."""
+
+    package: Path
+    era: Era
+
+    @property
+    def folder(self) -> Path:
+        return self.package.parent
+
+    def own(self, case: Case) -> Case:
+        """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's."""
+        features = case.features
+        if features.wrapper is None and case.wrapper == "ddp":
+            features = dataclasses.replace(features, wrapper="replicate")
+        if case.wrapper == "fsdp2":
+            features = dataclasses.replace(features, fsdp_units=self.era.fsdp_units)
+        return dataclasses.replace(case, features=features)
+
+    def obstacles(self, case: Case) -> Iterator[str]:
+        era, case = self.era, self.own(case)
+        for axis in AXES:
+            if getattr(case.dims, axis) > 1 and axis not in era.axes:
+                yield f"{axis} {getattr(case.dims, axis)}: not asked of {era.name} by this adapter"
+        for key, value in _unusual(case.features, Features()):
+            if value not in era.features.get(key, ()):
+                yield f"{key} {value}: {era.name} has no such option, or this adapter does not pass it on"
+        for key, value in _unusual(case.training, TrainingConfig()):
+            if key not in era.training:
+                yield f"{key} {value}: {era.name} has no such option, or this adapter does not pass it on"
+        for key, value in _unusual(case.model, ModelConfig()):
+            if key not in MODEL:
+                yield f"{key} {value}: the model of {era.name} has none"
+        if case.dims.tp > 1 and case.wrapper == "replicate":
+            yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
+        if case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+            yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
+        if case.resume or case.last_step:
+            yield "resume: this adapter does not let torchtitan write checkpoints"
+
+
+def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
+    for field in dataclasses.fields(given):  # type: ignore[arg-type]
+        if getattr(given, field.name) != getattr(usual, field.name):
+            yield field.name, getattr(given, field.name)
+
+
+@functools.cache
+def find(where: str | None) -> Source:
+    """Raises NotThere."""
+    package = _installed() if where is None else Path(where).resolve() / "torchtitan"
+    if not package.is_dir():
+        raise NotThere(f"{package}: no torchtitan there; {HOW_TO_GET_IT}")
+    if (package.parent / "train.py").is_file():
+        return Source(package, EARLY)
+    raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 to 2024-12 (train.py beside it) only")
+
+
+def _installed() -> Path:
+    """Without importing it."""
+    spec = importlib.util.find_spec("torchtitan")
+    if spec is None or not spec.submodule_search_locations:
+        raise NotThere(f"torchtitan is not installed; {HOW_TO_GET_IT}")
+    return Path(next(iter(spec.submodule_search_locations)))

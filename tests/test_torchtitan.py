@@ -1,0 +1,122 @@
+"""The torchtitan adapter, as far as it goes without torchtitan; and with it, where a checkout is named.
+
+TORCHTITAN_REPO=/path/to/pytorch/torchtitan runs the real one at the commit before issue 711 and at the last one that has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness import trainers
+from harness.case import Case, Features, ParallelDims, find_case, load_all
+from harness.line import Options, run_case
+from harness.plan import fsdp_units
+from harness.trainers.torchtitan import source
+from harness.trial import Verdict
+from reference.config import ModelConfig, TrainingConfig
+
+REPO = os.environ.get("TORCHTITAN_REPO")
+HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Looks like torchtitan of 2024."""
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+FSDP = ParallelDims(dp_shard=4)
+
+
+def case(dims: ParallelDims = FSDP, **parts: object) -> Case:
+    return Case("any", "a test", dims, **parts)  # type: ignore[arg-type]
+
+
+def test_where_it_is_missing_the_reason_says_how_to_get_it(tmp_path: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{tmp_path}")
+    assert adapter.unsupported(case()) == (
+        f"{tmp_path}/torchtitan: no torchtitan there; `make titan` prepares an environment with it, or give --source a"
+        " checkout of pytorch/torchtitan"
+    )
+
+
+def test_a_trainer_without_other_sources_refuses_one() -> None:
+    with pytest.raises(ValueError, match="trainer llama3 has no other sources; leave out @/x"):
+        trainers.load("llama3@/x")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (case(ParallelDims(pp=2)), "pp 2: not asked of torchtitan of 2024 by this adapter"),
+        (
+            case(features=Features(accumulation=2)),
+            "accumulation 2: torchtitan of 2024 has no such option, or this adapter does not pass it on",
+        ),
+        (
+            case(training=TrainingConfig(optimizer="sgd")),
+            "optimizer sgd: torchtitan of 2024 has no such option, or this adapter does not pass it on",
+        ),
+        (
+            case(model=ModelConfig(tied_embeddings=True)),
+            "tied_embeddings True: the model of torchtitan of 2024 has none",
+        ),
+        (
+            case(ParallelDims(dp_replicate=2, tp=2)),
+            "dp_replicate 2 x tp 2: torchtitan's DDP takes one axis only",
+        ),
+        (case(), None),
+    ],
+)
+def test_what_it_is_not_asked_for_has_a_reason(checkout: Path, asked: Case, reason: str | None) -> None:
+    assert trainers.load(f"torchtitan@{checkout}").unsupported(asked) == reason
+
+
+def test_its_own_choices_are_the_plans(checkout: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{checkout}")
+    assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
+    (root, after_root), *blocks = fsdp_units(adapter.own(case()))
+    assert (root, after_root) == (["tok_embeddings.weight", "norm.weight", "output.weight"], 4)
+    assert [after for _, after in blocks] == [4, 1]
+
+
+def test_every_label_of_an_all_valid_recipe_counts() -> None:
+    from reference.data import IGNORED, build_dataset
+
+    recipe = TrainingConfig(all_valid=True)
+    masked, whole = (build_dataset(r, ModelConfig()) for r in (dataclasses.replace(recipe, all_valid=False), recipe))
+    assert all(bool((whole[i][1] != IGNORED).all()) for i in range(16))
+    assert any(bool((masked[i][1] == IGNORED).any()) for i in range(16))
+    assert all(bool((masked[i][0] == whole[i][0]).all()) for i in range(16)), "the tokens are the same"
+
+
+@pytest.mark.skipif(not REPO, reason="TORCHTITAN_REPO names no checkout of pytorch/torchtitan")
+@pytest.mark.parametrize(
+    ("commit", "verdict", "cause"),
+    [
+        (HSDP_WORKS, Verdict.PASS, None),
+        (
+            HSDP_IS_FSDP,
+            Verdict.FAIL,
+            "HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2, replicated 2 times",
+        ),
+    ],
+)
+def test_issue_711_is_seen_in_the_real_one(tmp_path: Path, commit: str, verdict: Verdict, cause: str | None) -> None:
+    clone = tmp_path / "clone"
+    for command in (
+        ["clone", "--quiet", "--shared", "--no-checkout", str(REPO), str(clone)],
+        ["-C", str(clone), "sparse-checkout", "set", "--no-cone", *source.FILES],
+        ["-C", str(clone), "checkout", "--quiet", "--detach", commit],
+    ):
+        subprocess.run(["git", *command], check=True, capture_output=True)
+    options = Options(out=tmp_path / "out", trainer=f"torchtitan@{clone}")
+    judgement = run_case(find_case("hsdp_2x2_valid", load_all()), options)
+    assert (judgement.verdict, judgement.diagnosis and judgement.diagnosis.cause) == (verdict, cause)
