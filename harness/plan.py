@@ -526,20 +526,22 @@ def _context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow
 
     They are of all query heads (repeated before attention) that tp left here. all_gather brings them at once; alltoall
     passes them on to the next rank, cp - 1 times. Their gradients are always passed on, cp times, until each is back
-    where its keys are: in float64 as they are, else in float32, in which they are summed up.
+    where its keys are: in float64 as they are, else in float32, in which they are summed up. A compiler sees that it is
+    the same keys and values twice: it keeps those of forward for backward.
     """
     dims, model, training = case.dims, case.model, case.training
     if dims.cp == 1:
         return
+    again = not case.features.compile
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
     dtype = training.compute_dtype or training.dtype
     passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * model.dim // dims.tp
     if case.features.cp_rotation == "allgather":
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
-        yield Flow("cp", "keys and values", "all_gather", "backward", dims.cp * passed * BYTES[dtype])
+        yield Flow("cp", "keys and values", "all_gather", "backward", again * dims.cp * passed * BYTES[dtype])
     else:
         yield Flow("cp", "keys and values", "all_to_all", "forward", (dims.cp - 1) * passed * BYTES[dtype])
-        yield Flow("cp", "keys and values", "all_to_all", "backward", (dims.cp - 1) * passed * BYTES[dtype])
+        yield Flow("cp", "keys and values", "all_to_all", "backward", again * (dims.cp - 1) * passed * BYTES[dtype])
     summed = BYTES["float64" if dtype == "float64" else "float32"]
     yield Flow("cp", "gradients of keys and values", "all_to_all", "backward", dims.cp * passed * summed)
 

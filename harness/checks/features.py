@@ -104,7 +104,9 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     """How many products backward repeats: in every block recomputed all but the last, whose result nobody needs.
 
     "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
-    for trainers fuse weights. A product has two in backward, one for each of its gradients.
+    for trainers fuse weights. A product has two in backward, one for each of its gradients. Under dropout the last one is
+    repeated too: what backward needs last is the mask behind it. Where tp reduces attention's result and "op" keeps it,
+    the product before is needed for nothing, which a compiler sees and leaves it out.
     """
     case, layers = trial.case, len(layers_of(trial, rank))
     outputs = case.passes * (case.n_stages - 1 in trial.plan.stages[rank])
@@ -112,7 +114,8 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     if rest or each < 1:
         return None
     last = 0 if case.model.dropout else 1
-    again = each // 2 if case.features.activation_checkpointing == "op" else each - last
+    needless = int(case.features.compile and case.dims.tp > 1)
+    again = each // 2 - needless if case.features.activation_checkpointing == "op" else each - last
     return again * case.passes * len(recomputed_layers(case, rank))
 
 
