@@ -204,3 +204,25 @@ def test_another_wrapper_than_asked_for_is_named() -> None:
 def test_offloading_that_no_wrapper_knows_of_is_a_finding() -> None:
     trial = trial_of(tiny_case("fsdp_2", cpu_offload=True), tiny_case("fsdp_2"))
     assert judged("features", trial).findings[0] == Finding("rank 0, CPU offload", "{True}", "{False}")
+
+
+def in_buckets(trial, rank: int, size: int):
+    """A rank's reductions over the replicas, in pieces of at most `size` bytes."""
+
+    def pieces(call):
+        if (call.op, call.phase) != ("all_reduce", "backward"):
+            return (call,)
+        return [replace(call, bytes=min(size, call.bytes - start)) for start in range(0, call.bytes, size)]
+
+    return with_collectives(trial, rank, pieces)
+
+
+def test_buckets_are_smaller_than_their_size_and_one_parameter_more() -> None:
+    trial = trial_of(tiny_case("ddp_2", bucket_mb=128 / 2**20))  # and the largest parameter has 256 bytes
+    whole = Finding("rank 0, bytes reduced at once", "buckets of 128", "up to 1880")
+    assert judged("features", trial).findings[0] == whole
+    found = diagnose(trial, judge(trial))
+    assert found is not None and found.cause.endswith("is asked for, up to 1880 bytes are reduced at once")
+    for size, verdict in ((376, Verdict.PASS), (384, Verdict.FAIL)):
+        pieces = with_every_rank(trial, lambda trial, rank, size=size: in_buckets(trial, rank, size))
+        assert judged("features", pieces).verdict == verdict

@@ -3,17 +3,18 @@
 Recomputation is a block's forward call inside backward, and the matrix products that are done once more than a forward
 and a backward pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind,
 precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
-there is the wrapper's word; where the device is the CPU nothing else can tell.
+there is the wrapper's word; where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 from harness.checks import verdict_of
 from harness.evidence import StepEvidence
-from harness.plan import layers_of_stage, recomputed_layers
+from harness.plan import BYTES, layers_of_stage, recomputed_layers
 from harness.trial import Finding, Result, Trial
 
 STAGE = "structure"
@@ -31,7 +32,7 @@ def check(trial: Trial) -> Result:
             looked += _products(trial, rank, step)
             looked += _quantized_products(trial, rank, step)
             looked += _random_numbers(trial, rank, step)
-        looked += reduced(trial, rank)
+        looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
     return verdict_of("features", [finding for finding in looked if finding], len(looked))
 
 
@@ -63,6 +64,24 @@ def reduced(trial: Trial, rank: int) -> Looked:
     wanted = case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
     if floats := sorted(dtype for dtype in seen if "float" in dtype):
         yield _expect(f"rank {rank}, dtype of reduced gradients", wanted, " and ".join(floats))
+
+
+def buckets(trial: Trial, rank: int) -> list[int]:
+    """Bytes of each reduction over the replicas in the last step, in which DDP's buckets have their final order."""
+    ranks, last = trial.plan.peers(rank, "dp_replicate"), trial.ranks[rank].steps[-1].step
+    calls = [call for call in trial.ranks[rank].collectives if (call.ranks, call.op) == (ranks, "all_reduce")]
+    return [call.bytes for call in calls if (call.phase, call.step) == ("backward", last)]
+
+
+def buckets_in_force(trial: Trial, rank: int) -> Looked:
+    """A bucket is closed by the parameter that fills it, so it is smaller than its size and one parameter more."""
+    if trial.case.features.bucket_mb is None:
+        return
+    size = int(trial.case.features.bucket_mb * 2**20)
+    most = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
+    largest = max(buckets(trial, rank), default=0)
+    fits = 0 < largest < most
+    yield None if fits else Finding(f"rank {rank}, bytes reduced at once", f"buckets of {size}", f"up to {largest}")
 
 
 # ---- recomputation

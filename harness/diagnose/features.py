@@ -26,7 +26,7 @@ def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
 def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
-    cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _checkpointing(trial)
+    cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial) or _checkpointing(trial)
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
@@ -42,6 +42,13 @@ def _quantization(trial: Trial) -> str | None:
     if foreign := sorted(set(ran) - wanted):
         return f"{ran[foreign[0]]} products of {some(foreign)}, which nobody asked for"
     return f"{recipe} is asked for, no product of {some(sorted(wanted - set(ran)))} ran in that format"
+
+
+def _buckets(trial: Trial) -> str | None:
+    """Larger ones than asked for, or all gradients at once."""
+    wrong = [finding for rank in sorted(trial.ranks) for finding in features.buckets_in_force(trial, rank) if finding]
+    asked = f"bucket_mb {trial.case.features.bucket_mb} is asked for"
+    return f"{asked}, {wrong[0].observed} bytes are reduced at once" if wrong else None
 
 
 def _reduction(trial: Trial) -> str | None:

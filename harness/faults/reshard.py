@@ -1,4 +1,4 @@
-"""Mistakes in which units FSDP frees after forward, and FSDP1 in other forms than asked for. No number shows them."""
+"""Mistakes in which units FSDP frees after forward; FSDP1 and DDP in other forms than asked for. No number shows them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,26 @@ def freed_on_paper_only(fired: Fired) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     replace(FSDPParam, "free_unsharded_param", lambda original: lambda self: fired())
+
+
+@fault(
+    breaks="the bucket size asked for is not passed on, so DDP reduces in buckets of its usual size",
+    bug="of the family of G11 NVIDIA/Megatron-LM #3023: buckets are not what they should be",
+    case="ddp_2_bucket",
+    caught_by="features",
+    named="bucket_mb 0.03125 is asked for",
+)
+def bucket_size_ignored(fired: Fired) -> None:
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def usual(mesh: Any, case: Any) -> Any:
+            fired()
+            return {key: value for key, value in original(mesh, case).items() if key != "bucket_cap_mb"}
+
+        return usual
+
+    replace(parallelize, "ddp_options", make)
 
 
 @fault(
