@@ -11,7 +11,7 @@ from harness.faults.gradients import loss_averaged_per_rank
 
 @fault(
     breaks="weight decay is applied to norm weights, which the recipe spares",
-    bug="of the family of P13: two optimizer groups, and parameters in the wrong one",
+    bug="E04 huggingface/transformers #35927; Fast-LLM #542: weight decay on norm weights",
     case="fsdp_2_two_groups",
     caught_by="update",
     named="weight decay is applied to norm weights",
