@@ -202,7 +202,7 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     options = replace(options, fault=spec_of(fault), timeout=timeout)
     try:
         judgement = run_case(baseline.case, options)
-        told = replace(name, cause=judgement.diagnosis.cause if judgement.diagnosis else "", broken=_broken(judgement))
+        told = replace(name, cause=_cause(judgement), broken=_broken(judgement))
         told = replace(told, outcome=outcome_of(fault, judgement), note=_lacking(fault, told))
         if not baseline.losses:
             return told
@@ -210,6 +210,12 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     except matrix.PROBLEMS as problem:
         return replace(name, note=str(problem))
     return replace(told, weaker=what_weaker_tests_say(told, baseline.losses, losses), off=off(baseline.losses, losses))
+
+
+def _cause(judgement: Judgement) -> str:
+    """Without the place where the evidence lies, which is another one elsewhere."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    return cause.replace(f"{judgement.folder.resolve()}/", "")
 
 
 def spec_of(fault: Fault) -> str:
@@ -334,7 +340,8 @@ def accept(done: Sequence[Attempt], known: Sequence[Fault], stored: Path = STORE
     """Puts what was measured in the place of what is stored of the same faults, and the table into the README."""
     before = {attempt.fault: attempt for attempt in (from_json(stored.read_text()) if stored.exists() else [])}
     now = before | {attempt.fault: attempt for attempt in done}
-    kept = [now[fault.name] for fault in known if fault.name in now]
+    told = [(fault, now[fault.name]) for fault in known if fault.name in now]
+    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in told]
     write_text(stored, to_json(kept))
     write_text(readme, with_table(readme.read_text(), kept))
     return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"

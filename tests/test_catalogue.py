@@ -247,5 +247,10 @@ def test_every_law_of_the_trainer_is_tripped_by_two_faults() -> None:
     assert {law: tripped[law] for law in all_checks() if tripped[law] < 2 and law != "golden"} == {}
 
 
+def test_what_was_measured_is_of_the_faults_there_are() -> None:
+    """`harness faults -k NAME --accept` measures a new one."""
+    assert [attempt.fault for attempt in lot.from_json(lot.STORED.read_text())] == [f.name for f in catalogue()]
+
+
 def test_laws_that_faults_name_exist() -> None:
     assert {law for fault in catalogue() for law in fault.caught_by} <= set(all_checks())
