@@ -1,4 +1,4 @@
-"""The command line: harness run | check | report | matrix | faults | golden | plan | join.
+"""The command line: harness run | bisect | check | report | matrix | faults | golden | plan | join.
 
 Exit codes: 0 every law holds, 1 a law is broken, 2 something could not be judged (bad input, UNKNOWN, all skipped, a
 fault that never fired), 130 interrupted. With --bisect 2 becomes 125: `git bisect run` skips that commit.
@@ -7,6 +7,7 @@ fault that never fired), 130 interrupted. With --bisect 2 becomes 125: `git bise
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, catalogue, coverage, golden, matrix, trainers
+from harness.bisect import BisectError, bisect
+from harness.bisect_report import bisect_report
 from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
@@ -40,7 +43,7 @@ class BadInput(Exception):
     """What was typed cannot be done. The message is for the person who typed it."""
 
 
-EXPECTED = (BadInput, CaseError, EvidenceError, FaultError, GoldenError, LaunchError)
+EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +80,16 @@ def run(args: argparse.Namespace) -> int:
     judgement = run_case(case, options)
     print(case_report(judgement))
     return exit_code(judgement)
+
+
+def run_bisect(args: argparse.Namespace) -> int:
+    """0: the first bad commit is found. 2: skipped commits hide it."""
+    args.source = str(args.repo)
+    cases = matrix.matching(load_all(args.cases), args.expression)
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    found = bisect(args.repo, args.good, args.bad, cases, options_of(args), tell)
+    print(bisect_report(found))
+    return PASSED if found.first_bad else NOT_JUDGED
 
 
 def check(args: argparse.Namespace) -> int:
@@ -322,6 +335,12 @@ def parser() -> argparse.ArgumentParser:
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     _how_to_run(one)
+    search = _command(commands, "bisect", run_bisect, "find the commit of a trainer that broke a law")
+    search.add_argument("--repo", type=Path, required=True, metavar="PATH", help="a clone of the trainer; only read")
+    search.add_argument("--good", required=True, metavar="COMMIT")
+    search.add_argument("--bad", required=True, metavar="COMMIT")
+    _selection(search)
+    _how_to_run(search)
     stored = commands.add_parser("check", help="judge stored evidence; starts nothing")
     stored.set_defaults(command=check)
     stored.add_argument(

@@ -53,7 +53,8 @@ class Adapter(Protocol):
 
     displays: which of "loss" and "grad_norm" the trainer shows its user. preload: modules that the rank server may import
     once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides,
-    which gives the adapter of another version or checkout: `--trainer NAME --source SOURCE`.
+    which gives the adapter of another version or checkout: `--trainer NAME --source SOURCE`; and
+    may say in `files` which paths of its repository running it needs.
     """
 
     name: str

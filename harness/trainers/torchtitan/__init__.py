@@ -31,6 +31,8 @@ class Torchtitan:
     name: str = "torchtitan"
     preload: tuple[str, ...] = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
 
+    files: tuple[str, ...] = source.FILES
+
     @property
     def displays(self) -> tuple[str, ...]:
         return source.find(self.where).era.displays

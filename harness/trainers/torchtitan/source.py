@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,7 +97,6 @@ def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
             yield field.name, getattr(given, field.name)
 
 
-@functools.cache
 def find(where: str | None) -> Source:
     """Raises NotThere."""
     package = _installed() if where is None else Path(where).resolve() / "torchtitan"

@@ -1,0 +1,150 @@
+"""Bisecting, over a repository of a dozen commits of one file that says how a run of it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from literal import tiny_case, trial_of
+
+from harness import bisect as module
+from harness.bisect import BisectError, Found, bisect
+from harness.bisect_report import bisect_report, facts
+from harness.case import Case, ParallelDims
+from harness.diagnose import Diagnosis
+from harness.line import Judgement, Options, Unsupported
+from harness.testify import started_file
+from harness.trial import Result, Verdict
+
+CASE = Case("one", "a test", ParallelDims(dp_shard=2))
+
+
+class Toy:
+    name = "toy"
+    files = ("/state",)
+
+    def __init__(self, where: str = "") -> None:
+        self.where = where
+
+    def of(self, where: str) -> Toy:
+        return Toy(where)
+
+
+def judged(case: Case, options: Options) -> Judgement:
+    """What the file `state` says: laws that break, "raises" before the first step, "unsupported", or "interrupt"."""
+    said = (Path(options.trainer.partition("@")[2]) / "state").read_text().split()[1:]
+    if "unsupported" in said:
+        raise Unsupported("torchtitan is not installed")
+    if "interrupt" in said:
+        raise KeyboardInterrupt
+    folder = options.out / "one+toy"
+    folder.mkdir(parents=True)
+    for rank in range(0 if "raises" in said else 2):
+        started_file(folder / "run", rank).touch()
+    broken = ["completed"] if "raises" in said else said
+    results = tuple(Result(law, Verdict.FAIL) for law in broken) or (Result("loss", Verdict.PASS),)
+    diagnosis = Diagnosis(cause=f"{' and '.join(said)} broke", evidence=()) if said else None
+    return Judgement(case, folder, results, diagnosis, 0.0)
+
+
+def git(repo: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    return subprocess.run(["git", "-C", str(repo), *who, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def repository(folder: Path, states: list[str]) -> Path:
+    git(folder, "init", "--quiet", "-b", "main")
+    for number, state in enumerate(states):
+        (folder / "state").write_text(f"{number} {state}")
+        (folder / "large").write_bytes(b"not needed")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", f"commit {number}")
+    return folder
+
+
+def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[str]) -> tuple[Found, list[str]]:
+    (tmp_path / "repo").mkdir()
+    repo = repository(tmp_path / "repo", states)
+    monkeypatch.setattr(module, "run_case", judged)
+    monkeypatch.setattr(module.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
+    told: list[str] = []
+    options = Options(out=tmp_path / "out", trainer="toy")
+    return bisect(repo, f"HEAD~{len(states) - 1}", "HEAD", [CASE], options, told.append), told
+
+
+def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, told = search(tmp_path, monkeypatch, [""] * 5 + ["traffic"] * 6)
+    assert found.first_bad is not None and found.last_good is not None
+    assert (found.first_bad.subject, found.last_good.subject) == ("commit 5", "commit 4")
+    assert found.first_bad.broken == {("one", "traffic")}
+    assert found.first_bad.folders["one"].is_dir()
+    assert "commits left after it, about" in told[2]
+
+
+def test_a_law_that_the_good_commit_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = search(tmp_path, monkeypatch, ["loss"] * 3 + [""] * 2 + ["loss traffic"] * 4)
+    assert found.first_bad is not None and found.first_bad.subject == "commit 5"
+
+
+def test_what_raises_before_its_first_step_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = search(tmp_path, monkeypatch, [""] * 2 + ["raises"] + [""] * 2 + ["traffic"] * 4)
+    assert found.first_bad is not None and found.first_bad.subject == "commit 5"
+
+
+def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = search(tmp_path, monkeypatch, ["", "raises", "unsupported", "loss", "traffic"])
+    assert found.first_bad is None
+    assert sorted(name.rpartition("  ")[2] for name in found.candidates) == [f"commit {n}" for n in range(1, 5)]
+    assert {one.subject: one.problem for one in found.judged if one.verdict == "skip"} == {
+        "commit 1": "one, before its first step: raises broke",
+        "commit 2": "one: torchtitan is not installed",
+        "commit 3": "breaks other laws than the bad commit: loss",
+    }
+    text = bisect_report(found)
+    assert text.startswith("the first bad commit is one of these")
+    assert "torchtitan is not installed" in text
+
+
+def test_two_commits_that_are_judged_alike_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BisectError, match=r"breaks no law that the good one keeps \(broken on both sides: loss\)"):
+        search(tmp_path, monkeypatch, ["loss", "", "loss"])
+
+
+def test_a_commit_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    repo = repository(tmp_path, ["", ""])
+    with pytest.raises(BisectError, match="no commit 'nonsense' there"):
+        bisect(repo, "nonsense", "HEAD", [CASE], Options(trainer="torchtitan"), print)
+
+
+def test_the_harness_own_trainer_is_told_the_other_way(tmp_path: Path) -> None:
+    with pytest.raises(BisectError, match="git bisect run harness run CASE --bisect"):
+        bisect(tmp_path, "A", "B", [CASE], Options(), print)
+
+
+def test_an_interrupt_leaves_the_repository_and_the_temporary_folder_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, monkeypatch, ["", "interrupt", "traffic"])
+    repo = tmp_path / "repo"
+    assert list(temporary.iterdir()) == []
+    assert (git(repo, "status", "--porcelain"), git(repo, "symbolic-ref", "HEAD").strip()) == ("", "refs/heads/main")
+    assert len(git(repo, "worktree", "list").splitlines()) == 1
+    assert git(repo, "for-each-ref").splitlines() == [git(repo, "for-each-ref", "refs/heads/main").strip()]
+
+
+def test_what_was_seen_of_rank_0_tells_hsdp_from_fsdp_and_the_losses_do_not() -> None:
+    hsdp, fsdp = tiny_case(ParallelDims(dp_replicate=2, dp_shard=2)), tiny_case(ParallelDims(dp_shard=4))
+    right, wrong = facts(trial_of(hsdp)), facts(trial_of(hsdp, ran=fsdp))
+    assert (right["it shards over"], wrong["it shards over"]) == ("[0,1]", "[0-3]")
+    assert (right["it replicates over"], wrong.get("it replicates over")) == ("[0,2]", None)
+    assert right["its tok_embeddings.weight"].startswith("1/2 of dim 0")
+    assert wrong["its tok_embeddings.weight"].startswith("1/4 of dim 0")
+    assert right["losses displayed"] == wrong["losses displayed"]
