@@ -60,7 +60,7 @@ class ParallelDims:
         return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True))
 
 
-TIERS = ("default", "pairs", "compiled")
+TIERS = ("default", "nightly", "compiled")
 WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -157,8 +157,8 @@ class Case:
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
     last_step: of an earlier launch alone, after which it saves; never written in a file.
-    tier: when it runs. "default": before every push; "pairs", combinations that no smaller case has, and "compiled", which
-    take long: nightly.
+    tier: when it runs. "default": before every push. "nightly": more of the same, and combinations that no smaller case
+    has. "compiled": what waits for a compiler.
     """
 
     name: str

@@ -151,11 +151,12 @@ def _of_features() -> Iterator[Option]:
 
 
 def _of_training() -> Iterator[Option]:
-    bf16 = {"dtype": "float32", "compute_dtype": "bfloat16"}
+    small = {"global_batch": 8}  # as in cases/precision.yaml: noise is measured once a recipe, and takes long
+    bf16 = {"dtype": "float32", "compute_dtype": "bfloat16"} | small
     yield Option(
         "float32",
         "precision",
-        {"training": {"dtype": "float32"}},
+        {"training": {"dtype": "float32"} | small},
         lambda case: (
             case.training.dtype == "float32" and not case.training.compute_dtype and not case.training.quantize
         ),
@@ -172,10 +173,17 @@ def _of_training() -> Iterator[Option]:
         {"dims": {"dp_shard": 2}, "training": bf16},
         lambda case: case.training.compute_dtype == "bfloat16" and case.features.reduce_dtype in (None, "bfloat16"),
     )
-    for quantize in ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8"):
-        yield Option(
-            quantize, "precision", {"training": {"dtype": "float32", "quantize": quantize}}, _quantized(quantize)
-        )
+    for quantize, dtype in (
+        ("float8_tensorwise", "float32"),
+        ("float8_rowwise", "float64"),
+        ("float8_rowwise_with_gw_hp", "float64"),
+        ("mxfp8", "float32"),
+    ):
+        fragment: dict[str, Any] = {"training": {"dtype": dtype, "quantize": quantize} | small}
+        fragment |= (
+            {"model": {"dim": 128, "ffn_dim": 256}} if quantize == "mxfp8" else {}
+        )  # blocks of 32, also under tp
+        yield Option(quantize, "precision", fragment, _quantized(quantize))
     yield _training("SGD", "optimizer", "optimizer", "sgd")
     yield _training("no clipping", "clipping", "max_norm", None)
     yield _training("two optimizer groups", "optimizer groups", "decay", "matrices")

@@ -186,13 +186,13 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
 
 
 def test_cases_of_other_tiers_are_left_out_unless_asked_for(in_project: Pytest, tmp_path: Path) -> None:
-    two = "cases: {one: {why: a test}, late: {why: a test, tier: pairs}}"
+    two = "cases: {one: {why: a test}, late: {why: a test, tier: nightly}}"
     (tmp_path / "cases" / "some.yaml").write_text(two)
 
     def collected(*arguments: str) -> set[str]:
         return set(re.findall(r"::(\w+)::completed", in_project("--collect-only", "-q", *arguments).stdout))
 
     assert collected() == {"one"}
-    assert collected("--tier", "pairs") == {"late"}
+    assert collected("--tier", "nightly") == {"late"}
     assert collected("--tier", "all") == {"one", "late"}
     assert collected("cases/some.yaml::late") == {"late"}

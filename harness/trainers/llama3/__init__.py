@@ -118,6 +118,11 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         )
     if features.compile and features.schedule in ZERO_BUBBLE:
         yield f"compile with schedule {features.schedule}: torch cannot split the backward of compiled blocks"
+    if case.training.quantize and features.schedule in ZERO_BUBBLE:
+        yield (
+            f"quantize {case.training.quantize} with schedule {features.schedule}: a quantized product has one backward,"
+            " which either half of a split one runs as a whole; how often is not planned"
+        )
     if features.schedule in ZERO_BUBBLE and case.expected_failure is None:
         yield from _wrong_with_zero_bubble(case)
     if features.schedule in V_SHAPED and torch_version() < (2, 13):
