@@ -1,7 +1,7 @@
 # make test             all tests, with all cases            make test K=hsdp     those that K selects, as pytest -k
 # make matrix           all cases, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
-# make titan            torchtitan's environment; with TORCHTITAN=PATH of a clone, bisect its issue 711
+# make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
 PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
@@ -17,9 +17,9 @@ test: $(INSTALLED)
 faults: $(INSTALLED)
 	.venv/bin/harness faults --laws-only $(SELECT)
 
-# torchtitan's environment; give TORCHTITAN=PATH, a clone of its repository, to see issue 711 found in its history.
+# torchtitan in an environment of its own; with TORCHTITAN=PATH of a clone, issue 711 is looked for in its history instead.
 titan: .venv-titan/.installed
-	$(if $(TORCHTITAN),.venv-titan/bin/harness bisect --trainer torchtitan --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid)
+	.venv-titan/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
 
 .venv-titan/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-titan

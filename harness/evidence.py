@@ -222,6 +222,33 @@ class Run:
     trainer: str = "llama3"
 
 
+def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
+    """The same with parameters and modules under the names that `fqn` gives them."""
+
+    def keys(found: dict[str, T]) -> dict[str, T]:
+        return {fqn(name): value for name, value in found.items()}
+
+    def counted(calls: dict[str, int]) -> dict[str, int]:
+        return {
+            f"{phase} {fqn(name)}": count
+            for (phase, _, name), count in ((k.partition(" "), c) for k, c in calls.items())
+        }
+
+    steps = tuple(
+        dataclasses.replace(
+            step,
+            gradients=keys(step.gradients),
+            parameters=keys(step.parameters),
+            optimizer_state=keys(step.optimizer_state),
+            activity=dataclasses.replace(step.activity, calls=counted(step.activity.calls)),
+            after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
+        )
+        for step in evidence.steps
+    )
+    parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
+    return dataclasses.replace(evidence, steps=steps, parameters=parameters, structure=keys(evidence.structure))
+
+
 # ---- saving and loading
 
 

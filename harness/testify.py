@@ -17,7 +17,7 @@ import numpy as np
 
 from harness import trainers
 from harness.case import from_json
-from harness.evidence import Collective, rank_file, save, write_text
+from harness.evidence import Collective, rank_file, renamed, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
 from harness.trainers import StartedTrainer
@@ -52,7 +52,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             trainer.save(checkpoints)
         displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
-        evidence = dataclasses.replace(evidence, displays=adapter.displays)
+        evidence = renamed(dataclasses.replace(evidence, displays=adapter.displays), adapter.fqn)
     finally:
         probe.remove()
     save(rank_file(Path(options["directory"]), this), evidence)

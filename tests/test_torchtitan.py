@@ -6,6 +6,7 @@ TORCHTITAN_REPO=/path/to/pytorch/torchtitan runs the real one at the commit befo
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -95,6 +96,53 @@ def test_every_label_of_an_all_valid_recipe_counts() -> None:
     assert all(bool((whole[i][1] != IGNORED).all()) for i in range(16))
     assert any(bool((masked[i][1] == IGNORED).any()) for i in range(16))
     assert all(bool((masked[i][0] == whole[i][0]).all()) for i in range(16)), "the tokens are the same"
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """Looks like torchtitan 0.3.0."""
+    (tmp_path / "torchtitan" / "models" / "llama3").mkdir(parents=True)
+    (tmp_path / "torchtitan" / "models" / "llama3" / "config_registry.py").touch()
+    (tmp_path / "torchtitan" / "trainer.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (
+            case(features=Features(accumulation=2)),
+            "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch",
+        ),
+        (case(features=Features(accumulation=2, defer_sync=False)), None),
+        (
+            case(ParallelDims(tp=2)),
+            "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank",
+        ),
+        (case(ParallelDims(dp_replicate=2)), None),
+    ],
+)
+def test_what_0_3_0_is_not_asked_for_has_a_reason(release: Path, asked: Case, reason: str | None) -> None:
+    assert trainers.load(f"torchtitan@{release}").unsupported(asked) == reason
+
+
+def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{release}")
+    theirs = ["lm_head.weight", "layers.0.attention.qkv_linear.wk.weight", "layers.1.feed_forward.w1.weight", ""]
+    assert [adapter.fqn(name) for name in theirs] == [
+        "output.weight",
+        "layers.0.attention.wk.weight",
+        "layers.1.feed_forward.w1.weight",
+        "",
+    ]
+    assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "fsdp2"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
+@pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer"])
+def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
+    judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="torchtitan"))
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 
 @pytest.mark.skipif(not REPO, reason="TORCHTITAN_REPO names no checkout of pytorch/torchtitan")

@@ -102,7 +102,8 @@ class ValueRecorder:
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._copy_gradients()
         self._copy_resumed_state(optimizer)
-        self._step().lr = float(optimizer.param_groups[0]["lr"])
+        if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
+            self._step().lr = float(optimizer.param_groups[0]["lr"])
         self._clock.enter_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -122,7 +123,10 @@ class ValueRecorder:
             if other is not step:
                 other.optimizer_state = {}
         for fqn, state in states.items():
-            step.optimizer_state[fqn] = tensors(state)
+            if (
+                state or fqn not in step.optimizer_state
+            ):  # an optimizer that only contains others has no state of its own
+                step.optimizer_state[fqn] = tensors(state)
 
 
 def tensors(state: dict[str, Any]) -> dict[str, np.ndarray]:

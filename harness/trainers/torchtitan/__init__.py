@@ -6,6 +6,7 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     source.py     where torchtitan comes from, and what of it a case can ask for
     handover.py   the data handed over, and what torchtitan displays
     early.py      2024: train.py with one function `main`
+    later.py      0.3.0: a Trainer, and configurations as objects
     paused.py     runs such a function up to where its set-up is done, and on from there
     cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
     drift.py      names that torch has renamed since
@@ -53,13 +54,14 @@ class Torchtitan:
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
         found = source.find(self.where)
-        from harness.trainers.torchtitan import cpu, drift, early, precise
+        from harness.trainers.torchtitan import cpu, drift, early, later, precise
 
         if device == "cpu":
             cpu.arrange(found)
         drift.bridge()
         precise.set_dtype(case.training.dtype)
-        return early.start(case, found, weights, device)
+        era = early if found.era is source.EARLY else later
+        return era.start(case, found, weights, device)
 
     def stop(self) -> None:
         import torch.distributed as dist
@@ -68,7 +70,7 @@ class Torchtitan:
             dist.destroy_process_group()
 
     def fqn(self, name: str) -> str:
-        return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+        return source.find(self.where).era.fqn(name)
 
 
 adapter = Torchtitan()

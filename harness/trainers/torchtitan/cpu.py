@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.trainers.torchtitan.source import Source
+from harness.trainers.torchtitan.source import EARLY, Source
 
 TOKENIZERS = ("tiktoken", "sentencepiece", "blobfile")  # imported by the early ones, replaced by the case's samples
 CUDA = re.compile(r"\bcuda\b")
@@ -28,7 +28,8 @@ def arrange(source: Source) -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
     lend_memory_calls()
     sys.meta_path.append(Lend(("triton", *TOKENIZERS)))
-    sys.meta_path.insert(0, ReadAsCpu(source.folder))
+    if source.era is EARLY:
+        sys.meta_path.insert(0, ReadAsCpu(source.folder))
     use_gloo()
 
 
@@ -58,6 +59,8 @@ def use_gloo() -> None:
     def barrier_without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
         return barrier(*args, **kwargs)
 
+    if not hasattr(dist, "set_timeout"):  # newer than torch 2.13
+        dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
     dist.init_process_group, dist.barrier = init_process_group, barrier_without_devices
 
 
@@ -101,14 +104,20 @@ class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Lent(ModuleType):
+    """Names with a capital are classes: torch asks whether something is an instance of triton's."""
+
+    __version__ = "0.0.0"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Nothing()
+        return type(name, (_Nothing,), {}) if name[0].isupper() else _Nothing()
 
 
 class _Nothing:
     """Used as a decorator it leaves the function alone."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self

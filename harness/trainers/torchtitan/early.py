@@ -19,7 +19,7 @@ from harness.case import Case
 from harness.trainers import Metrics
 from harness.trainers.torchtitan import handover
 from harness.trainers.torchtitan.paused import Paused
-from harness.trainers.torchtitan.source import Source
+from harness.trainers.torchtitan.source import EARLY, Source
 
 FLAVOR = "debugmodel"
 CHECKPOINTING = {"none": "none", "full": "full", "layer": "selective"}
@@ -60,7 +60,7 @@ class EarlyTrainer:
 
         def optimizers(model_parts: list[nn.Module], *args: Any) -> Any:
             self.model_parts = list(model_parts)
-            handover.give_weights(self.model_parts, case, self._weights)
+            handover.give_weights(self.model_parts, case, self._weights, EARLY.fqn)
             return build_optimizers(model_parts, *args)
 
         def logger(*args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from harness.case import Case
+from harness.probe.structure import local
 from harness.trainers import Metrics
-from harness.trainers.llama3.trainer import load_weights, read_weights
+from harness.trainers.llama3.trainer import local_slice, read_weights
 from reference.data import build_dataset, step_length, step_samples
 from reference.train import lr_factor
 
@@ -59,10 +63,24 @@ class Samples:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def give_weights(parts: list[nn.Module], case: Case, weights: Path | None) -> None:
+@torch.no_grad()
+def give_weights(parts: list[nn.Module], case: Case, weights: Path | None, fqn: Callable[[str], str]) -> None:
+    """Each parameter's own slice of the seed weight of that name. No communication."""
     full = read_weights(weights, case)
     for part in parts:
-        load_weights(part, full)
+        for name, parameter in part.named_parameters():
+            whole = torch.from_numpy(full[fqn(name)])
+            if whole.shape != parameter.shape:
+                raise ValueError(
+                    f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}"
+                )
+            local(parameter).copy_(local_slice(whole, parameter))
+
+
+def no_sleep(module: str) -> None:
+    """torchtitan's rank 0 sleeps two seconds at the end, for the others."""
+    found = importlib.import_module(module)
+    found.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]
 
 
 def give_rates(case: Case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,16 @@ class Era:
     features: dict[str, tuple[object, ...]]
     training: tuple[str, ...]
     fsdp_units: str
+    replicates_by: str
     displays: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def fqn(self, name: str) -> str:
+        """The reference's spelling of a parameter's or module's name."""
+        name = ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+        for theirs, ours in self.renamed:
+            name = re.sub(rf"(^|\.){re.escape(theirs)}(\.|$)", rf"\1{ours}\2", name)
+        return name
 
 
 EARLY = Era(
@@ -44,7 +54,25 @@ EARLY = Era(
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
     + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
     fsdp_units="root",
+    replicates_by="replicate",
     displays=("loss",),
+)
+LATER = Era(
+    name="torchtitan 0.3.0",
+    axes=("dp_replicate", "dp_shard", "tp"),
+    features={
+        "wrapper": ("fsdp2",),
+        "accumulation": tuple(range(1, 65)),
+        "defer_sync": (False,),
+        "reshard_after_forward": ("always", "never"),
+        "sequence_parallel": (False,),
+        "reduce_dtype": ("float32", "bfloat16", "float64"),
+    },
+    training=EARLY.training,
+    fsdp_units="apart",
+    replicates_by="fsdp2",
+    displays=("loss", "grad_norm"),
+    renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 
@@ -64,7 +92,8 @@ class Source:
         """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's."""
         features = case.features
         if features.wrapper is None and case.wrapper == "ddp":
-            features = dataclasses.replace(features, wrapper="replicate")
+            features = dataclasses.replace(features, wrapper=self.era.replicates_by)
+            case = dataclasses.replace(case, features=features)
         if case.wrapper == "fsdp2":
             features = dataclasses.replace(features, fsdp_units=self.era.fsdp_units)
         return dataclasses.replace(case, features=features)
@@ -85,7 +114,15 @@ class Source:
                 yield f"{key} {value}: the model of {era.name} has none"
         if case.dims.tp > 1 and case.wrapper == "replicate":
             yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
-        if case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+        if era is LATER and case.features.accumulation > 1 and case.features.defer_sync:
+            yield "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch"
+        if era is LATER and case.features.activation_checkpointing != "none":
+            yield "activation_checkpointing: torchtitan 0.3.0 recomputes blocks to their very end, which is not planned"
+        if era is LATER and case.wrapper is None:
+            yield "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank"
+        if era is LATER and not case.features.loss_parallel:
+            yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
+        if era is EARLY and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         if case.resume or case.last_step:
             yield "resume: this adapter does not let torchtitan write checkpoints"
@@ -104,7 +141,9 @@ def find(where: str | None) -> Source:
         raise NotThere(f"{package}: no torchtitan there; {HOW_TO_GET_IT}")
     if (package.parent / "train.py").is_file():
         return Source(package, EARLY)
-    raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 to 2024-12 (train.py beside it) only")
+    if (package / "models" / "llama3" / "config_registry.py").is_file() and (package / "trainer.py").is_file():
+        return Source(package, LATER)
+    raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 to 2024-12, and 0.3.0")
 
 
 def _installed() -> Path:

@@ -1,0 +1,166 @@
+"""torchtitan 0.3.0: `Trainer(config).train()`, with configurations as objects."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.case import Case
+from harness.trainers import Metrics
+from harness.trainers.torchtitan import handover
+from harness.trainers.torchtitan.source import Source
+from reference.train import lr_factor
+
+
+class LaterTrainer:
+    """harness.trainers.StartedTrainer around torchtitan's Trainer."""
+
+    def __init__(self, trainer: Any, case: Case) -> None:
+        self.model_parts: list[nn.Module] = trainer.model_parts
+        self.metrics: list[Metrics] = []
+        self._trainer, self._case = trainer, case
+        processor = trainer.metrics_processor
+        log = processor.log
+
+        def noted(step: int, average: float, largest: float, norm: float, *args: Any, **kwargs: Any) -> None:
+            rate = case.training.lr * lr_factor(step, case.training)
+            self.metrics.append(Metrics(step, float(average), norm, rate))
+            log(step, average, largest, norm, *args, **kwargs)
+
+        processor.log = noted
+
+    def train(self, last_step: int) -> None:
+        assert last_step == self._case.training.steps
+        self._trainer.train()
+
+    def save(self, folder: Path) -> object:
+        raise NotImplementedError
+
+    def resume(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class Built:
+    """Stands in a configuration for a component, whose builder it is."""
+
+    def __init__(self, component: Any) -> None:
+        self.component = component
+
+    def build(self, **_: Any) -> Any:
+        return self.component(**_) if callable(self.component) else self.component
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def start(case: Case, source: Source, weights: Path | None, device: str) -> LaterTrainer:
+    sys.path.insert(0, str(source.folder))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    handover.meet()
+    handover.give_rates(case)
+    handover.no_sleep("torchtitan.trainer")
+    trainer = configuration(case).build()
+    handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
+    return LaterTrainer(trainer, case)
+
+
+def configuration(case: Case) -> Any:
+    """torchtitan's own for its debug model, with the case's values."""
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    TORCH_DTYPE_MAP["float64"] = torch.float64
+    config = llama3_debugmodel()
+    config.model_spec.model = model(case)
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=case.model.vocab_size)
+    config.optimizer = default_adamw(lr=case.training.lr)
+    config.dataloader = Built(lambda dp_world_size, dp_rank, **_: Inputs(case, dp_world_size, dp_rank, lambda: None))
+    config.tokenizer = Built(None)
+    for name, value in options(case).items():
+        section, _, key = name.rpartition(".")
+        setattr(getattr(config, section) if section else config, key, value)
+    return config
+
+
+class Inputs(handover.Samples):
+    """Tokens by name. No positions: without them attention is causal over the whole row, and needs no mask."""
+
+    def batch(self, ids: tuple[int, ...], length: int) -> Any:
+        tokens, labels = super().batch(ids, length)
+        return {"input": tokens}, labels
+
+
+def model(case: Case) -> Any:
+    """The case's sizes; wq, wk, wv apart, as an option has it; SDPA, as FlexAttention has no backward on CPU."""
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    sizes = case.model
+    layers = llama3._build_llama3_layers(
+        n_layers=sizes.n_layers,
+        dim=sizes.dim,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        hidden_dim=sizes.ffn_dim,
+        fuse_qkv=False,
+        attn_backend="flex",
+        rope=llama3.ComplexRoPE.Config(
+            dim=sizes.head_dim, max_seq_len=case.training.seq_len, theta=sizes.rope_theta, scaling="none"
+        ),
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
+    return llama3.Llama3Model.Config(
+        dim=sizes.dim,
+        vocab_size=sizes.vocab_size,
+        tok_embeddings=llama3.Embedding.Config(
+            num_embeddings=sizes.vocab_size, embedding_dim=sizes.dim, param_init=llama3._EMBEDDING_INIT
+        ),
+        norm=llama3.RMSNorm.Config(normalized_shape=sizes.dim, eps=sizes.norm_eps, param_init=llama3._NORM_INIT),
+        lm_head=llama3.Linear.Config(
+            in_features=sizes.dim,
+            out_features=sizes.vocab_size,
+            param_init=llama3._output_linear_init(sizes.dim),
+        ),
+        layers=layers,
+    )
+
+
+def options(case: Case) -> dict[str, Any]:
+    dims, training, features = case.dims, case.training, case.features
+    param = training.compute_dtype or training.dtype
+    return {
+        "activation_checkpoint": None,
+        "dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
+        "training.local_batch_size": case.local_batch,
+        "training.global_batch_size": training.global_batch,
+        "training.seq_len": training.seq_len,
+        "training.steps": training.steps,
+        "training.max_norm": float("inf") if training.max_norm is None else training.max_norm,
+        "training.dtype": training.dtype,
+        "training.mixed_precision_param": param,
+        "training.mixed_precision_reduce": features.reduce_dtype or param,
+        "training.disable_cuda_graphs": True,
+        "parallelism.data_parallel_replicate_degree": dims.dp_replicate,
+        "parallelism.data_parallel_shard_degree": dims.dp_shard,
+        "parallelism.tensor_parallel_degree": dims.tp,
+        "parallelism.context_parallel_degree": dims.cp,
+        "parallelism.pipeline_parallel_degree": dims.pp,
+        "parallelism.enable_sequence_parallel": features.sequence_parallel,
+        "parallelism.fsdp_reshard_after_forward": features.reshard_after_forward,
+        "parallelism.spmd_backend": "partial_dtensor",
+        "metrics.log_freq": 1,
+        "checkpoint.enable": False,
+        "validator.enable": False,
+        "comm.trace_buf_size": 0,
+        "debug.enable_structured_logging": False,
+    }
