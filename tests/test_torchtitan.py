@@ -116,6 +116,10 @@ def release(tmp_path: Path) -> Path:
         ),
         (case(features=Features(accumulation=2, defer_sync=False)), None),
         (
+            case(training=TrainingConfig(dtype="float32")),
+            "an inexact recipe: torchtitan's model rounds at other places than the reference, whose noise is the bound",
+        ),
+        (
             case(ParallelDims(tp=2)),
             "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank",
         ),
@@ -139,7 +143,7 @@ def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> No
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
-@pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer"])
+@pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2"])
 def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="torchtitan"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis

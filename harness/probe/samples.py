@@ -26,6 +26,15 @@ from harness.probe.structure import local
 POSITION_NAMES = ("positions", "position_ids", "input_pos")
 
 
+_installed: list[SampleRecorder] = []
+
+
+def note_loss(labels: torch.Tensor, value: torch.Tensor, *, reduction: str, ignore_index: int = -100) -> None:
+    """For the adapter of a trainer that computes its loss by a function of its own, and not by torch's cross_entropy."""
+    for recorder in _installed:
+        recorder._note_loss(labels, value, {"reduction": reduction, "ignore_index": ignore_index})
+
+
 @dataclass
 class _Loss:
     labels: torch.Tensor
@@ -53,6 +62,7 @@ class SampleRecorder:
             return value
 
         torch.nn.functional.cross_entropy = seen
+        _installed.append(self)
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front."""
@@ -65,6 +75,7 @@ class SampleRecorder:
             hook.remove()
         if self._cross_entropy is not None:
             torch.nn.functional.cross_entropy = self._cross_entropy
+            _installed.remove(self)
         self._hooks, self._cross_entropy = [], None
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

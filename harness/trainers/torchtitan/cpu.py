@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from harness.trainers.torchtitan.source import EARLY, Source
 
@@ -31,6 +32,7 @@ def arrange(source: Source) -> None:
     if source.era is EARLY:
         sys.meta_path.insert(0, ReadAsCpu(source.folder))
     use_gloo()
+    sum_and_divide()
 
 
 def lend_memory_calls() -> None:
@@ -62,6 +64,16 @@ def use_gloo() -> None:
     if not hasattr(dist, "set_timeout"):  # newer than torch 2.13
         dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
     dist.init_process_group, dist.barrier = init_process_group, barrier_without_devices
+
+
+def sum_and_divide() -> None:
+    """gloo can neither multiply nor average while it sums: FSDP2 divides apart, as it does on devices of type mtia."""
+    original = _fsdp_collectives._get_gradient_divide_factors
+
+    def divide_apart(scatter: Any, reduce: Any, dtype: Any, device_type: str = "", *args: Any, **kwargs: Any) -> Any:
+        return original(scatter, reduce, dtype, "mtia", *args, **kwargs)
+
+    _fsdp_collectives._get_gradient_divide_factors = divide_apart  # type: ignore[assignment]
 
 
 class ReadAsCpu(importlib.abc.MetaPathFinder):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness.case import Case
+from harness.probe.samples import note_loss
 from harness.trainers import Metrics
 from harness.trainers.torchtitan import handover
 from harness.trainers.torchtitan.source import Source
@@ -67,7 +68,21 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
     handover.no_sleep("torchtitan.trainer")
     trainer = configuration(case).build()
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
+    if case.dims.tp > 1:
+        show_loss(trainer.loss_fn)
     return LaterTrainer(trainer, case)
+
+
+def show_loss(loss: Any) -> None:
+    """Over logits that lie apart torchtitan computes the cross entropy itself, where the probe does not look."""
+    original = loss.fn
+
+    def seen(logits: Any, labels: torch.Tensor, **options: Any) -> Any:
+        value = original(logits, labels, **options)
+        note_loss(labels, value, reduction="sum")
+        return value
+
+    loss.fn = seen
 
 
 def configuration(case: Case) -> Any:

@@ -65,7 +65,6 @@ LATER = Era(
         "accumulation": tuple(range(1, 65)),
         "defer_sync": (False,),
         "reshard_after_forward": ("always", "never"),
-        "sequence_parallel": (False,),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
     training=EARLY.training,
@@ -103,6 +102,22 @@ class Source:
         for axis in AXES:
             if getattr(case.dims, axis) > 1 and axis not in era.axes:
                 yield f"{axis} {getattr(case.dims, axis)}: not asked of {era.name} by this adapter"
+        if not case.exact:
+            yield "an inexact recipe: torchtitan's model rounds at other places than the reference, whose noise is the bound"
+        if case.dims.tp > 1 and case.wrapper == "replicate":
+            yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
+        if era is LATER and case.features.accumulation > 1 and case.features.defer_sync:
+            yield "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch"
+        if era is LATER and case.features.activation_checkpointing != "none":
+            yield "activation_checkpointing: torchtitan 0.3.0 recomputes blocks to their very end, which is not planned"
+        if era is LATER and not case.features.sequence_parallel:
+            yield "sequence_parallel False: torchtitan 0.3.0 then scatters and gathers in backward, which is not planned"
+        if era is LATER and case.wrapper is None:
+            yield "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank"
+        if era is LATER and not case.features.loss_parallel:
+            yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
+        if era is EARLY and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+            yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
             if value not in era.features.get(key, ()):
                 yield f"{key} {value}: {era.name} has no such option, or this adapter does not pass it on"
@@ -112,18 +127,6 @@ class Source:
         for key, value in _unusual(case.model, ModelConfig()):
             if key not in MODEL:
                 yield f"{key} {value}: the model of {era.name} has none"
-        if case.dims.tp > 1 and case.wrapper == "replicate":
-            yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
-        if era is LATER and case.features.accumulation > 1 and case.features.defer_sync:
-            yield "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch"
-        if era is LATER and case.features.activation_checkpointing != "none":
-            yield "activation_checkpointing: torchtitan 0.3.0 recomputes blocks to their very end, which is not planned"
-        if era is LATER and case.wrapper is None:
-            yield "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank"
-        if era is LATER and not case.features.loss_parallel:
-            yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
-        if era is EARLY and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
-            yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         if case.resume or case.last_step:
             yield "resume: this adapter does not let torchtitan write checkpoints"
 
