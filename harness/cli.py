@@ -105,7 +105,7 @@ def check(args: argparse.Namespace) -> int:
 
 def run_matrix(args: argparse.Namespace) -> int:
     if args.all:
-        return show_pairs(load_all(args.cases), args.trainer)
+        return show_pairs(load_all(args.cases), args.trainer, accept=args.accept)
     selected = matrix.matching(load_all(args.cases), args.expression)
     cases = matrix.of_tier(selected, args.tier)
     cases = cases if args.seed is None else [reseeded(case, args.seed) for case in cases]
@@ -156,8 +156,11 @@ def faults_code(done: Sequence[catalogue.Attempt], control: catalogue.Attempt) -
     return worst(codes.get(attempt.outcome, BROKEN) for attempt in done)
 
 
-def show_pairs(cases: Sequence[Case], trainer: str) -> int:
+def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
     """Every pair of options with its case or its reason; a pair with neither is a gap in the matrix."""
+    if accept:
+        readme = ROOT / "README.md"
+        write_text(readme, coverage.with_table(readme.read_text(), cases))
     found = coverage.pairs(cases, trainers.load(trainer))
     print(coverage.pairs_text(found))
     return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
@@ -365,6 +368,9 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
     many.add_argument("--list", action="store_true", help="only list the cases")
     many.add_argument("--all", action="store_true", help="only list every pair of options, with its case or its reason")
+    many.add_argument(
+        "--accept", action="store_true", help="with --all: make the README's table of what is covered anew"
+    )
     _how_to_run(many)
     wrong = _command(
         commands, "faults", run_faults, "make every deliberate mistake of the catalogue: which are caught?"

@@ -16,6 +16,7 @@ from harness.case import Case, CaseError, from_json
 from harness.trainers import Adapter
 from reference.config import ModelConfig
 
+REFUSED = "(refused on CPU)"
 MISSING = "MISSING: neither a case nor a reason"
 
 
@@ -252,10 +253,19 @@ def _state(pair: Pair) -> str:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """The README's: every option, in how many cases it is, and one of them."""
-    rows = ["| option | cases | such as |", "|---|---|---|"]
-    for option in options():
-        having = [case for case in cases if option.holds(case)]
-        example = min(having, key=lambda case: (case.dims.world_size, len(case.name)), default=None)
-        rows.append(f"| {option.name} | {len(having)} | {f'`{example.name}`' if example else 'refused'} |")
-    return "\n".join(rows)
+    """The README's: every option by its kind, and in how many cases it is. One that is in none is refused here."""
+    rows = ["| kind | options, and in how many cases each is |", "|---|---|"]
+    kinds = dict.fromkeys(option.kind for option in options())
+    for kind in kinds:
+        counts = [(o.name, sum(map(o.holds, cases))) for o in options() if o.kind == kind]
+        rows.append(f"| {kind} | {'; '.join(f'{name} {count or REFUSED}' for name, count in counts)} |")
+    return "\n".join(rows) + "\n"
+
+
+BEGIN, END = "<!-- table: harness matrix --all --accept -->\n", "<!-- end of what is covered -->"
+
+
+def with_table(text: str, cases: Sequence[Case]) -> str:
+    """The README with its table made anew."""
+    head, _, rest = text.partition(BEGIN)
+    return head + BEGIN + table(cases) + END + rest.partition(END)[2]

@@ -161,7 +161,7 @@ def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"
     assert main(["matrix", "-k", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().out
-    assert re.search(rf"^ddp_2_sgd +SKIPPED: {re.escape(reason)}$", told, re.MULTILINE)
+    assert re.search(rf"^ddp_2_accum +SKIPPED: {re.escape(reason)}$", told, re.MULTILINE)
     assert re.search(r"s: \d+ SKIPPED$", told.strip())
 
 
@@ -323,14 +323,24 @@ def interrupt(arguments: list[str], *, when: Callable[[], bool], cwd: Path, modu
     environment = {**os.environ, "PYTHONPATH": str(ROOT), mark.split("=")[0]: mark.split("=")[1]}
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell's background jobs ignore
     )
-    assert eventually(when, seconds=40)
-    assert len(marked(mark)) >= 3  # the harness, its server, a rank
-    os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=20)
-    assert eventually(lambda: not marked(mark), seconds=2), marked(mark)
-    return process.returncode, told
+    try:
+        assert eventually(when, seconds=100)
+        assert len(marked(mark)) >= 3  # the harness, its server, a rank
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+        assert eventually(lambda: not marked(mark), seconds=10), marked(mark)
+        return process.returncode, told
+    finally:
+        for left in marked(mark):
+            os.kill(left, signal.SIGKILL)
 
 
 def marked(mark: str) -> list[int]:

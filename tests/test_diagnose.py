@@ -1285,8 +1285,6 @@ def test_a_repeat_that_differs() -> None:
 @pytest.mark.parametrize(
     ("layout", "key", "asked", "ran"),
     [
-        ("fsdp_2", "reshard_after_forward", "always", "never"),
-        ("fsdp_2", "reshard_after_forward", "never", "default"),
         ("tp_2", "sequence_parallel", True, False),
         ("fsdp_2_tp_2", "loss_parallel", True, False),
     ],
@@ -1294,6 +1292,19 @@ def test_a_repeat_that_differs() -> None:
 def test_a_feature_that_is_not_in_force(layout, key, asked, ran) -> None:
     trial = trial_of(tiny_case(layout, **{key: asked}), tiny_case(layout, **{key: ran}))
     assert first_line(trial) == f"{key} {asked} is asked for, {ran} is in force: its traffic is what was seen"
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "units"),
+    [
+        ("always", "never", "tok_embeddings, layers.0, norm and 1 more still gathered, should be freed"),
+        ("never", "default", "tok_embeddings, layers.0 freed, should be gathered"),
+    ],
+)
+def test_what_stays_gathered_is_named_with_the_policy_in_force(asked: str, ran: str, units: str) -> None:
+    trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=policy) for policy in (asked, ran)))
+    told = f"after forward: {units}; reshard_after_forward {asked} is asked for, {ran} is in force"
+    assert first_line(trial) == told
 
 
 def test_a_reduction_after_every_microbatch() -> None:

@@ -232,12 +232,17 @@ def alive_with(mark: str) -> list[str]:
 numbers = itertools.count()
 
 
+def heed() -> None:
+    """Ctrl-C reaches the child even if this process is a shell's background job, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def stop_driver(directory: Path, launcher: str, number: int) -> str:
     """Start a harness whose two ranks each start a process and sleep; send it a signal; return what it printed."""
     mark = f"LAUNCH_TEST_MARK={os.getpid()}-{next(numbers)}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict([mark.split("=")])}
     command = [sys.executable, "-c", DRIVER, str(directory), launcher]
-    driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed)
     wait_for(lambda: all((directory / name).exists() for name in "01"))
     assert len(alive_with(mark)) >= 6  # the driver, the server or torchrun, two ranks, a process of each
     driver.send_signal(number)

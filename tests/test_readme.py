@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, catalogue
+from harness import ROOT, catalogue, coverage
 from harness.case import find_case, load_all
 from harness.checks import all_checks, law
 from harness.cli import parser
@@ -22,6 +22,10 @@ README = (ROOT / "README.md").read_text()
 def test_the_table_of_laws_is_theirs() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE)
     assert rows == [(name, law(name)) for name in all_checks()]
+
+
+def test_the_table_of_what_is_covered_is_the_matrix() -> None:
+    assert coverage.with_table(README, load_all()) == README, "make it anew: harness matrix --all --accept"
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"(?:^    (?:\$ )?|`)harness (\w+)", README, re.MULTILINE))))

@@ -40,6 +40,7 @@ PASS tiny
   memory            PASS            36 examined
   placements        PASS            52 examined
   process_groups    PASS            8 examined
+  reshard           PASS            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
   shard_contents    PASS            48 examined
   traffic           PASS            48 examined
@@ -81,6 +82,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   memory            FAIL            36 examined
   placements        FAIL            52 examined
   process_groups    PASS            8 examined
+  reshard           FAIL            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
   shard_contents    FAIL            48 examined
   traffic           FAIL            48 examined
@@ -117,6 +119,17 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, layers.0.feed_forward.w1.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w2.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w3.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
+    and 1 more
+
+  reshard: After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
+    rank 0, step 1, tok_embeddings.weight after forward: expected freed, observed 64 B (64) of it
+    rank 0, step 1, layers.0.attention.wq.weight after forward: expected freed, observed 32 B (32) of it
+    rank 0, step 1, layers.0.attention.wk.weight after forward: expected freed, observed 32 B (32) of it
+    rank 0, step 1, layers.0.attention.wv.weight after forward: expected freed, observed 32 B (32) of it
+    rank 0, step 1, layers.0.attention.wo.weight after forward: expected freed, observed 32 B (32) of it
+    rank 0, step 1, layers.0.feed_forward.w1.weight after forward: expected freed, observed 64 B (64) of it
+    rank 0, step 1, layers.0.feed_forward.w2.weight after forward: expected freed, observed 64 B (64) of it
+    rank 0, step 1, layers.0.feed_forward.w3.weight after forward: expected freed, observed 64 B (64) of it
     and 1 more
 
   shard_contents: Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
@@ -159,7 +172,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  20 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+  21 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
     rank 1: expected exit code 0, observed raised: ValueError: no

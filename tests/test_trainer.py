@@ -182,13 +182,13 @@ def test_the_learning_rate_is_the_recipes(warmup: int) -> None:
 
 
 class Numbers:
-    """48 samples that are their own number."""
+    """48 samples of one token that is their own number."""
 
     def __len__(self) -> int:
         return 48
 
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, index
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([index]), torch.tensor([index])
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(dp_replicate=2, dp_shard=4), ParallelDims(dp_shard=2)])
@@ -214,7 +214,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     refused = {
         case: load("llama3").unsupported(case)
         for case in (
-            Case("pp", "", ParallelDims(pp=2)),
             Case("ddp_tp", "", ParallelDims(dp_replicate=2, tp=2)),
             Case("ffn", "", ParallelDims(tp=2), ModelConfig(ffn_dim=193)),
             Case("masked", "", ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
@@ -223,7 +222,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
         )
     }
     assert {case.name: reason for case, reason in refused.items()} == {
-        "pp": "pp 2: pipeline parallel is not implemented yet",
         "ddp_tp": "dp_replicate 2 x tp 2 with wrapper ddp: torch DDP takes no DTensors",
         "ffn": "ffn_dim 193 is not divisible by tp 2",
         "masked": "document_mask with cp 2: torch's ring attention takes no mask but the causal one",

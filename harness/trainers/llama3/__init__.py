@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from harness.trainers.llama3.trainer import Trainer
 
 
+MX_BLOCK = 32
+
+
 class Llama3:
     """harness.trainers.Adapter of this trainer."""
 
@@ -65,6 +68,9 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} with wrapper {case.wrapper}: torch DDP takes no DTensors"
     if case.training.quantize and importlib.util.find_spec("torchao") is None:
         yield f"quantize {case.training.quantize} needs torchao: pip install -e '.[precision]'"
+    tokens = case.local_batch * case.training.seq_len // dims.cp
+    if case.training.quantize == "mxfp8" and tokens % MX_BLOCK:
+        yield f"quantize mxfp8 with {tokens} tokens in a microbatch of a rank: torchao scales blocks of {MX_BLOCK}"
     if dims.tp > 1 and case.model.ffn_dim % dims.tp:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
     if case.wrapper != "fsdp2" and (case.training.compute_dtype or features.reduce_dtype):
