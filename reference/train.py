@@ -65,18 +65,18 @@ def train(
     tokens, labels = batch(dataset, sample_ids, "cpu")
     environment = {"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())}
     return ReferenceRun(
-        start,
-        told,
-        samples,
-        sample_ids,
-        tokens.numpy(),
-        labels.numpy(),
-        sample_gradients,
-        positions,
-        environment,
-        unmasked,
-        spread,
-        part_gradients,
+        weights=start,
+        steps=told,
+        samples=samples,
+        sample_ids=sample_ids,
+        tokens=tokens.numpy(),
+        labels=labels.numpy(),
+        sample_gradients=sample_gradients,
+        sample_positions=positions,
+        environment=environment,
+        unmasked_losses=unmasked,
+        noise=spread,
+        part_gradients=part_gradients,
     )
 
 
@@ -211,15 +211,8 @@ def gradient_per_sample(
 
     Parts are divided by the valid tokens of the whole batch, not of the sample, so they sum to the batch's gradient.
     """
-    valid_tokens = count_valid(labels)
-    parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
-    for row_tokens, row_labels in zip(tokens.split(1), labels.split(1), strict=True):
-        model.zero_grad()
-        (forward_loss(model, row_tokens, row_labels, document_mask=document_mask) / valid_tokens).backward()
-        for fqn, gradient in by_fqn(model, gradients=True).items():
-            parts[fqn].append(gradient.ravel()[positions[fqn]])
-    model.zero_grad()
-    return {fqn: np.stack(rows) for fqn, rows in parts.items()}
+    rows = zip(tokens.split(1), labels.split(1), strict=True)
+    return _gradient_per_piece(model, rows, positions, count_valid(labels), document_mask)
 
 
 @torch.no_grad()
@@ -245,13 +238,31 @@ def gradient_per_part(
 
     Context parallel ranks compute such parts. Empty if the sequence has no eighths.
     """
-    length, valid_tokens = labels.shape[1], count_valid(labels)
+    length = labels.shape[1]
+    starts = range(0, length, length // PARTS) if length % PARTS == 0 else ()
+    eighths = ((tokens, _only(labels, start, start + length // PARTS)) for start in starts)
+    return _gradient_per_piece(model, eighths, positions, count_valid(labels), document_mask)
+
+
+def _only(labels: Tensor, start: int, stop: int) -> Tensor:
+    """All other labels ignored."""
+    kept = torch.full_like(labels, IGNORED)
+    kept[:, start:stop] = labels[:, start:stop]
+    return kept
+
+
+def _gradient_per_piece(
+    model: nn.Module,
+    pieces: Iterable[tuple[Tensor, Tensor]],
+    positions: Mapping[str, np.ndarray],
+    valid_tokens: int,
+    document_mask: bool,
+) -> dict[str, np.ndarray]:
+    """What each piece's loss over `valid_tokens` has for gradient at these flat positions, by fqn [pieces, k]."""
     parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
-    for start in range(0, length, length // PARTS) if length % PARTS == 0 else ():
-        kept = torch.full_like(labels, IGNORED)
-        kept[:, start : start + length // PARTS] = labels[:, start : start + length // PARTS]
+    for tokens, labels in pieces:
         model.zero_grad()
-        (forward_loss(model, tokens, kept, document_mask=document_mask) / valid_tokens).backward()
+        (forward_loss(model, tokens, labels, document_mask=document_mask) / valid_tokens).backward()
         for fqn, gradient in by_fqn(model, gradients=True).items():
             parts[fqn].append(gradient.ravel()[positions[fqn]])
     model.zero_grad()
