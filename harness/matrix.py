@@ -107,10 +107,11 @@ def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
 
 
 def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """The grid, the report of every case that is not green, and one line that counts."""
+    """The grid, why laws were not applicable, the report of every case that is not green, and one line that counts."""
     judged = [outcome.judgement for outcome in outcomes if outcome.judgement]
     reports = [case_report(judgement) for judgement in judged if judgement.verdict not in (Verdict.PASS, Verdict.XFAIL)]
-    return "\n\n".join([grid(outcomes), *reports, summary(outcomes, seconds)])
+    parts = [grid(outcomes), *([not_applicable(judged)] if judged else []), *reports, summary(outcomes, seconds)]
+    return "\n\n".join(parts)
 
 
 def grid(outcomes: Sequence[Outcome]) -> str:
@@ -129,6 +130,19 @@ def _row(outcome: Outcome) -> str:
         return f"{outcome.verdict}: {outcome.skipped or outcome.problem}"
     marks = " ".join(MARKS[result.verdict] for result in outcome.judgement.results)
     return f"{marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
+
+
+def not_applicable(judged: Sequence[Judgement]) -> str:
+    """Which laws had nothing to say, for what reason and in how many cases: what is green by them was not looked at."""
+    silent = Verdict.NOT_APPLICABLE
+    reasons = Counter((r.check, r.note) for one in judged for r in one.results if r.verdict is silent)
+    shares = [sum(r.verdict is not silent for r in one.results) for one in judged]
+    found = f"{min(shares)} to {max(shares)}" if len(set(shares)) > 1 else str(shares[0])
+    lines = [f"{found} of {len(all_checks())} laws were judged in a case; not applicable were:"]
+    width = max((len(check) for check, _ in reasons), default=0)
+    return "\n".join(
+        lines + [f"  {check:<{width}}  {count:>3} x  {note}" for (check, note), count in sorted(reasons.items())]
+    )
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> str:

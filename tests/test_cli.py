@@ -21,7 +21,9 @@ import pytest
 from harness import ROOT
 from harness.case import Case
 from harness.cli import main
-from harness.matrix import Outcome, grid, matching, summary
+from harness.line import Judgement
+from harness.matrix import Outcome, grid, matching, not_applicable, summary
+from harness.trial import Result, Verdict
 
 FAULTS = """
 import time
@@ -296,6 +298,22 @@ def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None
     assert lines[:2] == ["       completed", "       | collective_order"]
     assert lines[-2:] == ["tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
     assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
+
+
+def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_and_why() -> None:
+    def judged(**notes: str) -> Judgement:
+        results = (
+            Result("loss", Verdict.PASS, 1),
+            *(Result(c, Verdict.NOT_APPLICABLE, note=n) for c, n in notes.items()),
+        )
+        return Judgement(Case("x", "x"), Path("x"), results, None, 1.0)
+
+    text = not_applicable([judged(resume="nothing is resumed"), judged(resume="nothing is resumed", schedule="pp 1")])
+    assert text.splitlines() == [
+        "1 of 22 laws were judged in a case; not applicable were:",
+        "  resume      2 x  nothing is resumed",
+        "  schedule    1 x  pp 1",
+    ]
 
 
 # ---- processes
