@@ -476,7 +476,6 @@ def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> 
         return
     size = BYTES[training.compute_dtype or training.dtype]
     activation = case.local_batch * (length // dims.cp) * model.dim * size * case.passes
-    accumulation = case.features.accumulation
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages)
     first, last = 0 in stages, case.n_stages - 1 in stages
     if case.features.sequence_parallel:
@@ -484,17 +483,27 @@ def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> 
         yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last) * activation)
-        norms = (2 * layers + last) * model.dim * size  # each rank's norms saw its part of the sequence
-        if dims.pp > 1:  # FSDP2 reduces at the end of every pass, and sums the norms' gradients over tp before
-            yield Flow("tp", "norm gradients", "all_reduce", "pipeline", norms * accumulation, optional=True)
-        else:
-            yield Flow("tp", "norm gradients", "all_reduce", "backward", norms, optional=True)
+        norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
+        phase = "pipeline" if dims.pp > 1 else "backward"
+        yield Flow("tp", "norm gradients", "all_reduce", phase, norms * _bytes_of_norm_gradients(case), optional=True)
     else:
         yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + last) * activation)
     if not case.features.loss_parallel and last:
         vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+
+
+def _bytes_of_norm_gradients(case: Case) -> int:
+    """Of one element in a step. FSDP2 sums them over tp whenever it reduces: under pp at the end of every pass.
+
+    A gradient that is not reduced in the backward that made it is kept in the dtype that it will be reduced in: under pp
+    always, else if the reduction of several microbatches is deferred. One that is reduced at once is as computed.
+    """
+    computed, features = case.training.compute_dtype or case.training.dtype, case.features
+    kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync)
+    times = features.accumulation if case.dims.pp > 1 else _reductions(case)
+    return times * BYTES[features.reduce_dtype or computed if kept else computed]
 
 
 def _scale_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:

@@ -319,6 +319,18 @@ def test_tensor_parallel_activations_do_not_depend_on_accumulation() -> None:
     assert flows("tp_2", accumulation=4)[0] == ("tp", "all_gather", "forward", 3072)
 
 
+def test_norm_gradients_that_wait_for_their_reduction_are_summed_over_tp_in_its_dtype() -> None:
+    # 12 elements; at once: in bfloat16, of each microbatch; kept until the last microbatch: in float32, once
+    narrow = replace(ADAMW, dtype="float32", compute_dtype="bfloat16")
+
+    def norms(**features) -> int:
+        return flows("fsdp_2_tp_2", training=narrow, reduce_dtype="float32", **features)[-1][-1]
+
+    assert norms() == 12 * 2
+    assert norms(accumulation=2) == 12 * 4
+    assert norms(accumulation=2, defer_sync=False) == 2 * 12 * 2
+
+
 def test_even_steps_of_half_length_move_half_the_activations_and_all_parameters() -> None:
     plan = make_plan(tiny_case("fsdp_2_tp_2", replace(ADAMW, variable_length=True)))
     assert plan.flows == make_plan(tiny_case("fsdp_2_tp_2")).flows
