@@ -142,6 +142,27 @@ def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> No
     assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "fsdp2"
 
 
+@pytest.fixture
+def middle(tmp_path: Path) -> Path:
+    """Looks like torchtitan 0.1.0."""
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "train.py").write_text("class Trainer:\n    gradient_accumulation_steps: int\n")
+    return tmp_path
+
+
+def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{middle}")
+    accumulating = case(features=Features(accumulation=2, defer_sync=False))
+    assert adapter.unsupported(accumulating) is None
+    assert (adapter.displays, adapter.own(case()).features.fsdp_units) == (("loss",), "root")
+    (middle / "torchtitan" / "train.py").write_text("class Trainer:\n    log(grad_norm.item())\n")
+    units = middle / "torchtitan" / "models" / "llama3" / "infra" / "parallelize.py"
+    units.parent.mkdir(parents=True)
+    units.write_text("fully_shard([model.norm, model.output])\n")
+    assert adapter.unsupported(accumulating) is not None
+    assert (adapter.displays, adapter.own(case()).features.fsdp_units) == (("loss", "grad_norm"), "apart")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
 @pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2"])
 def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:

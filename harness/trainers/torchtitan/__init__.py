@@ -6,6 +6,7 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     source.py     where torchtitan comes from, and what of it a case can ask for
     handover.py   the data handed over, and what torchtitan displays
     early.py      2024: train.py with one function `main`
+    middle.py     0.1.0 to 0.2.2: a Trainer, one configuration of sections, and a TrainSpec
     later.py      0.3.0: a Trainer, and configurations as objects
     paused.py     runs such a function up to where its set-up is done, and on from there
     cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
@@ -16,6 +17,7 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +56,14 @@ class Torchtitan:
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
         found = source.find(self.where)
-        from harness.trainers.torchtitan import cpu, drift, early, later, precise
+        from harness.trainers.torchtitan import cpu, drift, precise
 
         if device == "cpu":
             cpu.arrange(found)
         drift.bridge()
         precise.set_dtype(case.training.dtype)
-        era = early if found.era is source.EARLY else later
-        return era.start(case, found, weights, device)
+        runs = importlib.import_module(f"{__name__}.{found.era.run_by}")
+        return runs.start(case, found, weights, device)
 
     def stop(self) -> None:
         import torch.distributed as dist

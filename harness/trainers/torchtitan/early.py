@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import sys
@@ -20,9 +19,6 @@ from harness.trainers import Metrics
 from harness.trainers.torchtitan import handover
 from harness.trainers.torchtitan.paused import Paused
 from harness.trainers.torchtitan.source import EARLY, Source
-
-FLAVOR = "debugmodel"
-CHECKPOINTING = {"none": "none", "full": "full", "layer": "selective"}
 
 
 class EarlyTrainer:
@@ -97,34 +93,16 @@ def load_script(path: Path) -> ModuleType:
 
 
 def set_model(train: ModuleType, case: Case) -> None:
-    """The case's sizes in torchtitan's table of flavors.
-
-    ffn_dim is the least multiple of `multiple_of` that is not below 8/3 dim times the multiplier, here 1.
-    """
-    flavors, model = train.models_config["llama3"], case.model
-    flavors[FLAVOR] = dataclasses.replace(
-        flavors[FLAVOR],
-        dim=model.dim,
-        n_layers=model.n_layers,
-        n_heads=model.n_heads,
-        n_kv_heads=model.n_kv_heads,
-        norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
-        multiple_of=model.ffn_dim,
-        ffn_dim_multiplier=1.5 / int(8 * model.dim / 3),
-    )
+    """The case's sizes in torchtitan's table of flavors."""
+    flavors = train.models_config["llama3"]
+    flavors[handover.FLAVOR] = handover.sizes(flavors[handover.FLAVOR], case)
 
 
 def job_config(train: ModuleType, case: Case) -> Any:
-    """torchtitan's own defaults, and the case's values. An option that a commit does not know yet is not looked at."""
+    """torchtitan's own defaults, and the case's values."""
     config_module = sys.modules["torchtitan.config_manager"]
     config_module.TORCH_DTYPE_MAP["float64"] = torch.float64
-    job = train.JobConfig()
-    job.parse_args([])
-    for name, value in options(case).items():
-        section, _, key = name.partition(".")
-        setattr(getattr(job, section), key, value)
-    return job
+    return handover.configured(train.JobConfig(), options(case))
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -133,7 +111,7 @@ def options(case: Case) -> dict[str, Any]:
     return {
         "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
         "model.name": "llama3",
-        "model.flavor": FLAVOR,
+        "model.flavor": handover.FLAVOR,
         "model.norm_type": "rmsnorm",
         "optimizer.name": "AdamW",
         "optimizer.lr": training.lr,
@@ -153,7 +131,7 @@ def options(case: Case) -> dict[str, Any]:
         "training.compile": False,
         "experimental.pipeline_parallel_degree": dims.pp,
         "experimental.context_parallel_degree": dims.cp,
-        "activation_checkpoint.mode": CHECKPOINTING[features.activation_checkpointing],
+        "activation_checkpoint.mode": handover.CHECKPOINTING[features.activation_checkpointing],
         "activation_checkpoint.selective_ac_option": "2",
         "metrics.log_freq": 1,
         "metrics.enable_tensorboard": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import time
@@ -22,7 +23,8 @@ from harness.trainers.llama3.trainer import local_slice, read_weights
 from reference.data import build_dataset, step_length, step_samples
 from reference.train import lr_factor
 
-TOKENIZER_LENGTHS = ("n_words", "vocab_size")
+FLAVOR = "debugmodel"
+CHECKPOINTING = {"none": "none", "full": "full", "layer": "selective"}
 
 
 def meet() -> None:
@@ -61,6 +63,39 @@ class Samples:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def sizes(flavor: Any, case: Case) -> Any:
+    """Of torchtitan's model arguments up to 2026-02: with the case's sizes.
+
+    ffn_dim is the least multiple of `multiple_of` that is not below 8/3 dim times the multiplier, here 1. Where RoPE
+    frequencies are always scaled, it is by 1.
+    """
+    model = case.model
+    given = {
+        "dim": model.dim,
+        "n_layers": model.n_layers,
+        "n_heads": model.n_heads,
+        "n_kv_heads": model.n_kv_heads,
+        "vocab_size": model.vocab_size,
+        "norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "multiple_of": model.ffn_dim,
+        "ffn_dim_multiplier": 1.5 / int(8 * model.dim / 3),
+    }
+    if hasattr(flavor, "rope_scaling_args"):
+        given["rope_scaling_args"] = dataclasses.replace(flavor.rope_scaling_args, scaling_factor=1.0)
+    return dataclasses.replace(flavor, **given)
+
+
+def configured(job: Any, options: dict[str, Any]) -> Any:
+    """torchtitan's JobConfig of any time with these values, by SECTION.KEY. One that it does not know, nobody asks for."""
+    if hasattr(job, "parse_args"):
+        job.parse_args([])
+    for name, value in options.items():
+        section, _, key = name.partition(".")
+        setattr(getattr(job, section, SimpleNamespace()), key, value)
+    return job
 
 
 @torch.no_grad()

@@ -29,10 +29,10 @@ class LaterTrainer:
         processor = trainer.metrics_processor
         log = processor.log
 
-        def noted(step: int, average: float, largest: float, norm: float, *args: Any, **kwargs: Any) -> None:
+        def noted(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
             rate = case.training.lr * lr_factor(step, case.training)
-            self.metrics.append(Metrics(step, float(average), norm, rate))
-            log(step, average, largest, norm, *args, **kwargs)
+            self.metrics.append(Metrics(step, float(average), norm[0] if norm else None, rate))
+            log(step, average, largest, *norm, **extra)
 
         processor.log = noted
 

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.case import AXES, Case, Features
@@ -22,15 +22,20 @@ class NotThere(Exception):
 
 @dataclass(frozen=True)
 class Era:
-    """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual."""
+    """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
+
+    run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
+    """
 
     name: str
+    run_by: str
     axes: tuple[str, ...]
     features: dict[str, tuple[object, ...]]
     training: tuple[str, ...]
     fsdp_units: str
     replicates_by: str
     displays: tuple[str, ...]
+    inputs_by_name: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
 
     def fqn(self, name: str) -> str:
@@ -43,6 +48,7 @@ class Era:
 
 EARLY = Era(
     name="torchtitan of 2024",
+    run_by="early",
     axes=("dp_replicate", "dp_shard", "tp"),
     features={
         "wrapper": ("fsdp2", "replicate"),
@@ -57,8 +63,15 @@ EARLY = Era(
     replicates_by="replicate",
     displays=("loss",),
 )
+MIDDLE = dataclasses.replace(
+    EARLY,
+    name="this torchtitan of 2025",
+    run_by="middle",
+    features=EARLY.features | {"reshard_after_forward": ("always", "never")},
+)
 LATER = Era(
     name="torchtitan 0.3.0",
+    run_by="later",
     axes=("dp_replicate", "dp_shard", "tp"),
     features={
         "wrapper": ("fsdp2",),
@@ -73,6 +86,47 @@ LATER = Era(
     displays=("loss", "grad_norm"),
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
+TRAINER = re.compile(r"^class Trainer", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What torchtitan can be asked for from the commit on that brought these words into this file of the package."""
+
+    file: str
+    words: str
+    era: dict[str, object] = field(default_factory=dict)
+    features: dict[str, tuple[object, ...]] = field(default_factory=dict)
+
+
+CHANGES = (
+    Change("train.py", "input_dict", {"inputs_by_name": True}),
+    Change(
+        "train.py",
+        "gradient_accumulation_steps",
+        features={"accumulation": tuple(range(1, 65)), "defer_sync": (False,)},
+    ),
+    Change("train.py", "grad_norm.item()", {"displays": ("loss", "grad_norm")}),
+    Change(
+        "models/llama3/infra/parallelize.py",
+        "[model.norm, model.output]",
+        {"fsdp_units": "apart"},
+        {"fsdp_units": ("apart",)},
+    ),
+)
+
+
+def changed(era: Era, package: Path) -> Era:
+    for change in CHANGES:
+        if change.words in _text(package / change.file):
+            era = dataclasses.replace(era, **change.era, features=era.features | change.features)  # type: ignore[arg-type]
+    return era
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 
 
@@ -106,8 +160,8 @@ class Source:
             yield "an inexact recipe: torchtitan's model rounds at other places than the reference, whose noise is the bound"
         if case.dims.tp > 1 and case.wrapper == "replicate":
             yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
-        if era is LATER and case.features.accumulation > 1 and case.features.defer_sync:
-            yield "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch"
+        if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
+            yield f"accumulation with defer_sync: {era.name} reduces gradients after every microbatch"
         if era is LATER and case.features.activation_checkpointing != "none":
             yield "activation_checkpointing: torchtitan 0.3.0 recomputes blocks to their very end, which is not planned"
         if era is LATER and not case.features.sequence_parallel:
@@ -116,7 +170,7 @@ class Source:
             yield "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank"
         if era is LATER and not case.features.loss_parallel:
             yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
-        if era is EARLY and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+        if era is not LATER and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
             if value not in era.features.get(key, ()):
@@ -132,9 +186,9 @@ class Source:
 
 
 def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
-    for field in dataclasses.fields(given):  # type: ignore[arg-type]
-        if getattr(given, field.name) != getattr(usual, field.name):
-            yield field.name, getattr(given, field.name)
+    for one in dataclasses.fields(given):  # type: ignore[arg-type]
+        if getattr(given, one.name) != getattr(usual, one.name):
+            yield one.name, getattr(given, one.name)
 
 
 def find(where: str | None) -> Source:
@@ -144,9 +198,13 @@ def find(where: str | None) -> Source:
         raise NotThere(f"{package}: no torchtitan there; {HOW_TO_GET_IT}")
     if (package.parent / "train.py").is_file():
         return Source(package, EARLY)
+    if TRAINER.search(_text(package / "train.py")):
+        return Source(package, changed(MIDDLE, package))
     if (package / "models" / "llama3" / "config_registry.py").is_file() and (package / "trainer.py").is_file():
         return Source(package, LATER)
-    raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 to 2024-12, and 0.3.0")
+    raise NotThere(
+        f"{package}: this adapter runs torchtitan of 2024, 0.1.0 to 0.2.2 and commits between them, and 0.3.0"
+    )
 
 
 def _installed() -> Path:
