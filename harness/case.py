@@ -68,6 +68,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "schedule": ("GPipe", "1F1B", *LOOPED),
     "cp_rotation": ("allgather", "alltoall"),
     "fsdp_units": ("apart", "root"),
+    "cp_heads": ("query", "key_value"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
 }
@@ -86,8 +87,9 @@ class Features:
     schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
     activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
     compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block: "apart", the embedding,
-    and norm with output; "root", all the rest, and by default only the last block stays whole after forward. Trainers
-    choose that, cases need not.
+    and norm with output; "root", all the rest, and by default only the last block stays whole after forward. cp_heads: keys
+    and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
+    has all it needs, rather than to its end. Trainers choose these three, cases need not.
     """
 
     wrapper: str | None = None
@@ -108,6 +110,8 @@ class Features:
     compile: bool = False
     reduce_dtype: str | None = None
     fsdp_units: str = "apart"
+    cp_heads: str = "query"
+    ac_early_stop: bool = True
 
     def __post_init__(self) -> None:
         for key in ("accumulation", "microbatches", "stages_per_rank"):
@@ -579,7 +583,7 @@ def _validate_features(case: Case, where: str) -> None:
         for key in keys:
             if getattr(dims, axis) == 1 and getattr(features, key) != getattr(usual, key):
                 raise CaseError(f"{where}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out")
-    if features.wrapper and dims.dp * dims.cp == 1:
+    if features.wrapper not in (None, "fsdp2") and dims.dp * dims.cp == 1:
         raise CaseError(f"{where}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
     if features.wrapper in ("ddp", "replicate") and dims.dp_shard * dims.cp > 1:
         raise CaseError(

@@ -533,18 +533,18 @@ SCALES_OVER_TP = {
 def _context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     """In every layer each rank needs the keys and values of all cp ranks, once forward and once more backward.
 
-    They are of all query heads (repeated before attention) that tp left here. all_gather brings them at once; alltoall
-    passes them on to the next rank, cp - 1 times. Their gradients are always passed on, cp times, until each is back
-    where its keys are: in float64 as they are, else in float32, in which they are summed up. A compiler sees that it is
-    the same keys and values twice: it keeps those of forward for backward.
+    They are of all heads that tp left here (of which ones: `cp_heads`). all_gather brings them at once; alltoall passes
+    them on to the next rank, cp - 1 times. Their gradients are always passed on, cp times, until each is back where its
+    keys are: in float64 as they are, else in float32, in which they are summed up. A compiler sees that it is the same
+    keys and values twice: it keeps those of forward for backward.
     """
-    dims, model, training = case.dims, case.model, case.training
+    dims, training = case.dims, case.training
     if dims.cp == 1:
         return
     again = not case.features.compile
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
     dtype = training.compute_dtype or training.dtype
-    passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * model.dim // dims.tp
+    passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * _cp_width(case) // dims.tp
     if case.features.cp_rotation == "allgather":
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
         yield Flow("cp", "keys and values", "all_gather", "backward", again * dims.cp * passed * BYTES[dtype])
@@ -553,6 +553,11 @@ def _context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow
         yield Flow("cp", "keys and values", "all_to_all", "backward", again * (dims.cp - 1) * passed * BYTES[dtype])
     summed = BYTES["float64" if dtype == "float64" else "float32"]
     yield Flow("cp", "gradients of keys and values", "all_to_all", "backward", dims.cp * passed * summed)
+
+
+def _cp_width(case: Case) -> int:
+    """Of the keys that go round for a token, and of the values."""
+    return (case.model.n_heads if case.features.cp_heads == "query" else case.model.n_kv_heads) * case.model.head_dim
 
 
 def recomputed_layers(case: Case, rank: int) -> list[int]:
@@ -567,8 +572,8 @@ def _recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
 
     A block runs again only until the last activation that backward needs has come by, the input of w2. So the residual
     stream is brought into attention and feed-forward again, and out of attention, but not out of feed-forward (unless
-    dropout follows, whose mask backward needs). "op" keeps the results of reductions and of attention, and with the
-    latter what context parallel gathered for it.
+    dropout follows, whose mask backward needs, or the trainer does not stop there: `ac_early_stop`). "op" keeps the
+    results of reductions and of attention, and with the latter what context parallel gathered for it.
     """
     dims, model, training = case.dims, case.model, case.training
     layers, kept = len(recomputed_layers(case, rank)), case.features.activation_checkpointing == "op"
@@ -578,11 +583,13 @@ def _recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
         yield Flow("tp", "recomputed activations", "all_gather", "backward", 2 * activation)
     if dims.tp > 1 and not kept:
         op = "reduce_scatter" if case.features.sequence_parallel else "all_reduce"
-        yield Flow("tp", "recomputed activations", op, "backward", (2 if model.dropout else 1) * activation)
+        to_the_end = model.dropout or not case.features.ac_early_stop
+        yield Flow("tp", "recomputed activations", op, "backward", (2 if to_the_end else 1) * activation)
     if dims.cp > 1 and not kept:
         gathered = case.features.cp_rotation == "allgather"
         op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)
-        yield Flow("cp", "recomputed keys and values", op, "backward", times * 2 * activation // dims.tp)
+        passed = 2 * activation * _cp_width(case) // model.dim // dims.tp
+        yield Flow("cp", "recomputed keys and values", op, "backward", times * passed)
 
 
 def _pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:

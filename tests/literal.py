@@ -284,7 +284,7 @@ def _activity(case: Case) -> Activity:
     calls |= {} if compiled else {"forward layers.0": passes, "forward layers.0.attention.wq": passes}
     recomputed = kind in ("full", "op")
     calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
-    again = {"full": 6, "op": 3}.get(kind, 0)
+    again = {"full": 6 if case.features.ac_early_stop else 7, "op": 3}.get(kind, 0)
     products = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
     return Activity(calls, products, {"forward": 2 * passes} if case.model.dropout else {})
 

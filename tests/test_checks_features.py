@@ -44,6 +44,15 @@ def test_checkpointing_asked_for_and_never_seen_is_named() -> None:
     assert cause(trial) == "activation checkpointing full is asked for, none took place"
 
 
+def test_a_trainer_that_recomputes_to_the_end_of_a_block_is_told_so() -> None:
+    """The last product of a block, w2's, is needed by no gradient."""
+    to_the_end = {"activation_checkpointing": "full", "ac_early_stop": False}
+    assert found(ran({"activation_checkpointing": "full"}, to_the_end))[0] == Finding(
+        "rank 0, step 1, matrix products repeated in backward", "6", "7"
+    )
+    assert found(ran(to_the_end, to_the_end)) == []
+
+
 def test_checkpointing_that_nobody_asked_for_is_named() -> None:
     trial = ran({}, {"activation_checkpointing": "op"})
     assert found(trial)[0] == Finding("rank 0, step 1, recomputations of layers.0", "0", "1")

@@ -375,6 +375,19 @@ def test_a_cp_rank_is_fed_a_chunk_from_the_front_and_one_from_the_back() -> None
     assert [positions(plain, rank, 8).tolist() for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_keys_and_values_that_are_not_repeated_for_query_heads_move_fewer_bytes() -> None:
+    case = tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=8), activation_checkpointing="full")
+    model = replace(case.model, dim=8, n_heads=4, n_kv_heads=2)
+    repeated = replace(case, model=model)
+    as_they_are = replace(repeated, features=replace(case.features, cp_heads="key_value"))
+
+    def moved(asked: Case) -> dict[tuple[str, str], int]:
+        return {(f.role, f.phase): f.bytes for f in make_plan(asked).flows[0] if "keys" in f.role}
+
+    assert moved(as_they_are) == {key: count // 2 for key, count in moved(repeated).items()}
+    assert len(moved(repeated)) == 4  # forward, backward, recomputed, and the gradients
+
+
 def test_fsdp_shards_over_dp_shard_and_cp_folded_into_one() -> None:
     plan = make_plan(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), replace(ADAMW, seq_len=8)))
     assert (plan.shard_axis, plan.groups["dp_shard_cp"]) == ("dp_shard_cp", ((0, 1, 2, 3), (4, 5, 6, 7)))

@@ -120,10 +120,12 @@ def release(tmp_path: Path) -> Path:
             "an inexact recipe: torchtitan's model rounds at other places than the reference, whose noise is the bound",
         ),
         (
-            case(ParallelDims(tp=2)),
-            "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank",
+            case(ParallelDims(cp=2), features=Features(activation_checkpointing="op")),
+            "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs",
         ),
+        (case(ParallelDims(tp=2)), None),
         (case(ParallelDims(dp_replicate=2)), None),
+        (case(ParallelDims(pp=2, dp_shard=2, cp=2, tp=2), features=Features(activation_checkpointing="full")), None),
     ],
 )
 def test_what_0_3_0_is_not_asked_for_has_a_reason(release: Path, asked: Case, reason: str | None) -> None:
@@ -139,7 +141,14 @@ def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> No
         "layers.1.feed_forward.w1.weight",
         "",
     ]
+
+
+def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{release}")
     assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "fsdp2"
+    assert adapter.own(case(ParallelDims(tp=2))).wrapper == "fsdp2"
+    features = adapter.own(case(ParallelDims(cp=2))).features
+    assert (features.cp_heads, features.ac_early_stop) == ("key_value", False)
 
 
 @pytest.fixture
@@ -164,7 +173,7 @@ def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
-@pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2"])
+@pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2", "pp_2", "cp_2"])
 def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="torchtitan"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis

@@ -120,7 +120,8 @@ def products(step: StepEvidence, phase: str) -> Counter[str]:
 
 
 def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
-    """How many products backward repeats: in every block recomputed all but the last, whose result nobody needs.
+    """How many products backward repeats: in every block recomputed all but the last, whose result nobody needs, if the
+    trainer stops there (`ac_early_stop`).
 
     "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
     for trainers fuse weights. A product has two in backward, one for each of its gradients. Under dropout the last one is
@@ -132,7 +133,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     each, rest = divmod(products(step, "forward").total() - outputs, layers * case.passes)
     if rest or each < 1:
         return None
-    last = 0 if case.model.dropout else 1
+    last = 1 if case.features.ac_early_stop and not case.model.dropout else 0
     needless = int(case.features.compile and case.dims.tp > 1)
     again = each // 2 - needless if case.features.activation_checkpointing == "op" else each - last
     return again * case.passes * len(recomputed_layers(case, rank))

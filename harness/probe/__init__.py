@@ -80,7 +80,9 @@ class Probe:
         self.values.remove()
         self.collectives.remove()
 
-    def evidence(self, displayed: Mapping[int, tuple[float, float | None]], fault: bool | None = None) -> RankEvidence:
+    def evidence(
+        self, displayed: Mapping[int, tuple[float | None, float | None]], fault: bool | None = None
+    ) -> RankEvidence:
         """All that was seen. `displayed`: by step, the loss and gradient norm that the trainer shows its user."""
         steps = sorted(step for step in self.values.steps if step > self.clock.start)
         return RankEvidence(
@@ -97,7 +99,9 @@ class Probe:
             resumed=self.values.resumed,
         )
 
-    def _step(self, step: int, values: StepValues, displayed: Mapping[int, tuple[float, float | None]]) -> StepEvidence:
+    def _step(
+        self, step: int, values: StepValues, displayed: Mapping[int, tuple[float | None, float | None]]
+    ) -> StepEvidence:
         loss, norm = displayed.get(step, (None, None))
         return StepEvidence(
             step=step,

@@ -59,6 +59,14 @@ class Clock:
         before, self.in_pipeline = self.in_pipeline, inside
         return before
 
+    def enter_set_up(self) -> int:
+        """Returns the step it interrupts, for leave_set_up. What is computed meanwhile belongs to no step."""
+        before, self.step = self.step, 0
+        return before
+
+    def leave_set_up(self, before: int) -> None:
+        self.step = before
+
     def enter_optimizer(self) -> None:
         self.in_optimizer = True
 

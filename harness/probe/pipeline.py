@@ -2,7 +2,9 @@
 
 Every schedule, whatever made it, calls these methods of its stages (torch 2.11 to 2.14); they are noted when called. A
 pass of a schedule is one step to the clock: receiving comes before a rank's first forward, and still belongs to it. The
-loss is computed outside of the last stage's forward, as it is without a pipeline, and loss parallel's sums with it.
+loss is computed outside of the last stage's forward, as it is without a pipeline, and loss parallel's sums with it. Before
+its first pass a schedule runs its stages once forward and backward, on made-up data, if it was not told the shapes between
+them: that belongs to no step.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class PipelineRecorder:
         for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
             self._bracket(kind, "step", inside=True)
         self._bracket(schedules._PipelineSchedule, "_maybe_compute_loss", inside=False)
+        if hasattr(schedules._PipelineSchedule, "_initialize_pp_stages"):  # torch 2.13
+            self._set_up(schedules._PipelineSchedule, "_initialize_pp_stages")
 
     def remove(self) -> None:
         for owner, name, original in reversed(self._patched):
@@ -63,6 +67,19 @@ class PipelineRecorder:
                 return original(*args, **kwargs)
             finally:
                 self._clock.in_pipeline = before
+
+        self._replace(owner, name, seen)
+
+    def _set_up(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            before = self._clock.enter_set_up()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._clock.leave_set_up(before)
 
         self._replace(owner, name, seen)
 

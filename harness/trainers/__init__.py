@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a trainer displays after a step (counted from 1). grad_norm: global, before clipping; None if not shown."""
+    """What a trainer displays after a step (counted from 1), None where it does not. grad_norm: global, before clipping."""
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: float
 

@@ -75,6 +75,12 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"ffn_dim {case.model.ffn_dim} is not divisible by tp {dims.tp}"
     if case.wrapper != "fsdp2" and (case.training.compute_dtype or features.reduce_dtype):
         yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy: they need wrapper fsdp2"
+    if features.wrapper == "fsdp2" and dims.dp * dims.cp == 1:
+        yield "wrapper fsdp2 without data ranks: this trainer then wraps nothing"
+    if features.cp_heads != "query":
+        yield f"cp_heads {features.cp_heads}: this trainer repeats keys and values for all query heads before attention"
+    if not features.ac_early_stop:
+        yield "ac_early_stop False: this trainer recomputes a block only until backward has all it needs"
     if features.fsdp_units != "apart":
         yield f"fsdp_units {features.fsdp_units}: this trainer gathers embedding, blocks, and norm with output, apart"
     if case.wrapper == "fsdp1":

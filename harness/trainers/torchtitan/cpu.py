@@ -61,8 +61,6 @@ def use_gloo() -> None:
     def barrier_without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
         return barrier(*args, **kwargs)
 
-    if not hasattr(dist, "set_timeout"):  # newer than torch 2.13
-        dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
     dist.init_process_group, dist.barrier = init_process_group, barrier_without_devices
 
 

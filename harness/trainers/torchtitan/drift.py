@@ -1,8 +1,18 @@
-"""Names of torch that an older torchtitan imports and today's torch has no more, on any device: old name -> what it was."""
+"""What of torch's names and signatures differs from what a version of torchtitan was written for, on any device.
+
+RENAMED: what an older torchtitan imports and today's torch has no more: old name -> what it was. The others are newer than
+torch 2.13, and left alone where they are there.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 RENAMED = {("torch.distributed.pipelining", "ScheduleFlexibleInterleaved1F1B"): "ScheduleInterleaved1F1B"}
 
@@ -12,3 +22,27 @@ def bridge() -> None:
         module = importlib.import_module(module_name)
         if not hasattr(module, old):
             setattr(module, old, getattr(module, new))
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
+    take_microbatches()
+
+
+def take_microbatches() -> None:
+    """A schedule's step takes lists of microbatches; this torch's takes them joined, and cuts where they were joined."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
+        if "arg_mbs" not in inspect.signature(kind.step).parameters:
+            kind.step = joined(kind.step)  # type: ignore[method-assign]
+
+
+def joined(step: Any) -> Any:
+    @functools.wraps(step)
+    def taking(self: Any, *args: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **rest: Any):
+        if kwarg_mbs is None:
+            return step(self, *args, **rest)
+        args = tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True)) if arg_mbs else ()
+        by_name = {name: torch.cat([one[name] for one in kwarg_mbs]) for name in kwarg_mbs[0]}
+        return step(self, *args, target=torch.cat(target_mbs) if target_mbs else None, **by_name, **rest)
+
+    return taking

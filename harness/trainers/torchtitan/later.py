@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.case import Case
+from harness.case import LOOPED, Case
 from harness.probe.samples import note_loss
 from harness.trainers import Metrics
+from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import handover
 from harness.trainers.torchtitan.source import Source
 from reference.train import lr_factor
@@ -31,7 +33,8 @@ class LaterTrainer:
 
         def noted(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
             rate = case.training.lr * lr_factor(step, case.training)
-            self.metrics.append(Metrics(step, float(average), norm[0] if norm else None, rate))
+            shown = float(average) if getattr(trainer, "pp_has_last_stage", True) else None  # elsewhere it shows -1
+            self.metrics.append(Metrics(step, shown, norm[0] if norm else None, rate))
             log(step, average, largest, *norm, **extra)
 
         processor.log = noted
@@ -66,6 +69,8 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
     handover.meet()
     handover.give_rates(case)
     handover.no_sleep("torchtitan.trainer")
+    if case.dims.cp > 1 and device == "cpu":
+        teach_cpu_attention(exact=(case.training.compute_dtype or case.training.dtype) == "float64")
     trainer = configuration(case).build()
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
     if case.dims.tp > 1:
@@ -97,7 +102,9 @@ def configuration(case: Case) -> Any:
     config.model_spec.model = model(case)
     config.loss = CrossEntropyLoss.Config(global_vocab_size=case.model.vocab_size)
     config.optimizer = default_adamw(lr=case.training.lr)
-    config.dataloader = Built(lambda dp_world_size, dp_rank, **_: Inputs(case, dp_world_size, dp_rank, lambda: None))
+    config.dataloader = Built(
+        lambda dp_world_size, dp_rank, **_: Microbatches(case, dp_world_size, dp_rank, lambda: None)
+    )
     config.tokenizer = Built(None)
     for name, value in options(case).items():
         section, _, key = name.rpartition(".")
@@ -111,6 +118,21 @@ class Inputs(handover.Samples):
     def batch(self, ids: tuple[int, ...], length: int) -> Any:
         tokens, labels = super().batch(ids, length)
         return {"input": tokens}, labels
+
+
+class Microbatches(Inputs):
+    """One at a time, with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.case.local_batch
+        for inputs, labels in super().__iter__():
+            for start in range(0, len(labels), size):
+                part = {name: values[start : start + size] for name, values in inputs.items()}
+                yield part, labels[start : start + size]
+
+    def batch(self, ids: tuple[int, ...], length: int) -> Any:
+        inputs, labels = super().batch(ids, length)
+        return inputs | {"positions": torch.arange(length).expand(labels.shape)}, labels
 
 
 def model(case: Case) -> Any:
@@ -150,13 +172,25 @@ def model(case: Case) -> Any:
     )
 
 
+def checkpointing(kind: str) -> Any:
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    return {"none": None, "full": FullAC.Config(), "op": SelectiveAC.Config()}[kind]
+
+
+def layers_per_stage(case: Case) -> int | None:
+    """None: torchtitan's usual one or two stages a rank."""
+    usual = 2 if case.features.schedule in LOOPED else 1
+    return None if case.dims.pp == 1 or case.stages_per_rank == usual else -(-case.model.n_layers // case.n_stages)
+
+
 def options(case: Case) -> dict[str, Any]:
     dims, training, features = case.dims, case.training, case.features
     param = training.compute_dtype or training.dtype
     return {
-        "activation_checkpoint": None,
+        "activation_checkpoint": checkpointing(features.activation_checkpointing),
         "dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
-        "training.local_batch_size": case.local_batch,
+        "training.local_batch_size": case.local_batch * case.microbatches,
         "training.global_batch_size": training.global_batch,
         "training.seq_len": training.seq_len,
         "training.steps": training.steps,
@@ -169,7 +203,13 @@ def options(case: Case) -> dict[str, Any]:
         "parallelism.data_parallel_shard_degree": dims.dp_shard,
         "parallelism.tensor_parallel_degree": dims.tp,
         "parallelism.context_parallel_degree": dims.cp,
+        "parallelism.context_parallel_load_balancer": "headtail" if features.cp_load_balance else None,
         "parallelism.pipeline_parallel_degree": dims.pp,
+        "parallelism.pipeline_parallel_schedule": features.schedule,
+        "parallelism.pipeline_parallel_microbatch_size": case.local_batch,
+        "parallelism.pipeline_parallel_layers_per_stage": layers_per_stage(case),
+        "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 0,
         "parallelism.enable_sequence_parallel": features.sequence_parallel,
         "parallelism.fsdp_reshard_after_forward": features.reshard_after_forward,
         "parallelism.spmd_backend": "partial_dtensor",

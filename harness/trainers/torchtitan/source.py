@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.case import AXES, Case, Features
+from harness.case import AXES, FEATURE_CHOICES, Case, Features
 from reference.config import ModelConfig, TrainingConfig
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
@@ -25,6 +25,8 @@ class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
+    chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
+    wraps_alone: it has FSDP2 around a model without data ranks as well.
     """
 
     name: str
@@ -32,8 +34,9 @@ class Era:
     axes: tuple[str, ...]
     features: dict[str, tuple[object, ...]]
     training: tuple[str, ...]
-    fsdp_units: str
+    chooses: dict[str, object]
     replicates_by: str
+    wraps_alone: bool
     displays: tuple[str, ...]
     inputs_by_name: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
@@ -55,12 +58,12 @@ EARLY = Era(
         "loss_parallel": (True, False),
         "activation_checkpointing": ("none", "full", "layer"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
-        "fsdp_units": ("root",),
     },
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
     + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
-    fsdp_units="root",
+    chooses={"fsdp_units": "root"},
     replicates_by="replicate",
+    wraps_alone=False,
     displays=("loss",),
 )
 MIDDLE = dataclasses.replace(
@@ -72,17 +75,23 @@ MIDDLE = dataclasses.replace(
 LATER = Era(
     name="torchtitan 0.3.0",
     run_by="later",
-    axes=("dp_replicate", "dp_shard", "tp"),
+    axes=AXES,
     features={
         "wrapper": ("fsdp2",),
+        "schedule": FEATURE_CHOICES["schedule"],
+        "microbatches": tuple(range(1, 65)),
+        "stages_per_rank": tuple(range(1, 65)),
+        "cp_load_balance": (False,),
+        "activation_checkpointing": ("none", "full", "op"),
         "accumulation": tuple(range(1, 65)),
         "defer_sync": (False,),
         "reshard_after_forward": ("always", "never"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
     training=EARLY.training,
-    fsdp_units="apart",
+    chooses={"ac_early_stop": False, "cp_heads": "key_value"},
     replicates_by="fsdp2",
+    wraps_alone=True,
     displays=("loss", "grad_norm"),
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
@@ -110,8 +119,7 @@ CHANGES = (
     Change(
         "models/llama3/infra/parallelize.py",
         "[model.norm, model.output]",
-        {"fsdp_units": "apart"},
-        {"fsdp_units": ("apart",)},
+        {"chooses": {"fsdp_units": "apart"}},
     ),
 )
 
@@ -143,13 +151,12 @@ class Source:
 
     def own(self, case: Case) -> Case:
         """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's."""
-        features = case.features
-        if features.wrapper is None and case.wrapper == "ddp":
-            features = dataclasses.replace(features, wrapper=self.era.replicates_by)
-            case = dataclasses.replace(case, features=features)
-        if case.wrapper == "fsdp2":
-            features = dataclasses.replace(features, fsdp_units=self.era.fsdp_units)
-        return dataclasses.replace(case, features=features)
+        chosen = dict(self.era.chooses)
+        if case.features.wrapper is None and case.wrapper == "ddp":
+            chosen["wrapper"] = self.era.replicates_by
+        if case.wrapper is None and self.era.wraps_alone:
+            chosen["wrapper"] = "fsdp2"
+        return dataclasses.replace(case, features=dataclasses.replace(case.features, **chosen))  # type: ignore[arg-type]
 
     def obstacles(self, case: Case) -> Iterator[str]:
         era, case = self.era, self.own(case)
@@ -162,18 +169,16 @@ class Source:
             yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
             yield f"accumulation with defer_sync: {era.name} reduces gradients after every microbatch"
-        if era is LATER and case.features.activation_checkpointing != "none":
-            yield "activation_checkpointing: torchtitan 0.3.0 recomputes blocks to their very end, which is not planned"
+        if era is LATER and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
+            yield "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs"
         if era is LATER and not case.features.sequence_parallel:
             yield "sequence_parallel False: torchtitan 0.3.0 then scatters and gathers in backward, which is not planned"
-        if era is LATER and case.wrapper is None:
-            yield "no data parallelism: torchtitan wraps the model in FSDP2 all the same, over one rank"
         if era is LATER and not case.features.loss_parallel:
             yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
         if era is not LATER and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
-            if value not in era.features.get(key, ()):
+            if value not in (*era.features.get(key, ()), era.chooses.get(key)):
                 yield f"{key} {value}: {era.name} has no such option, or this adapter does not pass it on"
         for key, value in _unusual(case.training, TrainingConfig()):
             if key not in era.training:
