@@ -1,8 +1,8 @@
 """What the matrix covers: every option a user can ask for, and every pair of options, with its case or its reason.
 
 An option is a fragment of a case and how to recognise it in one. Two options of one kind are alternatives and no pair.
-A pair is covered by a case that has both; else the two fragments together must be refused, by validation or by the
-trainer, with a reason. What is neither is MISSING, and a test does not let that pass.
+A pair is covered by a case that has both and that the trainer runs; else the two fragments together must be refused, by
+validation or by the trainer, with a reason. What is neither is MISSING, and a test does not let that pass.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def options() -> list[Option]:
 
 def pairs(cases: Sequence[Case], trainer: Adapter) -> list[Pair]:
     every = options()
-    having = {option.name: {case.name for case in cases if option.holds(case)} for option in every}
-    order = [case.name for case in cases]
+    run = [case for case in cases if not any(map(trainer.unsupported, case.launches.values()))]
+    having = {option.name: {case.name for case in run if option.holds(case)} for option in every}
+    order = [case.name for case in run]
     found = []
     for one, other in combinations(every, 2):
         if one.kind != other.kind:
