@@ -2,12 +2,14 @@
 # make matrix           all cases, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
+# make mutants          20 altered judgements of each law, the plan and the bounds: does a test notice?
+#                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
 PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test faults lint titan
+.PHONY: matrix test faults lint titan mutants
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
@@ -27,6 +29,13 @@ titan: .venv-titan/.installed
 	.venv-titan/bin/pip install --quiet -c constraints.txt -e '.[dev]'
 	.venv-titan/bin/pip install --quiet torchtitan==0.3.0
 	touch $@
+
+# mutmut makes the mutants; it lies beside the environment, not in it.
+mutants: $(INSTALLED) .mutmut
+	PYTHONPATH=.mutmut .venv/bin/python tests/mutants.py -n $(or $(N),20) $(MODULES)
+
+.mutmut:
+	.venv/bin/pip install --quiet --no-deps --target $@ mutmut==3.8.1 libcst==1.9.0
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

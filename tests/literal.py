@@ -308,7 +308,9 @@ def microbatch_of(reference: ReferenceRun, ids: Iterable[int], at: np.ndarray | 
 
 
 def judged(check: str, trial: Trial) -> Result:
-    return run_check(check, all_checks()[check].check, trial)
+    result = run_check(check, all_checks()[check].check, trial)
+    assert result.check == check, "a law tells of itself, by its own name"
+    return result
 
 
 def with_rank(trial: Trial, rank: int, /, **changes: Any) -> Trial:

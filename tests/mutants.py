@@ -1,0 +1,282 @@
+"""Mutants of the harness's own judgement: does some test notice when a law, the plan or a bound is altered?
+
+    make mutants                                      20 of each module, drawn at random, and the score
+    make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
+
+mutmut makes them (installed on demand, beside the environment). They are run here rather than by mutmut:
+the tests are collected once, each mutant is a fork in which only tests that reach the mutated function run, those that
+killed its neighbours first. Mutants of a message's wording (a literal with a space in it) are left out: no verdict hangs
+on it. What survives is shown as a diff.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import os
+import random
+import re
+import resource
+import select
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+ROOT = Path(__file__).parent.parent
+COPIED = (
+    "harness",
+    "reference",
+    "tests",
+    "cases",
+    "golden",
+    "torch_bugs",
+    "conftest.py",
+    "pyproject.toml",
+    "README.md",
+)
+MODULES = ("harness/checks/*.py", "harness/plan.py", "harness/tolerance.py")
+SLOW = (  # tests of seconds, which alone notice hardly anything
+    "tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
+    "plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",
+    "plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
+    "plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
+)
+TESTS = ("checks_*", "plan", "plans", "schedule", "tolerance", "rotten_comparators", "verdicts", "context")
+LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
+CPU_SECONDS = 6  # of tests that one mutant gets: what lives on after that has survived
+ENDLESS = 60  # and what has not come to an end by then never will: it was noticed
+
+
+@dataclass
+class Mutant:
+    """One altered function. name: as the trampolines know it. function: the same of what was altered."""
+
+    name: str
+    function: str
+    module: str
+    diff: str
+    killer: str = ""
+
+
+def altered(module: Path) -> tuple[str, list[Mutant]]:
+    """The module with all its mutants in it, and these without those of messages."""
+    from mutmut.mutation.file_mutation import mutate_file_contents
+    from mutmut.utils.format_utils import get_mutant_name
+
+    made = mutate_file_contents(str(module), module.read_text())
+    lines, bodies = made.code.splitlines(), {}
+    for node in ast.walk(ast.parse(made.code)):
+        if isinstance(node, ast.FunctionDef) and "__mutmut_" in node.name:
+            bodies[node.name] = lines[node.lineno : node.end_lineno]
+    found = []
+    for name in made.mutant_names:
+        function = name.partition("__mutmut_")[0]
+        before, after = bodies[f"{function}__mutmut_orig"], bodies[name]
+        if not is_wording(before, after) and not is_default(before, after):
+            diff = [
+                line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:2] not in ("--", "++")
+            ]
+            whole = get_mutant_name(module, name)
+            found.append(Mutant(whole, whole.partition("__mutmut_")[0], str(module), "\n".join(diff[1:])))
+    return made.code, found
+
+
+def is_wording(before: list[str], after: list[str]) -> bool:
+    """They differ in one literal only, and that is a phrase."""
+    pairs = [(one, other) for one, other in zip(before, after, strict=False) if one != other]
+    if len(before) != len(after) or len(pairs) != 1:
+        return False
+    one, other = pairs[0]
+    literals = [(a, b) for a, b in zip(LITERAL.findall(one), LITERAL.findall(other), strict=False) if a != b]
+    return LITERAL.sub("", one) == LITERAL.sub("", other) and len(literals) == 1 and " " in literals[0][0]
+
+
+def is_default(before: list[str], after: list[str]) -> bool:
+    """zip(strict=False) is what zip does without a word."""
+    return [line.replace("strict=False", "") for line in before] == [
+        line.replace("strict=None", "") for line in after
+    ] or "".join(before).replace("strict=False", "") == "".join(after)
+
+
+@dataclass
+class Runner:
+    """A pytest plugin: in place of running the tests once, runs them on every mutant."""
+
+    mutants: list[Mutant]
+    jobs: int
+    reaching: dict[str, list[pytest.Item]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, float] = field(default_factory=dict)
+    kills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._baseline(session.items)
+        waiting, running = list(reversed(self.mutants)), {}
+        began = done = 0.0
+        began = time.monotonic()
+        while waiting or running:
+            while waiting and len(running) < self.jobs:
+                mutant = waiting.pop()
+                running[self._start(mutant)] = mutant
+            ready, _, _ = select.select(list(running), [], [])
+            for pipe in ready:
+                mutant, said = running.pop(pipe), os.read(pipe, 4096).decode()
+                os.close(pipe)
+                os.wait()
+                mutant.killer = said or "no answer: killed, or out of time"
+                if mutant.killer == "survived":
+                    mutant.killer = ""
+                    print(f"\n{mutant.name}\n{mutant.diff}", flush=True)
+                else:
+                    self.kills[mutant.function][said] += 1
+                done += 1
+                if done % 50 == 0:
+                    print(f"{done:.0f} of {len(self.mutants)} in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        return True
+
+    def _baseline(self, items: list[pytest.Item]) -> None:
+        """Every test once, unaltered: it must pass; which functions it reaches and how long it takes is noted."""
+        from mutmut.mutation import trampoline
+
+        reached: set[str] = set()
+        trampoline.record_trampoline_hit = lambda name, caller=None: reached.add(name)
+        trampoline.set_mutant_under_test("stats")
+        for item in items:
+            began = time.process_time()
+            if any(report.failed for report in runtestprotocol(item, nextitem=None, log=False)):
+                raise SystemExit(f"{item.nodeid} fails without any mutant")
+            self.seconds[item.nodeid] = time.process_time() - began
+            for name in reached:
+                self.reaching[name].append(item)
+            reached.clear()
+        trampoline.set_mutant_under_test("")
+        print(f"{len(items)} tests take {sum(self.seconds.values()):.0f} s", file=sys.stderr, flush=True)
+
+    def _start(self, mutant: Mutant) -> int:
+        """A fork that tells through the returned pipe which test failed, or "survived"."""
+        reading, writing = os.pipe()
+        if os.fork():
+            os.close(writing)
+            return reading
+        os.close(reading)
+        resource.setrlimit(resource.RLIMIT_CPU, (ENDLESS, ENDLESS))
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):
+            os.dup2(quiet, stream)
+        try:
+            answer = self._first_failure(mutant)
+        except BaseException as error:
+            answer = repr(error)
+        os.write(writing, answer.encode())
+        os._exit(0)
+
+    def _first_failure(self, mutant: Mutant) -> str:
+        from mutmut.mutation import trampoline
+
+        for module in [module for name, module in sys.modules.items() if name.startswith(("harness", "reference"))]:
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+        trampoline.set_mutant_under_test(mutant.name)
+        known, began = self.kills[mutant.function], time.process_time()
+        for item in sorted(self.reaching[mutant.function], key=lambda i: (-known[i.nodeid], self.seconds[i.nodeid])):
+            if any(report.failed for report in runtestprotocol(item, nextitem=None, log=False)):
+                return item.nodeid
+            if time.process_time() - began > CPU_SECONDS:
+                break
+        return "survived"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help=f"default: {' '.join(MODULES)}")
+    parser.add_argument("-n", type=int, default=0, help="of each module so many, drawn at random; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-j", type=int, default=os.cpu_count(), help="so many at once")
+    parser.add_argument("-k", default="", help="only mutants whose name holds this")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="files of tests, as tests/test_NAME.py")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            source, target = ROOT / name, Path(folder) / name
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+        os.chdir(folder)
+        Path("setup.cfg").write_text("[mutmut]\nsource_paths=harness\n")
+        sys.path[:] = [
+            folder,
+            f"{folder}/tests",
+            *(p for p in sys.path if Path(p).resolve() not in (ROOT, ROOT / "tests")),
+        ]
+        run(list(modules(asked.modules or MODULES)), asked)
+
+
+def modules(patterns: Any) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from sorted(Path().glob(pattern))
+
+
+def run(chosen: list[Path], asked: argparse.Namespace) -> None:
+    draw, mutants, counts = random.Random(asked.seed), [], {}
+    for module in chosen:
+        code, found = altered(module)
+        module.write_text(code)
+        found = [mutant for mutant in found if asked.k in mutant.name]
+        counts[str(module)] = len(found)
+        mutants += draw.sample(found, asked.n) if 0 < asked.n < len(found) else found
+    if all(module.parent.name == "checks" for module in chosen):
+        keep_trials()
+    runner = Runner(mutants, asked.j)
+    tests = [str(path) for name in asked.tests for path in sorted(Path("tests").glob(f"test_{name}.py"))]
+    sys.dont_write_bytecode = True
+    options = ["-q", "-s", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += [f"--deselect=tests/test_{name}" for name in SLOW]
+    code = pytest.main([*options, *tests], plugins=[runner])
+    if code:
+        raise SystemExit(code)
+    print(table(mutants, counts))
+
+
+def keep_trials() -> None:
+    """Literal evidence is made once, not for each mutant: laws take no part in making it, as the plan and bounds do."""
+    import literal
+
+    for name in ("trial_of", "reference_of"):
+        setattr(literal, name, kept(getattr(literal, name)))
+
+
+def kept(make: Any) -> Any:
+    made: dict[str, Any] = {}
+
+    def found(*args: Any) -> Any:
+        key = repr(args)
+        if key not in made:
+            made[key] = make(*args)
+        return made[key]
+
+    return found
+
+
+def table(mutants: list[Mutant], counts: dict[str, int]) -> str:
+    lines = ["", "| module | mutants | tried | killed | survived | score |", "|---|---|---|---|---|---|"]
+    for name, count in counts.items():
+        lines.append(_row(name, count, [mutant for mutant in mutants if mutant.module == name]))
+    return "\n".join([*lines, _row("all", sum(counts.values()), mutants)])
+
+
+def _row(name: str, count: int, tried: list[Mutant]) -> str:
+    killed = sum(bool(mutant.killer) for mutant in tried)
+    score = f"{killed / len(tried):.1%}" if tried else "-"
+    return f"| {name} | {count} | {len(tried)} | {killed} | {len(tried) - killed} | {score} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The margins of the laws on literal evidence: how much each examines, what equality to the last bit is worth, and what
+lies just beyond what a law looks at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from literal import (
+    ADAMW,
+    EIGHT,
+    UNEVEN,
+    judged,
+    tiny_case,
+    trial_of,
+    with_every_rank,
+    with_parameter,
+    with_rank,
+    with_step,
+    with_value,
+)
+
+from harness.case import ParallelDims
+from harness.checks import judge
+from harness.checks.samples import fed_samples, shares_of_samples, ways_to_cut
+from harness.evidence import Collective
+from harness.tolerance import Bounds
+from harness.trial import Finding, Trial, Verdict
+
+WQ = "layers.0.attention.wq.weight"
+OF_NUMBERS = ("loss", "reported_loss", "grad_norm", "gradients")
+
+EXAMINED: dict[str, Any] = {
+    "hsdp_2x2": (
+        tiny_case("hsdp_2x2", runs=2),
+        {
+            **{"completed": 4, "collective_order": 108, "features": 80, "memory": 36, "placements": 52},
+            **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 48, "initial_weights": 12},
+            **{"samples": 24, "determinism": 12, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
+            **{"replica_agreement": 144, "reported_loss": 12, "update": 144},
+        },
+    ),
+    "fsdp_2_tp_2": (
+        tiny_case("fsdp_2_tp_2"),
+        {
+            **{"completed": 4, "collective_order": 204, "features": 80, "memory": 36, "placements": 52},
+            **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 96, "initial_weights": 12},
+            **{"samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
+            **{"replica_agreement": 36, "reported_loss": 12, "update": 144},
+        },
+    ),
+    "fsdp_2_cp_2": (
+        tiny_case(ParallelDims(dp_shard=2, cp=2), EIGHT),
+        {
+            **{"completed": 4, "collective_order": 156, "features": 80, "memory": 36, "placements": 52},
+            **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 72, "initial_weights": 12},
+            **{"positions": 12, "samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
+            **{"reported_loss": 12, "update": 144},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", EXAMINED)
+def test_every_law_examines_all_that_there_is(layout: str) -> None:
+    case, expected = EXAMINED[layout]
+    results = judge(trial_of(case))
+    assert {result.check: result.examined for result in results if result.examined} == expected
+    assert {result.check for result in results if result.verdict is Verdict.PASS} == set(expected)
+
+
+def test_a_law_without_an_object_says_why() -> None:
+    notes = {result.check: result.note for result in judge(trial_of(tiny_case("single"))) if not result.examined}
+    assert notes == {
+        "collective_order": "one rank has no peers",
+        "process_groups": "one rank has no groups",
+        "reshard": "nothing is gathered: no data parallelism",
+        "schedule": "no pipeline: pp 1",
+        "traffic": "one rank moves nothing",
+        "positions": "the model is told none: it counts from 0, or reads them from a table",
+        "resume": "nothing is resumed",
+        "determinism": "the case asks for one run (runs: 2 repeats it)",
+        "replica_agreement": "no two ranks hold the same slice of anything",
+    }
+
+
+def test_a_trainer_that_displays_no_norm_claims_none() -> None:
+    trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_rank(t, rank, displays=("loss",)))
+    told = judged("grad_norm", trial)
+    note = "this trainer displays none; clipping by it is judged by the law update"
+    assert (told.verdict, told.note) == (Verdict.NOT_APPLICABLE, note)
+    assert judged("grad_norm", with_rank(trial, 1, displays=("grad_norm",))).verdict is Verdict.PASS
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("law", OF_NUMBERS)
+def test_what_is_equal_to_the_bit_passes_with_no_room_at_all(law: str) -> None:
+    trial = replace(trial_of(tiny_case("single")))  # a trial of its own, whose bounds may be set
+    no_room = dict.fromkeys((1, 2, 3), 0.0)
+    trial.__dict__["bounds"] = Bounds(no_room, no_room, no_room)
+    told = judged(law, trial)
+    assert (told.verdict, told.note) == (Verdict.PASS, "largest difference 0.0e+00")
+
+
+@pytest.mark.parametrize(
+    ("law", "spoil", "off"),
+    [
+        ("reported_loss", lambda t: with_step(t, 1, 2, reported_loss=1.5 * t.reference.steps[1].loss), "5.00e-01"),
+        ("gradients", lambda t: with_value(t, 1, 2, "gradients", WQ, lambda g: g * float("nan")), "inf"),
+    ],
+)
+def test_a_number_that_is_off_is_told_by_its_share_and_the_bound(law: str, spoil: Any, off: str) -> None:
+    trial = spoil(trial_of(tiny_case("fsdp_2")))
+    told = judged(law, trial)
+    bound = trial.bounds.loss[2] if law == "reported_loss" else trial.bounds.gradient[2]
+    assert f"off by {off}" in told.findings[0].observed
+    assert told.findings[0].bound == f"{bound:.1e}"
+    assert told.note == f"largest difference {float(off):.1e}"
+
+
+def test_values_that_are_nowhere_in_the_seed_are_not_compared_with_any_slice() -> None:
+    """Where the plan gives a slice as well, that one is; a parameter of no plan is infinitely far."""
+    trial = trial_of(tiny_case("fsdp_2"))
+    strange = with_parameter(trial, 1, WQ, value=trial.ranks[1].parameters[1].value + 1)
+    assert judged("gradients", strange).verdict is Verdict.PASS
+    slices = {rank: {f: part for f, part in held.items() if f != WQ} for rank, held in strange.plan.slices.items()}
+    told = judged("gradients", replace(strange, plan=replace(strange.plan, slices=slices)))
+    assert told.findings[0] == Finding(
+        f"rank 1, step 1, {WQ}",
+        "the reference's",
+        "off by inf of the largest entry",
+        f"{trial.bounds.gradient[1]:.1e}",
+    )
+
+
+# ---- repeats, memory, groups, traffic
+
+
+def test_a_repeat_in_more_microbatches_is_no_repeat() -> None:
+    trial = trial_of(tiny_case("single", runs=2))
+    parts = trial.ranks[0].steps[1].microbatches
+    more = with_step(trial, 0, 2, microbatches=(*parts, *parts)).run
+    told = judged("determinism", replace(trial, repeat=more))
+    assert told.verdict is Verdict.UNKNOWN
+    assert told.note.startswith("the law itself raised ValueError('zip() argument 2 is longer than argument 1')")
+
+
+def test_gradients_that_are_kept_whole_are_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    held = trial.ranks[1].steps[2].memory
+    told = judged("memory", with_step(trial, 1, 3, memory=held | {"gradients": 2 * held["parameters"]}))
+    assert told.findings == (Finding("rank 1, step 3, gradients", "0 B to 944 B", "1.888 kB"),)
+
+
+def test_a_send_to_nobody_knows_whom_is_not_paired() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    send = Collective("send", (0, 1), "p2p", "float64", 64, "forward", 1, 9)
+    told = judged("collective_order", with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, send)))
+    assert told.verdict is Verdict.PASS
+
+
+def test_what_is_reduced_elsewhere_than_over_the_data_ranks_has_any_dtype() -> None:
+    trial = trial_of(tiny_case("fsdp_2_tp_2"))
+    for call in (
+        Collective("all_reduce", (0, 1), "tp", "float32", 8, "backward", 1, 9),  # of another axis
+        Collective("all_reduce", (0, 2), "dp", "float32", 8, "forward", 1, 9),  # of activations
+        Collective("all_gather", (0, 2), "dp", "bfloat16", 8, "backward", 1, 9),  # of parameters
+        Collective("all_reduce", (0, 2), "dp", "int64", 8, "backward", 1, 9),  # DDP's talk about buckets
+    ):
+        more = with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, call))
+        assert judged("features", more).verdict is Verdict.PASS, call
+    wrong = Collective("all_reduce", (0, 2), "dp", "float32", 8, "backward", 1, 9)
+    told = judged("features", with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, wrong)))
+    assert told.findings == (Finding("rank 0, dtype of reduced gradients", "float64", "float32 and float64"),)
+
+
+def test_memory_after_forward_is_told_as_a_range_where_padding_is_allowed() -> None:
+    trial = trial_of(tiny_case("fsdp_2", model=UNEVEN))
+    (record,) = trial.ranks[1].steps[0].after_forward
+    padding = trial.plan.padding_after_forward[1]
+    assert padding > 0
+    for storage in (record.storage, record.storage + padding):
+        fits = with_step(trial, 1, 1, after_forward=(replace(record, storage=storage),))
+        assert judged("reshard", fits).verdict is Verdict.PASS, storage
+    for storage in (record.storage - 1, record.storage + padding + 1):
+        told = judged("reshard", with_step(trial, 1, 1, after_forward=(replace(record, storage=storage),)))
+        (finding,) = told.findings
+        assert (finding.where, finding.expected.count(" to ")) == (
+            "rank 1, step 1, memory of all parameters after forward",
+            1,
+        )
+
+
+# ---- samples
+
+
+def test_each_share_of_the_batch_is_told_by_its_first_rank() -> None:
+    trial = trial_of(tiny_case("fsdp_2_tp_2"))
+    fed = fed_samples(trial, 1)
+    assert sorted(fed) == [0, 1, 2, 3]
+    assert shares_of_samples(trial, 1) == {0: fed[0], 2: fed[2]}
+
+
+def test_a_cp_ranks_tokens_are_looked_for_where_anybody_would_cut_them() -> None:
+    trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
+    assert [at.tolist() for at in ways_to_cut(trial, 0, 1)] == [
+        [0, 1, 6, 7],
+        [0, 1, 2, 3],
+        [2, 3, 4, 5],
+        [4, 5, 6, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+
+
+def test_rows_of_no_sample_are_counted_by_rank() -> None:
+    def garbled(trial: Trial, rank: int) -> Trial:
+        parts = tuple(replace(part, tokens=part.tokens * 0 + 6) for part in trial.ranks[rank].steps[1].microbatches)
+        return with_step(trial, rank, 2, microbatches=parts)
+
+    told = judged("samples", garbled(trial_of(tiny_case("fsdp_2", ADAMW)), 1))
+    expected = Finding("rank 1, step 2", "samples of the recipe's steps", "4 rows of tokens that are none of them")
+    assert expected in told.findings
