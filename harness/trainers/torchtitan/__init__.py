@@ -10,6 +10,7 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     later.py      0.3.0: a Trainer, and configurations as objects
     paused.py     runs such a function up to where its set-up is done, and on from there
     cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
+    warm.py       imports it once for all ranks of a machine
     drift.py      names that torch has renamed since
     precise.py    torchtitan's casts to float32 leave a float64 recipe's values alone
 """
@@ -32,9 +33,19 @@ class Torchtitan:
 
     where: str | None = None
     name: str = "torchtitan"
-    preload: tuple[str, ...] = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
-
     files: tuple[str, ...] = source.FILES
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """What its era imports besides torch; of the installed one, itself."""
+        try:
+            era = source.find(self.where).era
+        except source.NotThere:
+            return ()
+        return (
+            *era.preload,
+            *(("harness.trainers.torchtitan.warm",) if era is source.LATER and not self.where else ()),
+        )
 
     @property
     def displays(self) -> tuple[str, ...]:

@@ -26,13 +26,18 @@ CUDA = re.compile(r"\bcuda\b")
 
 
 def arrange(source: Source) -> None:
-    torch._utils._get_available_device_type = lambda: "cpu"
+    before_import()
     lend_memory_calls()
-    sys.meta_path.append(Lend(("triton", *TOKENIZERS)))
     if source.era is EARLY:
         sys.meta_path.insert(0, ReadAsCpu(source.folder))
     use_gloo()
     sum_and_divide()
+
+
+def before_import() -> None:
+    """What a module of torchtitan asks as it is imported."""
+    torch._utils._get_available_device_type = lambda: "cpu"
+    sys.meta_path.append(Lend(("triton", *TOKENIZERS)))
 
 
 def lend_memory_calls() -> None:

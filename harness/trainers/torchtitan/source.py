@@ -20,13 +20,17 @@ class NotThere(Exception):
     """No torchtitan where it was looked for. The message says how to get it."""
 
 
+DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
+COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
+
+
 @dataclass(frozen=True)
 class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
     chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
-    wraps_alone: it has FSDP2 around a model without data ranks as well.
+    wraps_alone: it has FSDP2 around a model without data ranks as well. preload: packages that it imports.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Era:
     wraps_alone: bool
     displays: tuple[str, ...]
     inputs_by_name: bool = False
+    preload: tuple[str, ...] = DATA_AND_LOGS
     renamed: tuple[tuple[str, str], ...] = ()
 
     def fqn(self, name: str) -> str:
@@ -93,6 +98,7 @@ LATER = Era(
     replicates_by="fsdp2",
     wraps_alone=True,
     displays=("loss", "grad_norm"),
+    preload=(*DATA_AND_LOGS, *COMPILERS),
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
 TRAINER = re.compile(r"^class Trainer", re.MULTILINE)
