@@ -89,7 +89,8 @@ class Features:
     compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block: "apart", the embedding,
     and norm with output; "root", all the rest, and by default only the last block stays whole after forward. cp_heads: keys
     and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
-    has all it needs, rather than to its end. Trainers choose these three, cases need not.
+    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. Trainers
+    choose these four, cases need not.
     """
 
     wrapper: str | None = None
@@ -112,6 +113,7 @@ class Features:
     fsdp_units: str = "apart"
     cp_heads: str = "query"
     ac_early_stop: bool = True
+    own_model: bool = False
 
     def __post_init__(self) -> None:
         for key in ("accumulation", "microbatches", "stages_per_rank"):
@@ -244,8 +246,9 @@ class Case:
 
     @property
     def noise_key(self) -> str:
-        """Under which the reference's noise is kept: how gradients are added over ranks, and whether products are cut."""
-        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile
+        """Under which the reference's noise is kept: how gradients are added over ranks, and whether products are rounded
+        as on one device."""
+        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile or self.features.own_model
         return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")
 
     @property

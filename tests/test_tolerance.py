@@ -7,11 +7,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from literal import ADAMW, SGD, TINY, reference_of, tiny_case
 
-from harness.case import Case
-from harness.tolerance import NoBound, bounds, clip_coefficient, gamma, relative_difference, update_bound
+from harness import golden
+from harness.case import Case, find_case, load_all
+from harness.tolerance import (
+    NoBound,
+    bounds,
+    clip_coefficient,
+    gamma,
+    measured_bounds,
+    relative_difference,
+    update_bound,
+)
 from reference.config import ModelConfig, TrainingConfig
+from reference.model import RMSNorm
+from reference.train import train
 
 SMALLEST_MISTAKE = 1e-8
 U = 2.0**-53
@@ -167,3 +179,23 @@ def test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake(optimizer: 
     found = bounds(case, train(ModelConfig(), training))
     assert max(found.loss.values()) < SMALLEST_MISTAKE / 1000
     assert max(found.gradient.values()) < SMALLEST_MISTAKE
+
+
+def test_a_norm_that_rounds_once_lies_beyond_the_noise_of_shares_and_within_that_of_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own fused norm, which torchtitan uses: it rounds after the weight, the reference before it as well."""
+    case = find_case("bf16_fsdp_2", load_all())
+    accepted = golden.load(case)
+    assert accepted is not None
+    recipe = replace(case.training, steps=1)
+    (expected,) = train(case.model, recipe, "cpu", noise=()).steps
+
+    def fused(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+    monkeypatch.setattr(RMSNorm, "forward", fused)
+    (seen,) = train(case.model, recipe, "cpu", noise=()).steps
+    difference = abs(seen.loss / expected.loss - 1)
+    shares, parts = (measured_bounds(case, accepted.noise[f"float32 {kind}"]).loss[1] for kind in ("shares", "parts"))
+    assert shares < difference < parts

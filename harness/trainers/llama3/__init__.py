@@ -79,6 +79,8 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "wrapper fsdp2 without data ranks: this trainer then wraps nothing"
     if features.cp_heads != "query":
         yield f"cp_heads {features.cp_heads}: this trainer repeats keys and values for all query heads before attention"
+    if features.own_model:
+        yield "own_model: this trainer's model is the reference's"
     if not features.ac_early_stop:
         yield "ac_early_stop False: this trainer recomputes a block only until backward has all it needs"
     if features.fsdp_units != "apart":

@@ -6,6 +6,7 @@ only asked for by GPU code.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from harness.trainers.torchtitan.source import EARLY, Source
@@ -32,6 +34,7 @@ def arrange(source: Source) -> None:
         sys.meta_path.insert(0, ReadAsCpu(source.folder))
     use_gloo()
     sum_and_divide()
+    pin_nothing()
 
 
 def before_import() -> None:
@@ -77,6 +80,11 @@ def sum_and_divide() -> None:
         return original(scatter, reduce, dtype, "mtia", *args, **kwargs)
 
     _fsdp_collectives._get_gradient_divide_factors = divide_apart  # type: ignore[assignment]
+
+
+def pin_nothing() -> None:
+    """Memory is pinned for an accelerator to copy from, and torch refuses to where there is none."""
+    CPUOffloadPolicy.__init__ = functools.partialmethod(CPUOffloadPolicy.__init__, pin_memory=False)  # type: ignore[assignment]
 
 
 class ReadAsCpu(importlib.abc.MetaPathFinder):

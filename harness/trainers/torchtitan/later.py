@@ -198,6 +198,7 @@ def options(case: Case) -> dict[str, Any]:
         "training.dtype": training.dtype,
         "training.mixed_precision_param": param,
         "training.mixed_precision_reduce": features.reduce_dtype or param,
+        "training.enable_cpu_offload": features.cpu_offload,
         "training.disable_cuda_graphs": True,
         "parallelism.data_parallel_replicate_degree": dims.dp_replicate,
         "parallelism.data_parallel_shard_degree": dims.dp_shard,

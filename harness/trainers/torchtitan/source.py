@@ -87,6 +87,7 @@ LATER = Era(
         "microbatches": tuple(range(1, 65)),
         "stages_per_rank": tuple(range(1, 65)),
         "cp_load_balance": (False,),
+        "cpu_offload": (True,),
         "activation_checkpointing": ("none", "full", "op"),
         "accumulation": tuple(range(1, 65)),
         "defer_sync": (False,),
@@ -94,7 +95,7 @@ LATER = Era(
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
     training=EARLY.training,
-    chooses={"ac_early_stop": False, "cp_heads": "key_value"},
+    chooses={"ac_early_stop": False, "cp_heads": "key_value", "own_model": True},
     replicates_by="fsdp2",
     wraps_alone=True,
     displays=("loss", "grad_norm"),
@@ -169,8 +170,8 @@ class Source:
         for axis in AXES:
             if getattr(case.dims, axis) > 1 and axis not in era.axes:
                 yield f"{axis} {getattr(case.dims, axis)}: not asked of {era.name} by this adapter"
-        if not case.exact:
-            yield "an inexact recipe: torchtitan's model rounds at other places than the reference, whose noise is the bound"
+        if not case.exact and not case.features.own_model:
+            yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
         if case.dims.tp > 1 and case.wrapper == "replicate":
             yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
