@@ -185,6 +185,10 @@ class RankEvidence:
     displays: tuple[str, ...] = ("loss", "grad_norm")
 
 
+AT_WORK = "still at work"
+"""In the error of ranks killed at the time limit while collectives went on: the job was slow, and none of them hung."""
+
+
 @dataclass(frozen=True)
 class Exit:
     """How one rank's process ended.

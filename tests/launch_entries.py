@@ -82,6 +82,13 @@ def sleeps(_: dict[str, Any]) -> None:
     all_reduce()
 
 
+def goes_on_and_on(_: dict[str, Any]) -> None:
+    join()
+    while True:
+        all_reduce()
+        time.sleep(0.05)
+
+
 def sleeps_before_joining(_: dict[str, Any]) -> None:
     if os.environ["RANK"] == "1":
         time.sleep(600)

@@ -159,6 +159,15 @@ ranks [0,1] raised: MemoryError: 8 GB; rank 3 died by SIGSEGV: not sent by the h
     )
 
 
+def test_ranks_that_were_only_slow() -> None:
+    slow = "killed by the harness at the time limit of 9 s, still at work: --timeout gives it more"
+    expect(
+        with_exits(fsdp_4(), *(Exit(rank, "killed", signal="SIGKILL", error=slow) for rank in range(4))),
+        """\
+too slow: ranks [0-3] killed by the harness at the time limit of 9 s, still at work: --timeout gives it more""",
+    )
+
+
 def test_ranks_of_which_none_can_be_blamed() -> None:
     killed = [Exit(rank, "killed", signal="SIGKILL", error="no answer for 30 s") for rank in range(4)]
     expect(

@@ -73,6 +73,12 @@ def test_a_rank_that_hangs_is_blamed_with_its_stack_and_the_other_tells_what_it_
     assert victim.stack.splitlines()[0].endswith("in all_reduce")
 
 
+def test_ranks_that_are_only_slow_are_told_so_and_none_is_blamed(tmp_path):
+    exits = launch(job(tmp_path, "goes_on_and_on", timeout=1.5))
+    assert summary(exits) == [("killed", False), ("killed", False)]
+    assert exits[0].error == "killed by the harness at the time limit of 1.5 s, still at work: --timeout gives it more"
+
+
 def test_a_rank_that_never_joins_is_blamed(tmp_path):
     exits = launch(job(tmp_path, "sleeps_before_joining", timeout=1.5))
     assert summary(exits) == [("killed", False), ("killed", True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from harness.diagnose.words import Broken, Diagnosis, rank_words, some
-from harness.evidence import Exit
+from harness.evidence import AT_WORK, Exit
 from harness.trial import Trial
 
 ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
@@ -40,6 +40,8 @@ def _how_it_ended(exit: Exit) -> str:
 
 def _nobody_to_blame(failed: list[Exit]) -> Diagnosis:
     first = failed[0]
+    if AT_WORK in first.error:
+        return Diagnosis(f"too slow: {rank_words([exit.rank for exit in failed])} {first.error}")
     cause = f"{rank_words([exit.rank for exit in failed])} did not finish, and nothing tells which of them is the cause"
     lines = [(f"rank {exit.rank}", _how_it_ended(exit).replace("hung", "killed")) for exit in failed[:4]]
     lines += [("" if i else "stack", line.strip()) for i, line in enumerate(first.stack.splitlines()[:4])]

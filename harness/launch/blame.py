@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from harness.evidence import Exit
+from harness.evidence import AT_WORK, Exit
 from harness.launch.inflight import Issued
 
 Place = tuple[str, tuple[int, ...]]  # a group, by name and members: two groups of one split can share a name
@@ -115,8 +115,8 @@ def last_words(fate: Fate) -> str:
 
 
 def culprits(fates: Sequence[Fate]) -> dict[int, str]:
-    """Ranks to blame and why. {} when all is well or nothing is known."""
-    if all(fate.status == 0 for fate in fates):
+    """Ranks to blame and why. {} when all is well, or nothing is known, or they only were slow."""
+    if all(fate.status == 0 for fate in fates) or any(AT_WORK in fate.killed for fate in fates):
         return {}
     return (
         failed_alone(fates)

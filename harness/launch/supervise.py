@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from harness.evidence import AT_WORK
 from harness.launch.blame import Fate
-from harness.launch.inflight import read_inflight
+from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json
 
 GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
 STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers
 KILL_PATIENCE = 10.0
+GLANCE = 1.0
 LOG_TAIL = 4000
 
 
@@ -46,8 +48,9 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
     ranks.wait(lambda: over() or failed(), job.timeout)
     if failed():
         ranks.wait(over, GRACE)
-    killed, reason = {}, why_kill(job, ranks)
+    killed: dict[int, str] = {}
     if not over():
+        reason = why_kill(job, ranks)
         killed = dict.fromkeys(set(range(job.world_size)) - set(ranks.statuses), reason)
         collect_stacks(job, ranks, list(killed))
         ranks.signal(signal.SIGKILL)
@@ -58,9 +61,21 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
 def why_kill(job: Job, ranks: Ranks) -> str:
     failed = sorted(rank for rank, status in ranks.statuses.items() if status)
     if not failed:
-        return f"killed by the harness at the time limit of {job.timeout:g} s"
+        slow = f", {AT_WORK}: --timeout gives it more" if advances(job) else ""
+        return f"killed by the harness at the time limit of {job.timeout:g} s{slow}"
     first = min(failed, key=lambda rank: ranks.ended[rank])
     return f"killed by the harness {GRACE:g} s after rank {first} failed"
+
+
+def advances(job: Job) -> bool:
+    """Whether any rank issues a collective while one looks on."""
+
+    def issued() -> list[list[Issued]]:
+        return [read_inflight(rank_file(job.directory, "inflight", rank)) for rank in range(job.world_size)]
+
+    before = issued()
+    time.sleep(GLANCE)
+    return issued() != before
 
 
 def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
