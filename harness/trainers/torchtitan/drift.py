@@ -1,7 +1,7 @@
 """What of torch's names and signatures differs from what a version of torchtitan was written for, on any device.
 
-RENAMED: what an older torchtitan imports and today's torch has no more: old name -> what it was. The others are newer than
-torch 2.13, and left alone where they are there.
+MOVED: what an older torchtitan imports and today's torch has elsewhere: where it was -> where it is. The others are newer
+than torch 2.13, and left alone where they are there.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RENAMED = {("torch.distributed.pipelining", "ScheduleFlexibleInterleaved1F1B"): "ScheduleInterleaved1F1B"}
+MOVED = {
+    "torch.distributed.pipelining.ScheduleFlexibleInterleaved1F1B": (
+        "torch.distributed.pipelining.ScheduleInterleaved1F1B"
+    ),
+    "torch.distributed.tensor.experimental._attention.create_cp_block_mask": (
+        "torch.distributed.tensor.experimental._context_parallel._attention._create_cp_block_mask"
+    ),
+}
 
 
 def bridge() -> None:
-    for (module_name, old), new in RENAMED.items():
+    for old, new in MOVED.items():
+        module_name, _, name = old.rpartition(".")
         module = importlib.import_module(module_name)
-        if not hasattr(module, old):
-            setattr(module, old, getattr(module, new))
+        if not hasattr(module, name):
+            now, _, today = new.rpartition(".")
+            setattr(module, name, getattr(importlib.import_module(now), today))
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
     take_microbatches()

@@ -1,22 +1,21 @@
-"""torchtitan from 2024-09-10 to 2024-12: `main(job_config)` in train.py beside the package, which is a namespace package."""
+"""torchtitan from 2024-09-10 to 2025-03: `main(job_config)` in a script, at first beside the package, a namespace package."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from harness.case import Case
 from harness.trainers import Metrics
-from harness.trainers.torchtitan import handover
+from harness.trainers.torchtitan import handover, job
 from harness.trainers.torchtitan.paused import Paused
 from harness.trainers.torchtitan.source import EARLY, Source
 
@@ -28,7 +27,7 @@ class EarlyTrainer:
         self.model_parts: list[nn.Module] = []
         self.metrics: list[Metrics] = []
         self._train, self._case, self._weights = train, case, weights
-        self._job = job_config(train, case)
+        self._job = job.configured(train.JobConfig(), case)
         self._paused = Paused(self._run)
         self._hand_over()
         self._paused.to_hold()
@@ -47,26 +46,41 @@ class EarlyTrainer:
         self._train.main(self._job)
 
     def _hand_over(self) -> None:
-        """At the names that `main` looks up in its own module."""
+        """At the names that `main` looks up in its own module, those that it has."""
         train, case = self._train, self._case
-        build_optimizers, build_logger = train.build_optimizers, train.build_metric_logger
 
-        def loader(dataset: Any, path: Any, tokenizer: Any, batch: int, length: int, degree: int, rank: int, *_: Any):
-            return handover.Samples(case, degree, rank, at_start=self._paused.hold)
+        def loader(dp_world_size: int, dp_rank: int, **_: Any) -> handover.Samples:
+            return handover.Samples(case, dp_world_size, dp_rank, at_start=self._paused.hold)
 
-        def optimizers(model_parts: list[nn.Module], *args: Any) -> Any:
-            self.model_parts = list(model_parts)
-            handover.give_weights(self.model_parts, case, self._weights, EARLY.fqn)
-            return build_optimizers(model_parts, *args)
+        def watched(build: Callable[..., Any]) -> Callable[..., Any]:
+            """A builder of optimizers is told the model when it is whole, and before anybody reads its weights."""
 
-        def logger(*args: Any, **kwargs: Any) -> Any:
-            return handover.note_metrics(build_logger(*args, **kwargs), case, self.metrics)
+            def build_optimizers(model_parts: list[nn.Module], *args: Any) -> Any:
+                self.model_parts = list(model_parts)
+                handover.give_weights(self.model_parts, case, self._weights, EARLY.fqn)
+                return build(model_parts, *args)
 
-        train.build_hf_data_loader = loader  # type: ignore[attr-defined]
-        train.build_tokenizer = lambda *_: SimpleNamespace(n_words=case.model.vocab_size)  # type: ignore[attr-defined]
-        train.build_optimizers = optimizers  # type: ignore[attr-defined]
-        train.build_metric_logger = logger  # type: ignore[attr-defined]
-        train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]
+            return build_optimizers
+
+        def specified(spec: Any) -> Any:
+            spec.build_optimizers_fn = watched(spec.build_optimizers_fn)
+            return job.specified(spec, case, loader)
+
+        replaced: dict[str, Callable[[Any], Any]] = {
+            "build_hf_data_loader": lambda _: lambda *given: loader(*given[5:7]),
+            "build_tokenizer": lambda _: lambda *_: job.tokenizer(case),
+            "build_optimizers": watched,
+            "build_metric_logger": lambda old: lambda *_: handover.note_logger(old(*_), case, self.metrics),
+            "build_metrics_processor": lambda old: lambda *_: handover.note_processor(old(*_), case, self.metrics),
+            "get_train_spec": lambda old: lambda name: specified(old(name)),
+            "time": lambda _: SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None),
+        }
+        for name, replacement in replaced.items():
+            if hasattr(train, name):
+                setattr(train, name, replacement(getattr(train, name)))
+        if hasattr(train, "models_config"):
+            flavors = train.models_config["llama3"]
+            flavors[job.FLAVOR] = job.sizes(flavors[job.FLAVOR], case)
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> EarlyTrainer:
@@ -74,8 +88,8 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Earl
     os.environ.setdefault("LOCAL_RANK", "0")
     handover.meet()
     handover.give_rates(case)
-    train = load_script(source.folder / "train.py")
-    set_model(train, case)
+    assert source.script is not None
+    train = load_script(source.script)
     return EarlyTrainer(train, case, weights)
 
 
@@ -90,52 +104,3 @@ def load_script(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def set_model(train: ModuleType, case: Case) -> None:
-    """The case's sizes in torchtitan's table of flavors."""
-    flavors = train.models_config["llama3"]
-    flavors[handover.FLAVOR] = handover.sizes(flavors[handover.FLAVOR], case)
-
-
-def job_config(train: ModuleType, case: Case) -> Any:
-    """torchtitan's own defaults, and the case's values."""
-    config_module = sys.modules["torchtitan.config_manager"]
-    config_module.TORCH_DTYPE_MAP["float64"] = torch.float64
-    return handover.configured(train.JobConfig(), options(case))
-
-
-def options(case: Case) -> dict[str, Any]:
-    dims, training, features = case.dims, case.training, case.features
-    param = training.compute_dtype or training.dtype
-    return {
-        "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
-        "model.name": "llama3",
-        "model.flavor": handover.FLAVOR,
-        "model.norm_type": "rmsnorm",
-        "optimizer.name": "AdamW",
-        "optimizer.lr": training.lr,
-        "optimizer.fused": True,
-        "training.batch_size": case.local_batch,
-        "training.seq_len": training.seq_len,
-        "training.steps": training.steps,
-        "training.warmup_steps": training.warmup_steps,
-        "training.max_norm": float("inf") if training.max_norm is None else training.max_norm,
-        "training.data_parallel_degree": dims.dp,
-        "training.data_parallel_replicate_degree": dims.dp_replicate,
-        "training.data_parallel_shard_degree": dims.dp_shard,
-        "training.tensor_parallel_degree": dims.tp,
-        "training.enable_loss_parallel": features.loss_parallel,
-        "training.mixed_precision_param": param,
-        "training.mixed_precision_reduce": features.reduce_dtype or param,
-        "training.compile": False,
-        "experimental.pipeline_parallel_degree": dims.pp,
-        "experimental.context_parallel_degree": dims.cp,
-        "activation_checkpoint.mode": handover.CHECKPOINTING[features.activation_checkpointing],
-        "activation_checkpoint.selective_ac_option": "2",
-        "metrics.log_freq": 1,
-        "metrics.enable_tensorboard": False,
-        "metrics.enable_color_printing": False,
-        "checkpoint.enable_checkpoint": False,
-        "comm.trace_buf_size": 0,
-    }

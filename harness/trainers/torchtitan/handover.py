@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import time
@@ -22,9 +21,6 @@ from harness.trainers import Metrics
 from harness.trainers.llama3.trainer import local_slice, read_weights
 from reference.data import build_dataset, step_length, step_samples
 from reference.train import lr_factor
-
-FLAVOR = "debugmodel"
-CHECKPOINTING = {"none": "none", "full": "full", "layer": "selective"}
 
 
 def meet() -> None:
@@ -65,39 +61,6 @@ class Samples:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def sizes(flavor: Any, case: Case) -> Any:
-    """Of torchtitan's model arguments up to 2026-02: with the case's sizes.
-
-    ffn_dim is the least multiple of `multiple_of` that is not below 8/3 dim times the multiplier, here 1. Where RoPE
-    frequencies are always scaled, it is by 1.
-    """
-    model = case.model
-    given = {
-        "dim": model.dim,
-        "n_layers": model.n_layers,
-        "n_heads": model.n_heads,
-        "n_kv_heads": model.n_kv_heads,
-        "vocab_size": model.vocab_size,
-        "norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "multiple_of": model.ffn_dim,
-        "ffn_dim_multiplier": 1.5 / int(8 * model.dim / 3),
-    }
-    if hasattr(flavor, "rope_scaling_args"):
-        given["rope_scaling_args"] = dataclasses.replace(flavor.rope_scaling_args, scaling_factor=1.0)
-    return dataclasses.replace(flavor, **given)
-
-
-def configured(job: Any, options: dict[str, Any]) -> Any:
-    """torchtitan's JobConfig of any time with these values, by SECTION.KEY. One that it does not know, nobody asks for."""
-    if hasattr(job, "parse_args"):
-        job.parse_args([])
-    for name, value in options.items():
-        section, _, key = name.partition(".")
-        setattr(getattr(job, section, SimpleNamespace()), key, value)
-    return job
-
-
 @torch.no_grad()
 def give_weights(parts: list[nn.Module], case: Case, weights: Path | None, fqn: Callable[[str], str]) -> None:
     """Each parameter's own slice of the seed weight of that name. No communication."""
@@ -128,7 +91,7 @@ def give_rates(case: Case) -> None:
     LambdaLR.__init__ = with_recipe  # type: ignore[method-assign]
 
 
-def note_metrics(logger: Any, case: Case, metrics: list[Metrics]) -> Any:
+def note_logger(logger: Any, case: Case, metrics: list[Metrics]) -> Any:
     """The same logger; what it is told to log is noted: the loss averaged over ranks, the gradient norm if it has one."""
     original = logger.log
 
@@ -140,3 +103,19 @@ def note_metrics(logger: Any, case: Case, metrics: list[Metrics]) -> Any:
 
     logger.log = log
     return logger
+
+
+def note_processor(processor: Any, case: Case, metrics: list[Metrics], shows: Callable[[], bool] = lambda: True) -> Any:
+    """The same metrics processor; what it is told to log is noted. Versions without a gradient norm tell none.
+
+    shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
+    """
+    original = processor.log
+
+    def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
+        rate = case.training.lr * lr_factor(step, case.training)
+        metrics.append(Metrics(step, float(average) if shows() else None, norm[0] if norm else None, rate))
+        original(step, average, largest, *norm, **extra)
+
+    processor.log = log
+    return processor

@@ -18,7 +18,6 @@ from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import handover
 from harness.trainers.torchtitan.source import Source
-from reference.train import lr_factor
 
 
 class LaterTrainer:
@@ -28,16 +27,9 @@ class LaterTrainer:
         self.model_parts: list[nn.Module] = trainer.model_parts
         self.metrics: list[Metrics] = []
         self._trainer, self._case = trainer, case
-        processor = trainer.metrics_processor
-        log = processor.log
-
-        def noted(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
-            rate = case.training.lr * lr_factor(step, case.training)
-            shown = float(average) if getattr(trainer, "pp_has_last_stage", True) else None  # elsewhere it shows -1
-            self.metrics.append(Metrics(step, shown, norm[0] if norm else None, rate))
-            log(step, average, largest, *norm, **extra)
-
-        processor.log = noted
+        handover.note_processor(
+            trainer.metrics_processor, case, self.metrics, lambda: getattr(trainer, "pp_has_last_stage", True)
+        )
 
     def train(self, last_step: int) -> None:
         assert last_step == self._case.training.steps

@@ -102,7 +102,10 @@ LATER = Era(
     preload=(*DATA_AND_LOGS, *COMPILERS),
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
-TRAINER = re.compile(r"^class Trainer", re.MULTILINE)
+SCRIPTS = (  # what train.py has, and who it is then
+    (re.compile(r"^def main\(job_config: JobConfig\)", re.MULTILINE), EARLY),
+    (re.compile(r"^class Trainer", re.MULTILINE), MIDDLE),
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Change:
     words: str
     era: dict[str, object] = field(default_factory=dict)
     features: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    chooses: dict[str, object] = field(default_factory=dict)
 
 
 CHANGES = (
@@ -126,7 +130,7 @@ CHANGES = (
     Change(
         "models/llama3/infra/parallelize.py",
         "[model.norm, model.output]",
-        {"chooses": {"fsdp_units": "apart"}},
+        chooses={"fsdp_units": "apart"},
     ),
 )
 
@@ -134,7 +138,8 @@ CHANGES = (
 def changed(era: Era, package: Path) -> Era:
     for change in CHANGES:
         if change.words in _text(package / change.file):
-            era = dataclasses.replace(era, **change.era, features=era.features | change.features)  # type: ignore[arg-type]
+            merged = {"features": era.features | change.features, "chooses": era.chooses | change.chooses}
+            era = dataclasses.replace(era, **change.era, **merged)  # type: ignore[arg-type]
     return era
 
 
@@ -147,10 +152,14 @@ MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_
 
 @dataclass(frozen=True)
 class Source:
-    """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one."""
+    """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one.
+
+    script: its train.py, where that is what runs.
+    """
 
     package: Path
     era: Era
+    script: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -208,10 +217,9 @@ def find(where: str | None) -> Source:
     package = _installed() if where is None else Path(where).resolve() / "torchtitan"
     if not package.is_dir():
         raise NotThere(f"{package}: no torchtitan there; {HOW_TO_GET_IT}")
-    if (package.parent / "train.py").is_file():
-        return Source(package, EARLY)
-    if TRAINER.search(_text(package / "train.py")):
-        return Source(package, changed(MIDDLE, package))
+    for script in (package.parent / "train.py", package / "train.py"):
+        if (era := next((era for words, era in SCRIPTS if words.search(_text(script))), None)) is not None:
+            return Source(package, changed(era, package), script)
     if (package / "models" / "llama3" / "config_registry.py").is_file() and (package / "trainer.py").is_file():
         return Source(package, LATER)
     raise NotThere(

@@ -1,0 +1,120 @@
+"""What is asked of torchtitan up to 2026-02, in the words of that whole time: its JobConfig, its models' sizes, its TrainSpec.
+
+An option has every name that it ever had. One that a version does not know yet, or no more, is not looked at by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from harness.case import Case
+
+FLAVOR = "debugmodel"
+FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor
+CONFIG_MODULES = ("torchtitan.config", "torchtitan.config_manager")  # where TORCH_DTYPE_MAP lies
+CHECKPOINTING = {"none": "none", "full": "full", "layer": "selective"}
+
+
+def configured(job: Any, case: Case) -> Any:
+    """torchtitan's own defaults, and the case's values."""
+    for name in CONFIG_MODULES:
+        if name in sys.modules:
+            sys.modules[name].TORCH_DTYPE_MAP["float64"] = torch.float64
+    if hasattr(job, "parse_args"):
+        job.parse_args([])
+    for name, value in options(case).items():
+        section, _, key = name.partition(".")
+        setattr(getattr(job, section, SimpleNamespace()), key, value)
+    return job
+
+
+def options(case: Case) -> dict[str, Any]:
+    dims, training, features = case.dims, case.training, case.features
+    param = training.compute_dtype or training.dtype
+    degrees = {
+        "data_parallel_degree": dims.dp,
+        "data_parallel_replicate_degree": dims.dp_replicate,
+        "data_parallel_shard_degree": dims.dp_shard,
+        "tensor_parallel_degree": dims.tp,
+        "context_parallel_degree": dims.cp,
+        "pipeline_parallel_degree": dims.pp,
+        "enable_loss_parallel": features.loss_parallel,
+        "disable_loss_parallel": not features.loss_parallel,
+        "fsdp_reshard_after_forward": features.reshard_after_forward,
+    }
+    return {
+        "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
+        "model.name": "llama3",
+        "model.flavor": FLAVOR,
+        "model.norm_type": "rmsnorm",
+        "optimizer.name": "AdamW",
+        "optimizer.lr": training.lr,
+        "optimizer.fused": True,
+        "training.batch_size": case.local_batch,
+        "training.local_batch_size": case.local_batch,
+        "training.global_batch_size": training.global_batch,
+        "training.seq_len": training.seq_len,
+        "training.steps": training.steps,
+        "training.warmup_steps": training.warmup_steps,
+        "training.max_norm": float("inf") if training.max_norm is None else training.max_norm,
+        "training.dtype": training.dtype,
+        "training.mixed_precision_param": param,
+        "training.mixed_precision_reduce": features.reduce_dtype or param,
+        "training.compile": False,
+        **{f"{section}.{key}": value for section in ("training", "parallelism") for key, value in degrees.items()},
+        "experimental.pipeline_parallel_degree": dims.pp,
+        "experimental.context_parallel_degree": dims.cp,
+        "activation_checkpoint.mode": CHECKPOINTING[features.activation_checkpointing],
+        "activation_checkpoint.selective_ac_option": "2",
+        "metrics.log_freq": 1,
+        "metrics.enable_tensorboard": False,
+        "metrics.enable_color_printing": False,
+        "metrics.disable_color_printing": True,
+        "checkpoint.enable_checkpoint": False,
+        "comm.trace_buf_size": 0,
+    }
+
+
+def sizes(flavor: Any, case: Case) -> Any:
+    """torchtitan's model arguments with the case's sizes.
+
+    ffn_dim is the least multiple of `multiple_of` that is not below 8/3 dim times the multiplier, here 1. Where RoPE
+    frequencies are always scaled, it is by 1.
+    """
+    model = case.model
+    given = {
+        "dim": model.dim,
+        "n_layers": model.n_layers,
+        "n_heads": model.n_heads,
+        "n_kv_heads": model.n_kv_heads,
+        "vocab_size": model.vocab_size,
+        "norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "multiple_of": model.ffn_dim,
+        "ffn_dim_multiplier": 1.5 / int(8 * model.dim / 3),
+    }
+    if hasattr(flavor, "rope_scaling_args"):
+        given["rope_scaling_args"] = dataclasses.replace(flavor.rope_scaling_args, scaling_factor=1.0)
+    return dataclasses.replace(flavor, **given)
+
+
+def specified(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:
+    """The TrainSpec with the case's sizes, and its samples in place of data set and tokenizer."""
+    flavors = next(getattr(spec, name) for name in FLAVORS if hasattr(spec, name))
+    flavors[FLAVOR] = sizes(flavors[FLAVOR], case)
+    spec.build_tokenizer_fn = spec.tokenizer_cls = lambda *_: tokenizer(case)
+    spec.build_dataloader_fn = loader
+    return spec
+
+
+def tokenizer(case: Case) -> SimpleNamespace:
+    """All that is asked of one without text."""
+    return SimpleNamespace(n_words=case.model.vocab_size, eos_id=0)
