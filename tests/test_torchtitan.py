@@ -29,7 +29,7 @@ HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
 def checkout(tmp_path: Path) -> Path:
     """Looks like torchtitan of 2024."""
     (tmp_path / "torchtitan").mkdir()
-    (tmp_path / "train.py").touch()
+    (tmp_path / "train.py").write_text("def main(job_config: JobConfig):\n")
     return tmp_path
 
 
@@ -56,18 +56,18 @@ def test_a_trainer_without_other_sources_refuses_one() -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (case(ParallelDims(pp=2)), "pp 2: not asked of torchtitan of 2024 by this adapter"),
+        (case(ParallelDims(pp=2)), "pp 2: not asked of this early torchtitan by this adapter"),
         (
             case(features=Features(accumulation=2)),
-            "accumulation 2: torchtitan of 2024 has no such option, or this adapter does not pass it on",
+            "accumulation 2: this early torchtitan has no such option, or this adapter does not pass it on",
         ),
         (
             case(training=TrainingConfig(optimizer="sgd")),
-            "optimizer sgd: torchtitan of 2024 has no such option, or this adapter does not pass it on",
+            "optimizer sgd: this early torchtitan has no such option, or this adapter does not pass it on",
         ),
         (
             case(model=ModelConfig(tied_embeddings=True)),
-            "tied_embeddings True: the model of torchtitan of 2024 has none",
+            "tied_embeddings True: the model of this early torchtitan has none",
         ),
         (
             case(ParallelDims(dp_replicate=2, tp=2)),

@@ -5,8 +5,9 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
 
     source.py     where torchtitan comes from, and what of it a case can ask for
     handover.py   the data handed over, and what torchtitan displays
-    early.py      2024: train.py with one function `main`
-    middle.py     0.1.0 to 0.2.2: a Trainer, one configuration of sections, and a TrainSpec
+    job.py        configuration, sizes and TrainSpec in the words of the time up to 2026-02
+    early.py      2024-09 to 2025-03: a script with one function `main`
+    middle.py     2025-03 to 2026-02, with 0.1.0 to 0.2.2: a Trainer
     later.py      0.3.0: a Trainer, and configurations as objects
     paused.py     runs such a function up to where its set-up is done, and on from there
     cpu.py        what has to be arranged to run it on CPU; never applied on GPUs

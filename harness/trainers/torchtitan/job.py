@@ -20,7 +20,7 @@ from harness.case import Case
 FLAVOR = "debugmodel"
 FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor
 CONFIG_MODULES = ("torchtitan.config", "torchtitan.config_manager")  # where TORCH_DTYPE_MAP lies
-CHECKPOINTING = {"none": "none", "full": "full", "layer": "selective"}
+CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
 def configured(job: Any, case: Case) -> Any:
@@ -39,6 +39,7 @@ def configured(job: Any, case: Case) -> Any:
 def options(case: Case) -> dict[str, Any]:
     dims, training, features = case.dims, case.training, case.features
     param = training.compute_dtype or training.dtype
+    recompute, which = CHECKPOINTING[features.activation_checkpointing]
     degrees = {
         "data_parallel_degree": dims.dp,
         "data_parallel_replicate_degree": dims.dp_replicate,
@@ -72,8 +73,8 @@ def options(case: Case) -> dict[str, Any]:
         **{f"{section}.{key}": value for section in ("training", "parallelism") for key, value in degrees.items()},
         "experimental.pipeline_parallel_degree": dims.pp,
         "experimental.context_parallel_degree": dims.cp,
-        "activation_checkpoint.mode": CHECKPOINTING[features.activation_checkpointing],
-        "activation_checkpoint.selective_ac_option": "2",
+        "activation_checkpoint.mode": recompute,
+        "activation_checkpoint.selective_ac_option": which,
         "metrics.log_freq": 1,
         "metrics.enable_tensorboard": False,
         "metrics.enable_color_printing": False,

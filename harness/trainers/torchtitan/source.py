@@ -55,13 +55,13 @@ class Era:
 
 
 EARLY = Era(
-    name="torchtitan of 2024",
+    name="this early torchtitan",
     run_by="early",
     axes=("dp_replicate", "dp_shard", "tp"),
     features={
         "wrapper": ("fsdp2", "replicate"),
         "loss_parallel": (True, False),
-        "activation_checkpointing": ("none", "full", "layer"),
+        "activation_checkpointing": ("none", "full", "layer", "op"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
@@ -132,6 +132,7 @@ CHANGES = (
         "[model.norm, model.output]",
         chooses={"fsdp_units": "apart"},
     ),
+    Change("distributed/activation_checkpoint.py", "early_stop=", chooses={"ac_early_stop": False}),
 )
 
 
