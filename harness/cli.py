@@ -286,11 +286,14 @@ def _case_folders(folders: Sequence[Path]) -> list[Path]:
 def _margins(cases: Sequence[Case], options: Options) -> int:
     from harness import margins
 
-    recipes = margins.recipes(cases)
-    for users in recipes:
+    drawn = []
+    for users in margins.recipes(cases):
         one = margins.margin(users, options)
         print(margins.table(one), margins.draw(one, options.out), sep="\n", flush=True)
-    return PASSED if recipes else NOT_JUDGED
+        drawn.append(one)
+    if len(drawn) > 1:
+        print(margins.draw_all(drawn, options.out))
+    return PASSED if drawn else NOT_JUDGED
 
 
 def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:

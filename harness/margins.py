@@ -40,9 +40,14 @@ class Margin:
     """What there is to show of one recipe and way of summing."""
 
     name: str
+    recipe: str
     bound: Distances
     correct: dict[str, Distances]
     mistakes: dict[str, Distances]
+
+    def ratios(self, distances: Distances) -> dict[str, float]:
+        """By number, over its bound, in the step where that is most: below 1 is within."""
+        return {n: max(d / b for d, b in zip(distances[n], self.bound[n], strict=True)) for n in NUMBERS}
 
 
 def margin(cases: Sequence[Case], options: Options) -> Margin:
@@ -52,10 +57,20 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
     bounds, case = trial.bounds, trial.case
     return Margin(
         name=f"{golden.recipe_name(case)} {case.noise_key}",
+        recipe=_said(case),
         bound={name: list(getattr(bounds, name).values()) for name in NUMBERS},
         correct={name: _distances(one) for name, one in trials.items()},
         mistakes={name: _of_mistake(case, trial.reference, make) for name, make in MISTAKES.items()},
     )
+
+
+def _said(case: Case) -> str:
+    """The recipe as what differs from the defaults, and how the reference was cut to measure its noise."""
+    told = case.training.quantize or case.training.compute_dtype or case.training.dtype
+    told += " compiled" if case.features.compile else ""
+    others = {**golden.recipe(case)["model"], **golden.recipe(case)["training"]}
+    shown = [f"{key} {value}" for key, value in others.items() if key not in ("quantize", "compute_dtype", "dtype")]
+    return ", ".join([told, case.noise_key, *shown])
 
 
 def _distances(trial: Trial) -> Distances:
@@ -137,12 +152,12 @@ MISTAKES: dict[str, Callable[[Case], Any]] = {
 
 
 def table(one: Margin) -> str:
-    """How far each lies from the reference over its bound, in the step where that is most: below 1 is within."""
+    """How far each lies from the reference over its bound."""
     ends = {name: f"{bound[0]:.0e}/{bound[-1]:.0e}" for name, bound in one.bound.items()}
-    lines = [one.name, f"  {'bound in step 1 / in the last':<34}{_cells(ends)}"]
+    lines = [f"{one.name}: {one.recipe}", f"  {'bound in step 1 / in the last':<34}{_cells(ends)}"]
     for kind in (one.correct, one.mistakes):
         for name, distances in kind.items():
-            ratios = {n: max(d / b for d, b in zip(distances[n], one.bound[n], strict=True)) for n in NUMBERS}
+            ratios = one.ratios(distances)
             seen = [n for n in NUMBERS if ratios[n] > 1]
             verdict = f"seen by {', '.join(seen)}" if seen else "within" if kind is one.correct else "NOT SEEN"
             lines.append(f"  {name:<34}{_cells({n: f'{r:.2g}' for n, r in ratios.items()})}  {verdict}")
@@ -165,9 +180,29 @@ def draw(one: Margin, folder: Path) -> Path:
             axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], f"k{marker}:", label=name)
         axes.set(title=number, xlabel="step", xticks=list(steps))
     panels[0].legend(fontsize=7)
-    figure.suptitle(f"{one.name}: relative distance from the reference")
+    figure.suptitle(f"{one.recipe}: relative distance from the reference")
     path = folder / f"margins-{one.name.replace(' ', '-')}.png"
     figure.savefig(path, dpi=90)
+    plt.close(figure)
+    return path
+
+
+def draw_all(every: Sequence[Margin], folder: Path) -> Path:
+    """One row a recipe: how far correct runs and mistakes lie, over the bound, by the number that shows them most."""
+    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.32 * len(every)))
+    for row, one in enumerate(every):
+        correct = [max(one.ratios(distances).values()) for distances in one.correct.values()]
+        axes.semilogx(correct, [row] * len(correct), "o", color="tab:green", label="correct runs" if row == 0 else None)
+        for marker, (name, distances) in zip("xv^", one.mistakes.items(), strict=True):
+            axes.semilogx(max(one.ratios(distances).values()), row, f"k{marker}", label=name if row == 0 else None)
+    axes.axvline(1.0, color="r", linewidth=2, label="bound")
+    axes.set(yticks=range(len(every)), yticklabels=[one.recipe for one in every], xlabel="distance / bound")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="upper center", ncols=5, fontsize=7)
+    path = folder / "margins.png"
+    figure.savefig(path, dpi=90, bbox_inches="tight")
     plt.close(figure)
     return path
 
