@@ -169,6 +169,7 @@ class RankEvidence:
     compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
     resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all.
+    rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
     """
 
     rank: int
@@ -183,6 +184,7 @@ class RankEvidence:
     fault: bool | None = None
     resumed: Resumed | None = None
     displays: tuple[str, ...] = ("loss", "grad_norm")
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 AT_WORK = "still at work"
@@ -213,7 +215,7 @@ class Exit:
 class Run:
     """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`.
 
-    trainer: as harness.trainers.load takes it, NAME or NAME@SOURCE.
+    trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE.
     """
 
     directory: str

@@ -241,7 +241,7 @@ def visible_gpus() -> int:
 
 def folder_of(case: Case, options: Options) -> Path:
     parts = [case.name]
-    parts += [options.trainer.partition("@")[0]] if options.trainer != "llama3" else []
+    parts += [Path(options.trainer.partition("@")[0]).stem] if options.trainer != "llama3" else []
     parts += [options.fault.rpartition(":")[2]] if options.fault else []
     return options.out / "+".join(parts)
 

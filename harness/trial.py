@@ -149,11 +149,41 @@ class Trial:
 
 
 def as_planned(trial: Trial) -> Trial:
-    """The same trial; every tensor as a vector where the plan cuts flattened parameters, so that no law need know."""
+    """The same trial; the reference's rows in the trainer's order, and every tensor as a vector where the plan cuts flattened
+    parameters, so that no law need know."""
+    rows = next((evidence.rows for evidence in trial.ranks.values()), {})
+    if rows:
+        trial = dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows))
     if not trial.plan.flat:
         return trial
     run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)
     return dataclasses.replace(trial, reference=flattened_reference(trial.reference), run=run, repeat=repeat)
+
+
+def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) -> ReferenceRun:
+    """rows: by fqn, which of its rows each row is to be."""
+
+    def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
+
+    def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {key: array[rows[fqn]] for key, array in arrays.items()} if fqn in rows else arrays
+
+    def position(fqn: str, flat: np.ndarray) -> np.ndarray:
+        columns = reference.weights[fqn][0].size
+        return np.argsort(rows[fqn])[flat // columns] * columns + flat % columns if fqn in rows else flat
+
+    steps = tuple(
+        dataclasses.replace(
+            step,
+            gradients=ordered(step.gradients),
+            parameters=ordered(step.parameters),
+            optimizer_state={fqn: state(fqn, arrays) for fqn, arrays in step.optimizer_state.items()},
+        )
+        for step in reference.steps
+    )
+    positions = {fqn: position(fqn, flat) for fqn, flat in reference.sample_positions.items()}
+    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps, sample_positions=positions)
 
 
 def flattened_reference(reference: ReferenceRun) -> ReferenceRun:

@@ -94,11 +94,11 @@ def _checkpointing(trial: Trial) -> str | None:
 
 
 def _recomputed(trial: Trial) -> dict[int, set[str]]:
-    """The blocks that each rank called inside backward, in any step."""
+    """The blocks that each rank called, or called a part of, inside backward, in any step."""
     found: dict[int, set[str]] = {}
     for rank, evidence in trial.ranks.items():
         called = {fqn for step in evidence.steps for fqn in features.recomputations(step)}
-        found[rank] = {fqn for fqn in called if fqn.startswith("layers.") and fqn.count(".") == 1}
+        found[rank] = {".".join(fqn.split(".")[:2]) for fqn in called if fqn.startswith("layers.")}
     return found
 
 

@@ -1,18 +1,66 @@
-"""Trainers under test: what the harness asks of one, and finding it by name.
+"""Trainers under test: what the harness asks of one, on this page, and finding it.
 
-A trainer is a module or package in this folder with an `adapter`. Importing it must be cheap: torch and the trainer's
-own code are imported by `start`.
+A trainer of your own is one file with an `adapter`, wherever it lies: `harness run fsdp_4 --trainer path/to/mine.py`, and
+likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and reports
+nothing: the probe watches torch. An adapter says how to build it for a case, how it is told to go on, what it cannot do, and
+how its parameters are called. The whole of it, for a trainer `mine`:
+
+    from harness.trainers import Adapter, StartedTrainer, beyond, pairs
+
+    NAMES = pairs("embed=tok_embeddings q=attention.wq k=attention.wk ..")       theirs=ours, a part of a name each
+
+    class Mine(Adapter):
+        name = "mine"
+
+        def unsupported(self, case):
+            return next(beyond(case, {"dp_shard": ..., "wrapper": ("fsdp2",), "accumulation": ...}, self.name), None)
+
+        def fqn(self, name):
+            return ".".join(NAMES.get(part, part) for part in name.split("."))
+
+        def start(self, case, weights, device):
+            return Started(case, weights, device)
+
+    class Started(StartedTrainer):
+        def __init__(self, case, weights, device):
+            self.metrics = []
+            ..              join the process group, build, wrap, copy the weights in: all but the first step
+            self.model_parts = [model]
+
+        def train(self, last_step):
+            ..              append Metrics(step, loss, grad_norm, lr) to metrics after each step
+
+    adapter = Mine()
+
+What a case asks for is in `harness.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
+shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `reference.data.step_samples(training,
+len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. All
+numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is.
+
+The mapping is data, and is itself judged: the laws `initial_weights` and `shard_contents` compare bytes, so that a name or a
+row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
+turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
+before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) cannot be mapped:
+whoever shards a fused one holds other slices than the plan, which cuts each alone; ask the trainer for apart ones.
+
+Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
+import importlib.util
 import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import nn
 
     from harness.case import Case
@@ -40,16 +88,17 @@ class StartedTrainer(Protocol):
 
     def save(self, folder: Path) -> object:
         """Leave a checkpoint in this folder, in which older ones may lie. Only for cases with `resume`."""
-        ...
+        raise ValueError("this trainer writes no checkpoints")
 
     def resume(self, folder: Path) -> None:
         """Before the first step: continue from the latest complete checkpoint in this folder, whatever layout wrote it.
         Only for cases with `resume`. Raises ValueError if there is none."""
-        ...
+        raise ValueError("this trainer writes no checkpoints")
 
 
 class Adapter(Protocol):
-    """How the harness starts one trainer on one rank.
+    """How the harness starts one trainer on one rank. Importing it must be cheap: torch and the trainer's own code are
+    imported by `start`. Inherit from it for what has a usual answer here.
 
     displays: which of "loss" and "grad_norm" the trainer shows its user. preload: modules that the rank server may import
     once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides,
@@ -58,12 +107,12 @@ class Adapter(Protocol):
     """
 
     name: str
-    preload: tuple[str, ...]
-    displays: tuple[str, ...]
+    preload: tuple[str, ...] = ()
+    displays: tuple[str, ...] = ("loss", "grad_norm")
 
     def own(self, case: Case) -> Case:
-        """The case with this trainer's choice where the case leaves one; the plan is made of that. Mostly `return case`."""
-        ...
+        """The case with this trainer's choice where the case leaves one; the plan is made of that."""
+        return case
 
     def unsupported(self, case: Case) -> str | None:
         """Why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
@@ -72,34 +121,84 @@ class Adapter(Protocol):
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         """Join the process group that the environment describes and build. weights: .npz of full tensors by fqn;
         None means the seed's. device: "cpu" or "cuda". Raises ValueError for a case or world size that does not fit.
+
+        RANK and WORLD_SIZE are those of torchrun, but under the local launcher ranks meet at INIT_METHOD:
+        `torch.distributed.init_process_group(.., init_method=os.environ.get("INIT_METHOD", "env://"), rank=.., world_size=..)`.
         """
         ...
 
     def stop(self) -> None:
         """Leave the process group."""
-        ...
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def fqn(self, name: str) -> str:
-        """The reference's spelling of a name from `named_parameters()` of one of model_parts."""
-        ...
+        """The reference's spelling of a parameter's or module's name in one of model_parts, without what wrappers add."""
+        return name
+
+    def rows(self, case: Case) -> dict[str, np.ndarray]:
+        """By the reference's fqn, for parameters whose rows have another order: int64 [rows], which row of the reference's
+        each one is."""
+        return {}
+
+
+def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
+    """A reason for everything that a case asks for and a trainer is not known to do: what `unsupported` may begin with.
+
+    known: by key of the case's dims, features, training and model, the values besides the usual one, or ... for any.
+    """
+    for record in (case.dims, case.features, case.training, case.model):
+        for field in dataclasses.fields(record):
+            value, values = getattr(record, field.name), known.get(field.name, ())
+            if value != field.default and values is not ... and value not in values:
+                yield f"{field.name} {value}: {who} has no such option, or this adapter does not pass it on"
+    if case.resume or case.last_step:
+        yield f"resume: this adapter does not let {who} write checkpoints"
+
+
+def pairs(text: str) -> dict[str, str]:
+    """A table of names written as "theirs=ours theirs=ours"."""
+    return dict(pair.split("=") for pair in text.split())
 
 
 def spec(name: str, source: str | None) -> str:
-    """As load takes it. A source that is a path is made absolute: ranks may run elsewhere."""
+    """As load takes it. What is a path is made absolute: ranks may run elsewhere."""
+    name = str(Path(name).resolve()) if name.endswith(".py") else name
     if not source:
         return name
     return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"
 
 
 def load(spec: str) -> Adapter:
-    """The adapter of NAME, or of NAME@SOURCE. Raises ValueError with the known ones."""
+    """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
     name, at, where = spec.partition("@")
     known = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    if name not in known:
-        raise ValueError(f"no trainer is named {name!r}; known: {', '.join(known)}")
-    adapter = importlib.import_module(f"{__name__}.{name}").adapter
+    if name.endswith(".py"):
+        adapter = _of_file(Path(name))
+    elif name in known:
+        adapter = importlib.import_module(f"{__name__}.{name}").adapter
+    else:
+        raise ValueError(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
     if not at:
         return adapter
     if not hasattr(adapter, "of"):
         raise ValueError(f"trainer {name} has no other sources; leave out @{where}")
     return adapter.of(where)
+
+
+@functools.cache
+def _of_file(path: Path) -> Adapter:
+    """What lies beside it can be imported."""
+    found = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    sys.path.append(str(path.parent))
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be loaded: {error!r}") from error
+    if not hasattr(module, "adapter"):
+        raise ValueError(f"{path}: has no `adapter`; see harness/trainers/__init__.py")
+    return module.adapter

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,13 +62,36 @@ class Samples:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class InOrder:
+    """The case's samples, step after step, for a trainer that divides them over ranks and microbatches itself."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.dataset = case, build_dataset(case.training, case.model)
+        steps = range(1, case.training.steps + 1)
+        self.ids = [i for step in steps for i in step_samples(case.training, len(self.dataset), step)]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, labels = self.dataset[self.ids[index]]
+        length = self.case.seq_len(index // self.case.training.global_batch + 1)
+        return tokens[:length], labels[:length]
+
+
 @torch.no_grad()
-def give_weights(parts: list[nn.Module], case: Case, weights: Path | None, fqn: Callable[[str], str]) -> None:
-    """Each parameter's own slice of the seed weight of that name. No communication."""
+def give_weights(
+    parts: list[nn.Module],
+    case: Case,
+    weights: Path | None,
+    fqn: Callable[[str], str],
+    rows: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
+    """Each parameter's own slice of the seed weight of that name, its rows in that order. No communication."""
     full = read_weights(weights, case)
     for part in parts:
         for name, parameter in part.named_parameters():
-            whole = torch.from_numpy(full[fqn(name)])
+            whole = torch.from_numpy(full[fqn(name)][rows.get(fqn(name), slice(None))])
             if whole.shape != parameter.shape:
                 raise ValueError(
                     f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}"

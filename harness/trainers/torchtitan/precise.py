@@ -7,6 +7,8 @@ operations run, and on which ranks, is unchanged.
 from __future__ import annotations
 
 import functools
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,3 +30,15 @@ def set_dtype(name: str) -> None:
         return original(tensor, *args, **kwargs) if tensor.is_floating_point() else tensor.double()
 
     Tensor.float = at_least_float32  # type: ignore[method-assign, assignment]
+
+
+def widen(*modules: str) -> None:
+    """The same for what these modules call torch.float32."""
+    if torch.get_default_dtype() == torch.float64:
+        for module in modules:
+            importlib.import_module(module).torch = _Wide("torch")  # type: ignore[attr-defined]
+
+
+class _Wide(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name in ("float", "float32") else name)

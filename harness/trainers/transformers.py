@@ -1,0 +1,153 @@
+"""transformers' Trainer, unmodified, with its Llama under accelerate: DDP, FSDP2 and HSDP.
+
+Examined are its model, how it splits data over ranks, wrapping, accumulation, loss, clipping, optimizer and loop. Handed over
+as data are sizes, seed weights, samples and the recipe's rates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.case import Case
+from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, pairs
+
+NAMES = pairs("""embed_tokens=tok_embeddings lm_head=output input_layernorm=attention_norm self_attn=attention q_proj=wq
+    k_proj=wk v_proj=wv o_proj=wo post_attention_layernorm=ffn_norm mlp=feed_forward gate_proj=w1 down_proj=w2 up_proj=w3""")
+SIZES = pairs("""hidden_size=dim intermediate_size=ffn_dim num_hidden_layers=n_layers num_attention_heads=n_heads
+    num_key_value_heads=n_kv_heads vocab_size=vocab_size rms_norm_eps=norm_eps tie_word_embeddings=tied_embeddings""")
+RECIPE = pairs(
+    "max_steps=steps learning_rate=lr weight_decay=weight_decay adam_beta1=beta1 adam_beta2=beta2 adam_epsilon=eps"
+)
+ROPE = pairs("factor=factor low_freq_factor=low_freq_factor high_freq_factor=high_freq_factor")
+ROPE |= {"original_max_position_embeddings": "original_max_position"}
+OTHERS = """dp_replicate dp_shard accumulation defer_sync bucket_mb rope_scaling rope_theta name seed dtype global_batch seq_len
+    optimizer decay warmup_steps final_lr_fraction max_norm data all_valid variable_length document_mask masked_samples"""
+KNOWN: dict[str, Any] = dict.fromkeys([*SIZES.values(), *RECIPE.values(), *OTHERS.split()], ...)
+KNOWN |= {"wrapper": ("ddp", "fsdp2"), "reshard_after_forward": ("never",), "activation_checkpointing": ("full",)}
+USUAL = {"train_sampling_strategy": "sequential", "remove_unused_columns": False, "dataloader_pin_memory": False}
+USUAL |= {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "disable_tqdm": True}
+USUAL |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+
+
+class Transformers(Adapter):
+    name = "transformers"
+    preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
+
+    def unsupported(self, case: Case) -> str | None:
+        return next(_obstacles(case), None)
+
+    def fqn(self, name: str) -> str:
+        return ".".join(NAMES.get(part, part) for part in name.removeprefix("model.").split("."))
+
+    def rows(self, case: Case) -> dict[str, np.ndarray]:
+        """Its rotary embedding turns entry i of a head with entry i + head_dim / 2, not with its neighbour."""
+        size, shapes = case.model.head_dim, case.model.parameter_shapes()
+        head = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
+        turned = [fqn for fqn in shapes if fqn.endswith(("attention.wq.weight", "attention.wk.weight"))]
+        return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in turned}
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        return Started(case, weights, device)
+
+
+def _obstacles(case: Case) -> Iterator[str]:
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
+        yield "transformers and accelerate are not installed: pip install transformers accelerate"
+    yield from beyond(case, KNOWN, "transformers")
+    if case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+        yield "wrapper fsdp2 with dp_shard 1: accelerate takes no FSDP without ranks to shard over"
+
+
+class Started(StartedTrainer):
+    """`Trainer.train()`, held where all is set up for the first step."""
+
+    def __init__(self, case: Case, weights: Path | None, device: str) -> None:
+        from accelerate import DistributedType, PartialState
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+        from harness.trainers.torchtitan import handover, paused, precise
+
+        started = self
+
+        class Hold(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                started.function.hold()
+
+        precise.set_dtype(case.training.dtype)
+        precise.widen("transformers.models.llama.modeling_llama", "transformers.modeling_rope_utils")
+        handover.give_rates(case)
+        handover.meet()
+        if case.dims.world_size == 1:  # who starts a single process has no LOCAL_RANK, with which it would be DDP
+            del os.environ["LOCAL_RANK"]
+        model = LlamaForCausalLM(LlamaConfig(**_sizes(case)))
+        handover.give_weights([model], case, weights, adapter.fqn, adapter.rows(case))
+        arguments = TrainingArguments(**_options(case, device))
+        if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: torch_bugs/accelerate_cpu_fsdp.py
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        samples = handover.InOrder(case)
+        self.trainer: Any = Trainer(model, arguments, _batch(case), samples, callbacks=[Hold()])
+        if case.training.decay == "all":
+            every = [name for name, _ in model.named_parameters()]
+            self.trainer.get_decay_parameter_names = lambda _: every  # type: ignore[method-assign, assignment]
+        self.function = paused.Paused(self._run)
+        self.function.to_hold()
+        self.model_parts = [self.trainer.model_wrapped]
+
+    def _run(self, _: Any) -> None:
+        self.trainer.train()
+
+    def train(self, last_step: int) -> None:
+        self.function.to_end()
+        shown: Any = [entry for entry in self.trainer.state.log_history if "loss" in entry]
+        self.metrics = [Metrics(one["step"], one["loss"], one["grad_norm"], one["learning_rate"]) for one in shown]
+
+
+def _batch(case: Case) -> Any:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        import torch
+
+        from reference.data import documents
+
+        tokens, labels = (torch.stack(rows) for rows in zip(*samples, strict=True))
+        which = documents(tokens)
+        mask = {"attention_mask": (which[:, None, :, None] == which[:, None, None]).tril()}  # [b, 1, s, s]
+        batch = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
+        return batch | (mask if case.training.document_mask else {})
+
+    return collate
+
+
+def _sizes(case: Case) -> dict[str, Any]:
+    sizes = {theirs: getattr(case.model, ours) for theirs, ours in SIZES.items()}
+    scaling, rope = case.model.rope_scaling, {"rope_type": "default", "rope_theta": case.model.rope_theta}
+    if scaling is not None:
+        rope |= {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for theirs, ours in ROPE.items()}
+    return sizes | {"rope_parameters": rope, "attn_implementation": "sdpa", "pad_token_id": None}
+
+
+def _options(case: Case, device: str) -> dict[str, Any]:
+    training, features, dims = case.training, case.features, case.dims
+    told = USUAL | {theirs: getattr(training, ours) for theirs, ours in RECIPE.items()}
+    told |= {"optim": "sgd" if training.optimizer == "sgd" else "adamw_torch"}
+    told |= {"max_grad_norm": training.max_norm or 0.0, "ddp_bucket_cap_mb": features.bucket_mb}
+    told |= {"per_device_train_batch_size": case.local_batch, "gradient_accumulation_steps": features.accumulation}
+    told |= {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not features.defer_sync}}}
+    told |= {"output_dir": os.path.join(tempfile.gettempdir(), "transformers"), "use_cpu": device == "cpu"}
+    recompute = {"activation_checkpointing": features.activation_checkpointing == "full"}
+    if case.wrapper != "fsdp2":
+        return told | recompute
+    from accelerate import ParallelismConfig
+
+    reshard = {"reshard_after_forward": features.reshard_after_forward != "never"}
+    sizes = ParallelismConfig(dp_replicate_size=dims.dp_replicate, dp_shard_size=dims.dp_shard)
+    return told | {"fsdp": True, "fsdp_config": reshard | recompute, "parallelism_config": sizes}
+
+
+adapter = Transformers()

@@ -1,0 +1,100 @@
+"""A trainer brought from outside the package, and its adapter: DDP around a model whose parameters have other names.
+
+`harness run ddp_2 --trainer tests/own_trainer.py`
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from harness.case import Case
+from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, pairs
+
+NAMES = pairs("embed=tok_embeddings blocks=layers last=norm head=output")
+
+
+class Own(Adapter):
+    name = "own"
+    displays = ("loss",)
+
+    def unsupported(self, case: Case) -> str | None:
+        return next(beyond(case, {"dp_replicate": ..., "wrapper": ("ddp",), "all_valid": ...}, self.name), None)
+
+    def fqn(self, name: str) -> str:
+        return ".".join(NAMES.get(part, part) for part in name.split("."))
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        return Started(case, weights)
+
+
+class Started(StartedTrainer):
+    def __init__(self, case: Case, weights: Path | None) -> None:
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        from reference.data import build_dataset
+        from reference.model import llama_from
+
+        assert weights is not None
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = os.environ.get("INIT_METHOD", "env://")
+        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.world_size)
+        self.case, self.dataset = case, build_dataset(case.training, case.model)
+        model = renamed(llama_from(np.load(weights), config=case.model, dtype=torch.float64))
+        self.model = torch.nn.parallel.DistributedDataParallel(model)
+        recipe = case.training
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps, recipe.weight_decay
+        )
+        self.model_parts, self.metrics = [self.model], []
+
+    def train(self, last_step: int) -> None:
+        for step in range(1, last_step + 1):
+            self.metrics.append(self.step(step))
+
+    def step(self, step: int) -> Metrics:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.functional import cross_entropy
+
+        from reference.data import step_samples
+        from reference.train import lr_factor
+
+        recipe = self.case.training
+        mine = step_samples(recipe, len(self.dataset), step)[self.rank :: self.world_size]
+        tokens, labels = (torch.stack(rows) for rows in zip(*(self.dataset[i] for i in mine), strict=True))
+        valid = (labels != -100).sum()
+        dist.all_reduce(valid)
+        total = cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+        self.optimizer.zero_grad()
+        (total * self.world_size / valid).backward()  # DDP averages over ranks
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_norm)
+        rate = self.optimizer.param_groups[0]["lr"] = recipe.lr * lr_factor(step, recipe)
+        self.optimizer.step()
+        dist.all_reduce(shown := total.detach().clone())
+        return Metrics(step, float(shown / valid), None, rate)
+
+
+def renamed(llama: Any) -> Any:
+    """The reference's blocks in a model of its own."""
+    from torch import nn
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = llama.tok_embeddings, nn.ModuleList(llama.layers.values())
+            self.last, self.head = llama.norm, llama.output
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.last(x))
+
+    return Own()
+
+
+adapter = Own()

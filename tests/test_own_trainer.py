@@ -1,0 +1,140 @@
+"""Trainers brought by others: a file from outside the package, and transformers' where it is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from literal import tiny_case, trial_of
+
+from harness import trainers
+from harness.case import Case, Features, ParallelDims, find_case, load_all
+from harness.checks import judge
+from harness.line import Options, run_case
+from harness.report import command
+from harness.trial import Verdict, as_planned, reordered_reference
+from reference.config import ModelConfig, TrainingConfig
+
+OWN = Path(__file__).with_name("own_trainer.py")
+TRANSFORMERS = trainers.load("transformers")
+
+
+def case(dims: ParallelDims, **parts: object) -> Case:
+    return Case("any", "a test", dims, **parts)  # type: ignore[arg-type]
+
+
+def test_a_trainer_from_a_file_keeps_all_laws_without_knowing_of_them(tmp_path: Path) -> None:
+    judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=trainers.spec(str(OWN), None)))
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+    assert judgement.folder == tmp_path / "ddp_2+own_trainer"
+    assert command(judgement) == f"harness run ddp_2 --trainer {OWN}"
+
+
+def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:
+    mine = tmp_path / "swapped.py"
+    told = f"import sys\nsys.path.append({str(OWN.parent)!r})\nfrom own_trainer import NAMES, adapter\n"
+    mine.write_text(told + "NAMES.update(w1='w3', w3='w1')\n")
+    judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=str(mine)))
+    broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
+    assert {"shard_contents", "initial_weights"} <= broken
+    assert judgement.diagnosis is not None and "feed_forward.w1.weight" in judgement.diagnosis.cause
+
+
+def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) -> None:
+    empty, broken = tmp_path / "empty.py", tmp_path / "broken.py"
+    empty.touch()
+    broken.write_text("import nonsense")
+    with pytest.raises(ValueError, match=r"empty.py: has no `adapter`; see harness/trainers/__init__.py"):
+        trainers.load(str(empty))
+    with pytest.raises(ValueError, match=r"broken.py: cannot be loaded: ModuleNotFoundError"):
+        trainers.load(str(broken))
+    with pytest.raises(ValueError, match=r"missing.py: cannot be loaded: FileNotFoundError"):
+        trainers.load(str(tmp_path / "missing.py"))
+
+
+# ---- rows in another order
+
+
+@pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2"])
+@pytest.mark.parametrize("told", [True, False])
+def test_rows_in_another_order_are_judged_in_that_order_and_only_if_it_is_told(layout: str, told: bool) -> None:
+    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
+    theirs = trial_of(tiny_case(layout))
+    ours = reordered_reference(theirs.reference, {fqn: np.argsort(order)})
+    assert np.array_equal(theirs.reference.weights[fqn], ours.weights[fqn][[2, 0, 3, 1]])
+    rows = {fqn: order} if told else {}
+    ranks = {rank: dataclasses.replace(evidence, rows=rows) for rank, evidence in theirs.ranks.items()}
+    run = dataclasses.replace(theirs.run, ranks=ranks)
+    results = {
+        result.check: result.verdict
+        for result in judge(as_planned(dataclasses.replace(theirs, reference=ours, run=run)))
+    }
+    for law in ("initial_weights", "shard_contents", "gradients"):
+        assert results[law] is (Verdict.PASS if told else Verdict.FAIL), law
+
+
+def test_a_samples_share_of_a_gradient_is_found_where_its_row_went() -> None:
+    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
+    reference = trial_of(tiny_case("single")).reference
+    theirs = reordered_reference(reference, {fqn: order})
+    before, after = (r.steps[0].gradients[fqn].ravel()[r.sample_positions[fqn]] for r in (reference, theirs))
+    assert np.array_equal(before, after)
+
+
+# ---- transformers
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("model.embed_tokens.weight", "tok_embeddings.weight"),
+        ("model.layers.1.self_attn.q_proj.weight", "layers.1.attention.wq.weight"),
+        ("model.layers.0.post_attention_layernorm.weight", "layers.0.ffn_norm.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "layers.0.feed_forward.w3.weight"),
+        ("model.norm.weight", "norm.weight"),
+        ("lm_head.weight", "output.weight"),
+        ("", ""),
+    ],
+)
+def test_transformers_names_are_told_in_the_references_spelling(theirs: str, ours: str) -> None:
+    assert TRANSFORMERS.fqn(theirs) == ours
+
+
+def test_transformers_rotate_halves_of_a_head() -> None:
+    rows = TRANSFORMERS.rows(case(ParallelDims(), model=ModelConfig(dim=16, n_heads=2, n_kv_heads=1)))
+    assert rows["layers.0.attention.wq.weight"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    assert rows["layers.1.attention.wk.weight"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert len(rows) == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (
+            case(ParallelDims(dp_shard=2, tp=2)),
+            "tp 2: transformers has no such option, or this adapter does not pass it on",
+        ),
+        (
+            case(ParallelDims(dp_shard=2), training=TrainingConfig(compute_dtype="bfloat16")),
+            "compute_dtype bfloat16: transformers has no such option, or this adapter does not pass it on",
+        ),
+        (
+            case(ParallelDims(dp_replicate=2), features=Features(wrapper="fsdp2")),
+            "wrapper fsdp2 with dp_shard 1: accelerate takes no FSDP without ranks to shard over",
+        ),
+        (case(ParallelDims(dp_replicate=2, dp_shard=2), features=Features(accumulation=2)), None),
+    ],
+)
+def test_what_transformers_are_not_asked_for_has_a_reason(asked: Case, reason: str | None) -> None:
+    assert TRANSFORMERS.unsupported(asked) == reason
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.parametrize("name", ["ddp_2_accum", "fsdp_2", "hsdp_2x2", "fsdp_2_tied", "fsdp_4_uneven"])
+def test_transformers_keep_all_laws(tmp_path: Path, name: str) -> None:
+    judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="transformers"))
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
