@@ -103,8 +103,17 @@ def release(tmp_path: Path) -> Path:
     """Looks like torchtitan 0.3.0."""
     (tmp_path / "torchtitan" / "models" / "llama3").mkdir(parents=True)
     (tmp_path / "torchtitan" / "models" / "llama3" / "config_registry.py").touch()
-    (tmp_path / "torchtitan" / "trainer.py").touch()
+    (tmp_path / "torchtitan" / "trainer.py").write_text("num_pipeline_parallel_microbatches\n")
     return tmp_path
+
+
+def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
+    adapter, replicas = trainers.load(f"torchtitan@{release}"), case(ParallelDims(dp_replicate=2))
+    (release / "torchtitan" / "trainer.py").write_text("")
+    assert adapter.own(replicas).wrapper == "replicate"
+    parallelize = release / "torchtitan" / "models" / "llama3" / "parallelize.py"
+    parallelize.write_text("    apply_fsdp_to_decoder(\n")
+    assert adapter.own(replicas).wrapper == "fsdp2"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     job.py        configuration, sizes and TrainSpec in the words of the time up to 2026-02
     early.py      2024-09 to 2025-03: a script with one function `main`
     middle.py     2025-03 to 2026-02, with 0.1.0 to 0.2.2: a Trainer
-    later.py      0.3.0: a Trainer, and configurations as objects
+    later.py      since 2026-02-23, with 0.3.0: a Trainer, and configurations as objects
+    sizes.py      the model's sizes among those
     paused.py     runs such a function up to where its set-up is done, and on from there
     cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
     warm.py       imports it once for all ranks of a machine

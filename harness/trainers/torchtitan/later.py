@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0: `Trainer(config).train()`, with configurations as objects."""
+"""torchtitan since 2026-02-23, with 0.3.0: `Trainer(config).train()`, with configurations as objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.case import LOOPED, Case
 from harness.probe.samples import note_loss
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
-from harness.trainers.torchtitan import handover
+from harness.trainers.torchtitan import handover, sizes
 from harness.trainers.torchtitan.source import Source
 
 
@@ -63,9 +63,10 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
     handover.no_sleep("torchtitan.trainer")
     if case.dims.cp > 1 and device == "cpu":
         teach_cpu_attention(exact=(case.training.compute_dtype or case.training.dtype) == "float64")
-    trainer = configuration(case).build()
+    inputs = Microbatches if source.era.fed_microbatches else Inputs
+    trainer = configuration(case, inputs).build()
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
-    if case.dims.tp > 1:
+    if case.dims.tp > 1 and source.era.own_parallel_loss:
         show_loss(trainer.loss_fn)
     return LaterTrainer(trainer, case)
 
@@ -82,25 +83,24 @@ def show_loss(loss: Any) -> None:
     loss.fn = seen
 
 
-def configuration(case: Case) -> Any:
+def configuration(case: Case, inputs: type[Inputs]) -> Any:
     """torchtitan's own for its debug model, with the case's values."""
-    from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.components import loss, optimizer
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     TORCH_DTYPE_MAP["float64"] = torch.float64
     config = llama3_debugmodel()
-    config.model_spec.model = model(case)
-    config.loss = CrossEntropyLoss.Config(global_vocab_size=case.model.vocab_size)
-    config.optimizer = default_adamw(lr=case.training.lr)
-    config.dataloader = Built(
-        lambda dp_world_size, dp_rank, **_: Microbatches(case, dp_world_size, dp_rank, lambda: None)
-    )
+    config.model_spec.model = sizes.model(case)
+    if hasattr(config, "loss"):
+        config.loss = sizes.known(loss.CrossEntropyLoss.Config, global_vocab_size=case.model.vocab_size)
+    adamw = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)
+    config.optimizer = adamw(lr=case.training.lr)
+    config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     config.tokenizer = Built(None)
     for name, value in options(case).items():
         section, _, key = name.rpartition(".")
-        setattr(getattr(config, section) if section else config, key, value)
+        sizes.put(getattr(config, section) if section else config, **{key: value})
     return config
 
 
@@ -127,47 +127,19 @@ class Microbatches(Inputs):
         return inputs | {"positions": torch.arange(length).expand(labels.shape)}, labels
 
 
-def model(case: Case) -> Any:
-    """The case's sizes; wq, wk, wv apart, as an option has it; SDPA, as FlexAttention has no backward on CPU."""
-    from torchtitan.models import llama3
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-
-    sizes = case.model
-    layers = llama3._build_llama3_layers(
-        n_layers=sizes.n_layers,
-        dim=sizes.dim,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        hidden_dim=sizes.ffn_dim,
-        fuse_qkv=False,
-        attn_backend="flex",
-        rope=llama3.ComplexRoPE.Config(
-            dim=sizes.head_dim, max_seq_len=case.training.seq_len, theta=sizes.rope_theta, scaling="none"
-        ),
-    )
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
-    return llama3.Llama3Model.Config(
-        dim=sizes.dim,
-        vocab_size=sizes.vocab_size,
-        tok_embeddings=llama3.Embedding.Config(
-            num_embeddings=sizes.vocab_size, embedding_dim=sizes.dim, param_init=llama3._EMBEDDING_INIT
-        ),
-        norm=llama3.RMSNorm.Config(normalized_shape=sizes.dim, eps=sizes.norm_eps, param_init=llama3._NORM_INIT),
-        lm_head=llama3.Linear.Config(
-            in_features=sizes.dim,
-            out_features=sizes.vocab_size,
-            param_init=llama3._output_linear_init(sizes.dim),
-        ),
-        layers=layers,
-    )
-
-
 def checkpointing(kind: str) -> Any:
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    """Of a class each since 2026-06-15, before of one with modes."""
+    from torchtitan.config import configs
+    from torchtitan.distributed import activation_checkpoint
 
-    return {"none": None, "full": FullAC.Config(), "op": SelectiveAC.Config()}[kind]
+    if hasattr(configs, "ActivationCheckpointConfig"):
+        mode = {"none": "none", "full": "full", "op": "selective"}[kind]
+        return sizes.known(configs.ActivationCheckpointConfig, mode=mode, selective_ac_option="op")
+    return {
+        "none": lambda: None,
+        "full": lambda: activation_checkpoint.FullAC.Config(),
+        "op": lambda: activation_checkpoint.SelectiveAC.Config(),
+    }[kind]()
 
 
 def layers_per_stage(case: Case) -> int | None:

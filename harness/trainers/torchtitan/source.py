@@ -29,6 +29,8 @@ class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
+    fed_microbatches: its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits that lie
+    apart it computes the cross entropy itself.
     chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
     wraps_alone: it has FSDP2 around a model without data ranks as well. preload: packages that it imports.
     """
@@ -43,6 +45,8 @@ class Era:
     wraps_alone: bool
     displays: tuple[str, ...]
     inputs_by_name: bool = False
+    fed_microbatches: bool = False
+    own_parallel_loss: bool = False
     preload: tuple[str, ...] = DATA_AND_LOGS
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -102,6 +106,19 @@ LATER = Era(
     preload=(*DATA_AND_LOGS, *COMPILERS),
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
+BETWEEN = dataclasses.replace(
+    LATER,
+    name="this torchtitan of 2026",
+    axes=("dp_replicate", "dp_shard", "tp"),
+    features={
+        "wrapper": ("fsdp2", "replicate"),
+        **{key: values for key, values in LATER.features.items() if key not in ("schedule", "microbatches")},
+    },
+    replicates_by="replicate",
+    wraps_alone=False,
+    fed_microbatches=False,
+    own_parallel_loss=False,
+)
 SCRIPTS = (  # what train.py has, and who it is then
     (re.compile(r"^def main\(job_config: JobConfig\)", re.MULTILINE), EARLY),
     (re.compile(r"^class Trainer", re.MULTILINE), MIDDLE),
@@ -131,6 +148,13 @@ CHANGES = (
         "models/llama3/infra/parallelize.py",
         "[model.norm, model.output]",
         chooses={"fsdp_units": "apart"},
+    ),
+    Change(
+        "components/loss.py", "Replaces ``torch.distributed.tensor.parallel.loss_parallel", {"own_parallel_loss": True}
+    ),
+    *(
+        Change("models/llama3/parallelize.py", words, {"wraps_alone": True, "replicates_by": "fsdp2"})
+        for words in ('\n    names = ["dp_replicate", "fsdp"] if', "apply_fsdp_to_decoder")  # not below an `if`
     ),
     Change("distributed/activation_checkpoint.py", "early_stop=", chooses={"ac_early_stop": False}),
 )
@@ -222,10 +246,9 @@ def find(where: str | None) -> Source:
         if (era := next((era for words, era in SCRIPTS if words.search(_text(script))), None)) is not None:
             return Source(package, changed(era, package), script)
     if (package / "models" / "llama3" / "config_registry.py").is_file() and (package / "trainer.py").is_file():
-        return Source(package, LATER)
-    raise NotThere(
-        f"{package}: this adapter runs torchtitan of 2024, 0.1.0 to 0.2.2 and commits between them, and 0.3.0"
-    )
+        newer = "num_pipeline_parallel_microbatches" in _text(package / "trainer.py")
+        return Source(package, LATER if newer else changed(BETWEEN, package))
+    raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 on, and nothing there looks like it")
 
 
 def _installed() -> Path:

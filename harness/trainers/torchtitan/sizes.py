@@ -1,0 +1,93 @@
+"""The case's sizes in the words of torchtitan since 2026-02-23, whose models are made of nested configurations.
+
+Since 2026-04 they come from builders of layers, before from one layer that is repeated. What a builder or a configuration
+of a time does not take, it is not given: see `known`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from harness.case import Case
+
+
+def known(make: Callable[..., Any], **given: Any) -> Any:
+    """What `make` makes of those that it takes."""
+    taken = inspect.signature(make).parameters
+    return make(**{name: value for name, value in given.items() if name in taken})
+
+
+def put(config: Any, **given: Any) -> None:
+    """Those that it has."""
+    for name, value in given.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+
+
+def model(case: Case) -> Any:
+    from torchtitan.models import llama3
+
+    return of_layers(llama3, case) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
+
+
+def of_layers(llama3: Any, case: Case) -> Any:
+    """wq, wk, wv apart, as an option has it; SDPA, as FlexAttention has no backward on CPU."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    sizes = case.model
+    rope = known(
+        getattr(llama3, "ComplexRoPE", llama3.RoPE).Config,
+        dim=sizes.head_dim,
+        max_seq_len=case.training.seq_len,
+        theta=sizes.rope_theta,
+        backend="complex",
+        scaling="none",
+    )
+    layers = known(
+        llama3._build_llama3_layers,
+        n_layers=sizes.n_layers,
+        dim=sizes.dim,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        hidden_dim=sizes.ffn_dim,
+        fuse_qkv=False,
+        attn_backend="flex",
+        rope=rope,
+    )
+    for layer in layers:
+        put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
+        layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
+    return known(
+        llama3.Llama3Model.Config,
+        dim=sizes.dim,
+        vocab_size=sizes.vocab_size,
+        tok_embeddings=llama3.Embedding.Config(
+            num_embeddings=sizes.vocab_size, embedding_dim=sizes.dim, param_init=llama3._EMBEDDING_INIT
+        ),
+        norm=llama3.RMSNorm.Config(normalized_shape=sizes.dim, eps=sizes.norm_eps, param_init=llama3._NORM_INIT),
+        lm_head=llama3.Linear.Config(
+            in_features=sizes.dim,
+            out_features=sizes.vocab_size,
+            param_init=llama3._output_linear_init(sizes.dim),
+        ),
+        rope=rope,
+        layers=layers,
+    )
+
+
+def of_one_layer(llama3: Any, case: Case) -> Any:
+    """torchtitan's own debug model, made smaller. Its attention is SDPA."""
+    sizes = case.model
+    config = copy.deepcopy(llama3.llama3_configs["debugmodel"])
+    put(config, dim=sizes.dim, n_layers=sizes.n_layers, vocab_size=sizes.vocab_size, norm_eps=sizes.norm_eps)
+    put(config.layer, norm_eps=sizes.norm_eps)
+    put(config.layer.attention, n_heads=sizes.n_heads, n_kv_heads=sizes.n_kv_heads)
+    config.layer.feed_forward.hidden_dim = sizes.ffn_dim
+    put(config.rope, dim=sizes.head_dim, theta=sizes.rope_theta, scaling="none")
+    for part in (config, config.layer):
+        for name in ("norm", "attention_norm", "ffn_norm"):
+            put(getattr(part, name, None), eps=sizes.norm_eps)
+    return config
