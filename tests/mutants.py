@@ -51,7 +51,7 @@ SLOW = (  # tests of seconds, which alone notice hardly anything
     "plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
     "plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
 )
-TESTS = ("checks_*", "plan", "plans", "schedule", "tolerance", "rotten_comparators", "verdicts", "context")
+TESTS = ("checks_*", "plan", "plans", "schedule", "tolerance", "bounds", "rotten_comparators", "verdicts", "context")
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 CPU_SECONDS = 6  # of tests that one mutant gets: what lives on after that has survived
 ENDLESS = 60  # and what has not come to an end by then never will: it was noticed
