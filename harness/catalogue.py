@@ -101,14 +101,17 @@ def control() -> Fault:
     return load_fault(f"{ROOT / 'harness' / 'control.py'}:nothing_is_wrong")
 
 
-def listing(faults: Sequence[Fault]) -> str:
-    """By kind of bug: name, case, what breaks, modelled on what."""
+def listing(faults: Sequence[Fault], stored: Path = STORED) -> str:
+    """By kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
+    named = {attempt.fault: attempt.cause for attempt in from_json(stored.read_text())} if stored.exists() else {}
     width = {key: max(len(getattr(fault, key)) for fault in faults) for key in ("name", "case")}
     lines = []
     for family in [*FAMILIES.values(), ""]:
         some = [fault for fault in faults if fault.family == family]
         lines += [family or "others"] if some else []
-        lines += [f"  {f.name:<{width['name']}}  {f.case:<{width['case']}}  {f.breaks} [{f.bug}]" for f in some]
+        for f in some:
+            lines.append(f"  {f.name:<{width['name']}}  {f.case:<{width['case']}}  {f.breaks} [{f.bug}]")
+            lines += [f"    -> {named[f.name]}"] if f.name in named else []
     return "\n".join(lines)
 
 

@@ -385,7 +385,9 @@ def parser() -> argparse.ArgumentParser:
     wrong.add_argument(
         "--file", type=Path, metavar="FILE.py", help="a catalogue of your own in place of harness/faults"
     )
-    wrong.add_argument("--list", action="store_true", help="only list the faults")
+    wrong.add_argument(
+        "--list", action="store_true", help="only list the faults, and what each was named when it was last accepted"
+    )
     wrong.add_argument(
         "--laws-only", action="store_true", help="do not measure weaker tests, which takes half of the time"
     )

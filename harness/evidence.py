@@ -104,13 +104,15 @@ class Activity:
     calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
     products: "phase dtype", matrix products of that dtype. quantized: "phase fqn format", those of a module's that ran in
     8 bits: "forward layers.0.attention.wq float8_rowwise". random: "phase", operators that drew random numbers, and
-    "other state fqn", recomputations that began with another state of the generator than forward.
+    "other state fqn", recomputations that began with another state of the generator than forward. inputs: by fqn, of step 1
+    only, the sum of the squares of what went into a module in forward, and how many numbers that were.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     random: dict[str, int] = field(default_factory=dict)
     quantized: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,9 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
             gradients=keys(step.gradients),
             parameters=keys(step.parameters),
             optimizer_state=keys(step.optimizer_state),
-            activity=dataclasses.replace(step.activity, calls=counted(step.activity.calls)),
+            activity=dataclasses.replace(
+                step.activity, calls=counted(step.activity.calls), inputs=keys(step.activity.inputs)
+            ),
             after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
         )
         for step in evidence.steps

@@ -47,6 +47,7 @@ class ReferenceRun:
     noise: where it was measured, by the dtype in which gradients are reduced.
     part_gradients: likewise, what the losses of each eighth of the token positions contribute, [8, k]; empty where the
     length has no eighths.
+    inputs: of step 1, the mean square of what goes into each module, in the order of the forward pass.
     """
 
     weights: dict[str, np.ndarray]
@@ -61,3 +62,4 @@ class ReferenceRun:
     unmasked_losses: np.ndarray | None = None
     noise: dict[str, Noise] = field(default_factory=dict)
     part_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    inputs: dict[str, float] = field(default_factory=dict)

@@ -6,7 +6,7 @@ The loss is the sum of the valid tokens' negative log-likelihoods over their num
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,6 +54,7 @@ def train(
     sample_gradients = gradient_per_sample(worker.module, *batches[0], positions, training.document_mask)
     part_gradients = gradient_per_part(worker.module, *batches[0], positions, training.document_mask)
     unmasked = loss_per_sample(worker.module, *batches[0]) if training.document_mask else None
+    inputs = mean_squares(worker.module, batches[0][0], training.document_mask)
     told = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
@@ -77,6 +78,7 @@ def train(
         unmasked_losses=unmasked,
         noise=spread,
         part_gradients=part_gradients,
+        inputs=inputs,
     )
 
 
@@ -249,6 +251,25 @@ def _only(labels: Tensor, start: int, stop: int) -> Tensor:
     kept = torch.full_like(labels, IGNORED)
     kept[:, start:stop] = labels[:, start:stop]
     return kept
+
+
+def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) -> dict[str, float]:
+    """Of what goes into each module in one forward pass, by fqn in the order of the calls."""
+    found: dict[str, float] = {}
+
+    def note(fqn: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs[0].is_floating_point():
+                found[fqn] = inputs[0].double().square().mean().item()
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(note(fqn)) for fqn, module in model.named_modules()]
+    with torch.no_grad():
+        model(tokens, documents=documents(tokens) if document_mask else None)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def _gradient_per_piece(

@@ -143,7 +143,10 @@ NOISE = Noise(16, loss=(1e-3, 2e-3), grad_norm=(3e-3, 4e-3), gradient=(5e-3, 6e-
 
 def test_a_measured_bound_is_four_times_the_spread() -> None:
     wanted = Bounds(
-        {1: 4e-3, 2: 8e-3}, {1: 2e-2, 2: 2.4e-2}, {1: 1.2e-2, 2: 1.6e-2}, "4 x the spread of 16 repeats of the reference"
+        {1: 4e-3, 2: 8e-3},
+        {1: 2e-2, 2: 2.4e-2},
+        {1: 1.2e-2, 2: 1.6e-2},
+        "4 x the spread of 16 repeats of the reference",
     )
     assert measured_bounds(case(dtype="float32"), NOISE) == wanted
     assert bounds(case(dtype="float32"), path(), NOISE) == wanted

@@ -118,6 +118,14 @@ def test_the_table_counts_real_bugs_only() -> None:
     ]
 
 
+def test_the_listing_says_what_breaks_and_below_it_what_it_was_named(tmp_path: Path) -> None:
+    stored = tmp_path / "results.json"
+    alone = lot.listing([FAULT], stored)
+    assert alone.splitlines() == ["gradient reduction", "  halved  tiny  halves [G01 a/b #1]"]
+    stored.write_text(lot.to_json([ATTEMPT]))
+    assert lot.listing([FAULT], stored) == alone + "\n    -> gradients are 0.5 times"
+
+
 def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
     missed = Attempt(
         "other",
@@ -225,7 +233,9 @@ def test_the_list_of_faults_is_by_kind_of_bug(capsys: pytest.CaptureFixture[str]
     assert [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()] == [
         ["mesh"],
         ["", "hsdp_runs_as_fsdp"],
+        ["", ""],
         ["", "hsdp_runs_as_ddp"],
+        ["", ""],
     ]
 
 

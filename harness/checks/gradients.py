@@ -34,4 +34,4 @@ def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, f
     part = trial.slice_of(rank, fqn)
     if part is None:
         return float("inf")
-    return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full), initial=0.0)))
+    return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))

@@ -62,7 +62,8 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         cause = explain(trial, wrong)
         if cause:
             return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
-    return Diagnosis(_unexplained(trial, broken, wrong), tuple(_gradient_lines(trial, wrong)))
+    cause = _unexplained(trial, broken, wrong)
+    return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong)))
 
 
 def _observed(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
@@ -448,11 +449,29 @@ def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
         return again
     if off:
         told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
+        told += _first_wrong_input(trial)
         return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
     return (
         _paired_wrongly(trial, wrong)
         or f"gradients are wrong {where}: the loss of step 1 is right, so the mistake is in backward or after it"
     )
+
+
+def _first_wrong_input(trial: Trial) -> str:
+    """The first module in forward's order into which something of another length goes, and the last before it."""
+    right, exact = "", trial.case.exact
+    for fqn, wanted in trial.reference.inputs.items() if exact else ():
+        seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
+        if not seen:
+            continue
+        if not math.isclose(
+            sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=1e-9
+        ):
+            before = f"what goes into {right} is as long as it should be, " if right else ""
+            return f": {before}what goes into {fqn} is not"
+        right = fqn
+    same = "what goes into each module is as long as it should be: something turns, or changes places"
+    return f": {same}" if right else ""
 
 
 def _paired_wrongly(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -506,6 +525,11 @@ def _why(cause: str) -> Iterator[tuple[str, str]]:
         yield (
             "why",
             "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing",
+        )
+    if "as long as it should be" in cause:
+        yield (
+            "why",
+            "lengths are mean squares over all ranks: tokens that changed places, or were turned, show only where they meet",
         )
 
 

@@ -91,7 +91,7 @@ def norm_gradients_averaged_over_tp(fired: Fired) -> None:
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="the forward pass is wrong: the loss of step 1 is off by",
+    named="what goes into layers.1.ffn_dropout is as long as it should be, what goes into norm is not",
 )
 def residual_summed_over_tp(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize
@@ -140,7 +140,7 @@ def gathered_logits_reduced_in_backward(fired: Fired) -> None:
     bug="T14 NVIDIA/TransformerEngine #530; deepspeedai/DeepSpeed #5664",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="the forward pass is wrong: the loss of step 1 is off by",
+    named="what goes into layers.0.attention.wo is not",
 )
 def gather_along_the_wrong_dim(fired: Fired) -> None:
     from torch.distributed import _functional_collectives as collectives

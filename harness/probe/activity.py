@@ -18,7 +18,7 @@ from torch import nn
 
 from harness.evidence import Activity
 from harness.probe.clock import Clock
-from harness.probe.structure import plain_fqn
+from harness.probe.structure import local, plain_fqn
 
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
 """aten's matrix products, those with `out` called by compiled code -> which argument is the first factor."""
@@ -78,14 +78,25 @@ class ActivityRecorder:
             _count(self._now().random, self._clock.phase())
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
-    def _called(self, fqn: str, *_: Any) -> None:
+    def _called(self, fqn: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Trap: a compiler traces this hook with the module; it must see nothing of it."""
         if torch.compiler.is_compiling():
             return
         phase = self._clock.phase()
         _count(self._now().calls, f"{phase} {fqn}")
+        if self._clock.step == 1 and phase == "forward":
+            self._measure(fqn, inputs)
         if self._draws:
             self._compare_random_state(fqn, phase)
+
+    def _measure(self, fqn: str, inputs: tuple[Any, ...]) -> None:
+        """However a layout divides it, the mean square over all ranks is that of one device."""
+        if not inputs or not isinstance(inputs[0], torch.Tensor):
+            return
+        value = local(inputs[0])
+        if value.is_floating_point() and _is_real(value):
+            squares, count = self._now().inputs.get(fqn, (0.0, 0.0))
+            self._now().inputs[fqn] = (squares + value.double().square().sum().item(), count + value.numel())
 
     def _compare_random_state(self, fqn: str, phase: str) -> None:
         """Recomputation must begin with the state that some forward call of this step began with, if that was noted."""

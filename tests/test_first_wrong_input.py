@@ -1,0 +1,90 @@
+"""Where forward goes wrong: the lengths of what goes into each module, over all ranks, beside those of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from literal import tiny_case, trial_of, with_step, with_step_1_gradients
+
+from harness.checks import judge
+from harness.diagnose import diagnose
+from harness.probe.activity import ActivityRecorder
+from harness.probe.clock import Clock
+from harness.trial import Trial
+from reference.config import ModelConfig
+from reference.model import initial_weights, llama_from
+from reference.train import mean_squares
+
+INPUTS = {"layers.0": 4.0, "layers.0.attention.wq": 1.0, "layers.0.attention.wo": 0.25, "norm": 9.0}
+
+
+def wrong_forward(seen: dict[str, tuple[float, float]], rank: int = 1) -> Trial:
+    """Losses and gradients are wrong in no way that a rule knows; one rank tells other lengths."""
+    trial = trial_of(tiny_case("tp_2"))
+    noise = np.random.default_rng(1)
+    trial = with_step_1_gradients(
+        trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn] + noise.standard_normal(trial.plan.shapes[fqn])
+    )
+    for peer in trial.ranks:
+        (part,) = trial.ranks[peer].steps[0].microbatches
+        told = {fqn: (8 * square, 8.0) for fqn, square in INPUTS.items()} | (seen if peer == rank else {})
+        activity = replace(trial.ranks[peer].steps[0].activity, inputs=told)
+        worse = replace(part, loss_sum=1.01 * part.loss_sum)
+        trial = with_step(trial, peer, 1, activity=activity, microbatches=(worse,))
+    return replace(trial, reference=replace(trial.reference, inputs=INPUTS))
+
+
+def cause(trial: Trial) -> str:
+    found = diagnose(trial, judge(trial))
+    assert found is not None
+    return found.cause.partition("samples are right")[2]
+
+
+def test_the_first_module_into_which_something_of_another_length_goes_is_named() -> None:
+    assert cause(wrong_forward({"layers.0.attention.wo": (2.01, 8.0), "norm": (80.0, 8.0)})) == (
+        ": what goes into layers.0.attention.wq is as long as it should be, what goes into layers.0.attention.wo is not"
+    )
+
+
+def test_a_difference_of_one_part_in_1e_8_on_one_rank_is_enough() -> None:
+    assert cause(wrong_forward({"norm": (72 * (1 + 1e-8), 8.0)})) == (
+        ": what goes into layers.0.attention.wo is as long as it should be, what goes into norm is not"
+    )
+
+
+def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:
+    assert cause(wrong_forward({"layers.0": (0.0, 8.0)})) == ": what goes into layers.0 is not"
+
+
+def test_what_keeps_its_length_turns_or_changes_places() -> None:
+    assert cause(wrong_forward({})) == (
+        ": what goes into each module is as long as it should be: something turns, or changes places"
+    )
+
+
+def test_a_trainer_whose_modules_are_not_seen_is_told_nothing_of_them() -> None:
+    trial = wrong_forward({})
+    assert cause(replace(trial, reference=replace(trial.reference, inputs={}))) == ""
+
+
+def test_the_probe_measures_what_the_reference_does_in_whatever_pieces() -> None:
+    model_config = ModelConfig(name="tiny", dim=4, n_layers=1, n_heads=2, n_kv_heads=2, vocab_size=8, ffn_dim=8)
+    model = llama_from(initial_weights(model_config, 1), config=model_config, dtype=torch.float64)
+    tokens = torch.arange(24).reshape(4, 6) % 8
+    clock = Clock()
+    clock.step = 1
+    recorder = ActivityRecorder(clock)
+    recorder.attach([model])
+    clock.phase = lambda: "forward"  # type: ignore[method-assign]
+    for row in tokens:
+        model(row[None])
+    clock.phase = lambda: "backward"  # type: ignore[method-assign]
+    model(tokens)  # recomputation is not measured
+    recorder.remove()
+    expected, seen = mean_squares(model, tokens), recorder.of_step(1).inputs
+    assert list(expected) == list(seen)
+    assert "tok_embeddings" not in seen and "layers.0.attention.inner_attention" in seen
+    for fqn, (squares, count) in seen.items():
+        assert np.isclose(squares / count, expected[fqn], rtol=1e-12, atol=0), fqn
