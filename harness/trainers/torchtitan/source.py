@@ -104,16 +104,15 @@ LATER = Era(
     wraps_alone=True,
     displays=("loss", "grad_norm"),
     preload=(*DATA_AND_LOGS, *COMPILERS),
+    fed_microbatches=True,
+    own_parallel_loss=True,
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
 BETWEEN = dataclasses.replace(
     LATER,
     name="this torchtitan of 2026",
     axes=("dp_replicate", "dp_shard", "tp"),
-    features={
-        "wrapper": ("fsdp2", "replicate"),
-        **{key: values for key, values in LATER.features.items() if key not in ("schedule", "microbatches")},
-    },
+    features=LATER.features | {"wrapper": ("fsdp2", "replicate")},
     replicates_by="replicate",
     wraps_alone=False,
     fed_microbatches=False,
