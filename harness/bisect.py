@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from harness import trainers
 from harness.case import Case
@@ -35,7 +36,8 @@ class BisectError(Exception):
 
 @dataclass(frozen=True)
 class Judged:
-    """One commit. verdict: good, bad or skip. cause: of the first broken case. problem: why it was not judged."""
+    """One commit, or one version of a package. verdict: good, bad or skip. cause: of the first broken case. problem: why it
+    was not judged."""
 
     commit: str
     date: str
@@ -48,19 +50,24 @@ class Judged:
     seconds: float = 0.0
 
     @property
+    def label(self) -> str:
+        return self.commit if "==" in self.commit else self.commit[:9]
+
+    @property
     def name(self) -> str:
-        return f"{self.commit[:9]}  {self.date}  {self.subject}"
+        return "  ".join(filter(None, (self.label, self.date, self.subject)))
 
 
 @dataclass(frozen=True)
 class Found:
-    """first_bad and last_good are None where skipped commits hide them; then candidates names who it may be."""
+    """first_bad is None where skipped ones hide it; then candidates names who it may be. what: "commit" or "version"."""
 
     first_bad: Judged | None
     last_good: Judged | None
     judged: tuple[Judged, ...]
     candidates: tuple[str, ...]
     seconds: float
+    what: str = "commit"
 
 
 Tell = Callable[[str], None]
@@ -87,18 +94,27 @@ def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], options: Opti
         return conclude(said, judged, checkout, time.monotonic() - began)
 
 
-def both_sides(judge: Judge, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """The good and the bad commit, judged; what differs between them is what is searched for. Raises BisectError."""
+class Looks(Protocol):
+    @property
+    def what(self) -> str: ...
+
+    def look(self, commit: str) -> Judged:
+        """Its verdict is still open."""
+        ...
+
+
+def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
+    """The good and the bad one, judged; what differs between them is what is searched for. Raises BisectError."""
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
         found = judge.look(commit)
         if found.problem:
-            raise BisectError(f"the {verdict} commit {found.name} cannot be judged: {found.problem}")
+            raise BisectError(f"the {verdict} {judge.what} {found.name} cannot be judged: {found.problem}")
         sides.append(dataclasses.replace(found, verdict=verdict))
         tell(line_of(sides[-1]))
     if not sides[1].broken - sides[0].broken:
         laws = ", ".join(law for _, law in sorted(sides[1].broken)) or "none"
-        raise BisectError(f"the bad commit breaks no law that the good one keeps (broken on both sides: {laws})")
+        raise BisectError(f"the bad {judge.what} breaks no law that the good one keeps (broken on both sides: {laws})")
     return sides[0], sides[1]
 
 
@@ -111,7 +127,7 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
         return dataclasses.replace(found, verdict="bad")
     if others := found.broken - good.broken:
         laws = ", ".join(law for _, law in sorted(others))
-        return dataclasses.replace(found, verdict="skip", problem=f"breaks other laws than the bad commit: {laws}")
+        return dataclasses.replace(found, verdict="skip", problem=f"breaks other laws than the bad one: {laws}")
     return dataclasses.replace(found, verdict="good")
 
 
@@ -135,6 +151,7 @@ class Judge:
     checkout: Path
     cases: Sequence[Case]
     options: Options
+    what: str = "commit"
 
     def look(self, commit: str) -> Judged:
         """Its verdict is still open."""
@@ -154,21 +171,25 @@ class Judge:
             judgement = run_case(case, options)
         except Unsupported as refusal:
             return dataclasses.replace(found, problem=f"{case.name}: {refusal}")
-        folder = self._keep(judgement.folder, found.commit)
-        cause = judgement.diagnosis.cause if judgement.diagnosis else ""
-        if not set_up(folder / "run", case):
-            return dataclasses.replace(found, problem=f"{case.name}, before its first step: {cause}")
-        broken = {(case.name, result.check) for result in judgement.results if result.verdict is Verdict.FAIL}
-        if not broken and (reason := not_judged(judgement)):
-            return dataclasses.replace(found, problem=f"{case.name}: {reason}")
-        folders = found.folders | {case.name: folder}
-        return dataclasses.replace(found, broken=found.broken | broken, cause=found.cause or cause, folders=folders)
+        return read(found, case, self._keep(judgement.folder, found.commit), judgement)
 
     def _keep(self, folder: Path, commit: str) -> Path:
         """Out of the way of the next commit's evidence."""
         kept = folder.parent / commit[:9] / folder.name
         fresh_folder(kept).rmdir()
         return folder.rename(kept)
+
+
+def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
+    """With what was judged of this case, whose evidence lies in folder."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    if not set_up(folder / "run", case):
+        return dataclasses.replace(found, problem=f"{case.name}, before its first step: {cause}")
+    broken = {(case.name, result.check) for result in judgement.results if result.verdict is Verdict.FAIL}
+    if not broken and (reason := not_judged(judgement)):
+        return dataclasses.replace(found, problem=f"{case.name}: {reason}")
+    folders = found.folders | {case.name: folder}
+    return dataclasses.replace(found, broken=found.broken | broken, cause=found.cause or cause, folders=folders)
 
 
 def set_up(folder: Path, case: Case) -> bool:

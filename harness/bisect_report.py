@@ -13,18 +13,22 @@ from harness.trial import Trial, bytes_text, ranks_text
 def bisect_report(found: Found) -> str:
     judged = [one for one in found.judged if one.verdict != "skip"]
     skipped = [one for one in found.judged if one.verdict == "skip"]
-    lines = [*_who(found), "", f"  {len(judged)} commits judged, {len(skipped)} skipped, in {found.seconds:.0f} s"]
+    lines = [
+        *_who(found),
+        "",
+        f"  {len(judged)} {found.what}s judged, {len(skipped)} skipped, in {found.seconds:.0f} s",
+    ]
     lines += [line for one in skipped for line in (f"  skipped  {one.name}", f"           {one.problem}")]
     return "\n".join(lines)
 
 
 def _who(found: Found) -> list[str]:
     if found.first_bad is None or found.last_good is None:
-        lines = ["the first bad commit is one of these; those between the last good and it could not be judged"]
+        lines = [f"the first bad {found.what} is one of these; those between the last good and it could not be judged"]
         return lines + [f"  {name}" for name in found.candidates]
     bad, good = found.first_bad, found.last_good
     laws = sorted(bad.broken - good.broken)
-    lines = [f"first bad commit  {bad.name}"]
+    lines = [f"first bad {found.what:<8}{bad.name}"]
     for case in dict.fromkeys(case for case, _ in laws):
         lines.append(f"  breaks          {', '.join(law for name, law in laws if name == case)} of {case}")
     lines += [f"  diagnosis       {bad.cause}", f"  last good       {good.name}", ""]
@@ -33,7 +37,7 @@ def _who(found: Found) -> list[str]:
 
 def _side_by_side(good: Judged, bad: Judged, case: str) -> list[str]:
     before, after = (facts(load_trial(one.folders[case])) for one in (good, bad))
-    rows = [("", good.commit[:9], bad.commit[:9])]
+    rows = [("", good.label, bad.label)]
     rows += [(name, before.get(name, "none"), after.get(name, "none")) for name in dict.fromkeys([*before, *after])]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, catalogue, coverage, golden, matrix, trainers
+from harness import ROOT, catalogue, coverage, golden, matrix, trainers, versions
 from harness.bisect import BisectError, bisect
 from harness.bisect_report import bisect_report
 from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
@@ -83,11 +83,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_bisect(args: argparse.Namespace) -> int:
-    """0: the first bad commit is found. 2: skipped commits hide it."""
-    args.source = str(args.repo)
-    cases = matrix.matching(load_all(args.cases), args.expression)
+    """0: the first bad commit or version is found. 2: skipped ones hide it."""
     tell = functools.partial(print, file=sys.stderr, flush=True)
-    found = bisect(args.repo, args.good, args.bad, cases, options_of(args), tell)
+    cases = matrix.matching(load_all(args.cases), args.expression)
+    commits = {"repo": args.repo, "good": args.good, "bad": args.bad}
+    if args.over is None and None in commits.values():
+        raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
+    if args.over is not None and any(commits.values()):
+        raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
+    if args.over is not None:
+        found = versions.search(versions.versions(args.over), cases, args.cases, options_of(args), tell)
+    else:
+        args.source = str(args.repo)
+        found = bisect(args.repo, args.good, args.bad, cases, options_of(args), tell)
     print(bisect_report(found))
     return PASSED if found.first_bad else NOT_JUDGED
 
@@ -341,10 +349,17 @@ def parser() -> argparse.ArgumentParser:
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     _how_to_run(one)
-    search = _command(commands, "bisect", run_bisect, "find the commit of a trainer that broke a law")
-    search.add_argument("--repo", type=Path, required=True, metavar="PATH", help="a clone of the trainer; only read")
-    search.add_argument("--good", required=True, metavar="COMMIT")
-    search.add_argument("--bad", required=True, metavar="COMMIT")
+    search = _command(
+        commands, "bisect", run_bisect, "find what broke a law: a commit of a trainer, or a version of a package"
+    )
+    search.add_argument("--repo", type=Path, metavar="PATH", help="a clone of the trainer; only read")
+    search.add_argument("--good", metavar="COMMIT")
+    search.add_argument("--bad", metavar="COMMIT")
+    search.add_argument(
+        "--over",
+        metavar="PACKAGE==GOOD,..,BAD",
+        help="versions instead, each made with pip, or VERSION@PYTHON that has it",
+    )
     _selection(search)
     _how_to_run(search)
     stored = commands.add_parser("check", help="judge stored evidence; starts nothing")

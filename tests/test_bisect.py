@@ -102,7 +102,7 @@ def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, mo
     assert {one.subject: one.problem for one in found.judged if one.verdict == "skip"} == {
         "commit 1": "one, before its first step: raises broke",
         "commit 2": "one: torchtitan is not installed",
-        "commit 3": "breaks other laws than the bad commit: loss",
+        "commit 3": "breaks other laws than the bad one: loss",
     }
     text = bisect_report(found)
     assert text.startswith("the first bad commit is one of these")
