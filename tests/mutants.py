@@ -51,9 +51,20 @@ SLOW = (  # tests of seconds, which alone notice hardly anything
     "plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
     "plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
 )
-TESTS = ("checks_*", "plan", "plans", "schedule", "tolerance", "bounds", "rotten_comparators", "verdicts", "context")
+TESTS = (
+    "checks_*",
+    "plan",
+    "plans",
+    "schedule",
+    "tolerance",
+    "bounds",
+    "rotten_comparators",
+    "verdicts",
+    "context",
+    "diagnose*",
+)
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
-CPU_SECONDS = 6  # of tests that one mutant gets: what lives on after that has survived
+CPU_SECONDS = 8  # of tests that one mutant gets: what lives on after that has survived
 ENDLESS = 60  # and what has not come to an end by then never will: it was noticed
 
 
@@ -137,7 +148,8 @@ class Runner:
                     mutant.killer = ""
                     print(f"\n{mutant.name}\n{mutant.diff}", flush=True)
                 else:
-                    self.kills[mutant.function][said] += 1
+                    self.kills[mutant.function][said] += 10
+                    self.kills[mutant.module][said] += 1
                 done += 1
                 if done % 50 == 0:
                     print(f"{done:.0f} of {len(self.mutants)} in {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -187,7 +199,7 @@ class Runner:
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
         trampoline.set_mutant_under_test(mutant.name)
-        known, began = self.kills[mutant.function], time.process_time()
+        known, began = self.kills[mutant.function] + self.kills[mutant.module], time.process_time()
         for item in sorted(self.reaching[mutant.function], key=lambda i: (-known[i.nodeid], self.seconds[i.nodeid])):
             if any(report.failed for report in runtestprotocol(item, nextitem=None, log=False)):
                 return item.nodeid

@@ -288,3 +288,63 @@ def test_modules_of_a_block_that_were_called_differently_often_are_told_together
 def test_a_wrapper_that_gathers_nothing_says_why(wrapper: str, why: str) -> None:
     told = judged("reshard", trial_of(tiny_case("ddp_2", wrapper=wrapper)))
     assert (told.verdict, told.note) == (Verdict.NOT_APPLICABLE, f"nothing is gathered: wrapper {wrapper} {why}")
+
+
+@pytest.mark.parametrize("phase", ["optimizer", "other"])
+def test_much_that_is_moved_outside_of_forward_and_backward_is_named(phase: str) -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    most, done = trial.plan.outside_bytes, 8  # the loss, which is summed over the ranks
+    for ranks, extra, findings in (((0, 1), 0, ()), ((0, 1), 1, (most + 1,)), ((1,), 10**6, ())):
+        call = Collective("all_gather", ranks, "g", "float64", most - done + extra, phase, 2, 99)
+        told = judged("traffic", with_rank(trial, 1, collectives=(*trial.ranks[1].collectives, call)))
+        assert told.findings == tuple(
+            Finding(
+                "rank 1, step 2, outside forward and backward",
+                f"at most {most / 1000:.4g} kB ({most})",
+                f"{moved / 1000:.4g} kB ({moved})",
+            )
+            for moved in findings
+        )
+
+
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_a_stage_may_greet_its_neighbour_with_one_number_and_no_more(op: str) -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    for count, passes in ((8, True), (9, False)):
+        call = Collective(op, (0, 1), "p2p", "float64", count, "pipeline", 1, 99, peer=1)
+        told = judged("traffic", with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, call)))
+        assert (told.verdict is Verdict.PASS) is passes, count
+    tiny = Collective("all_reduce", (0, 1), "g", "float64", 8, "forward", 1, 99)
+    assert judged("traffic", with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, tiny))).findings == (
+        Finding("rank 0, step 1, forward all_reduce over dp_replicate [0,1]", "nothing", "8 B (8)"),
+    )
+
+
+def test_slices_of_flattened_parameters_are_told_in_elements() -> None:
+    trial = trial_of(tiny_case("fsdp_2", wrapper="fsdp1"))
+    value = trial.ranks[0].parameters[0].value
+    told = judged("shard_contents", with_parameter(trial, 0, "tok_embeddings.weight", value=value[:16]))
+    assert told.findings == (Finding("rank 0, tok_embeddings.weight", "whole", "1/2 of its elements [0:16]"),)
+    whole = trial.reference.weights["tok_embeddings.weight"]
+    told = judged("shard_contents", with_parameter(trial, 1, "tok_embeddings.weight", value=whole))
+    assert [finding.observed for finding in told.findings] == ["whole"]
+
+
+def test_the_bound_of_an_update_is_told_and_follows_from_all_that_was_added_up() -> None:
+    from literal import SGD, clip
+
+    for training in (replace(SGD, weight_decay=0.5), replace(ADAMW, weight_decay=0.5)):
+        trial = trial_of(tiny_case("single", training))
+        step, reference = trial.ranks[0].steps[0], trial.reference.steps[0]
+        told = judged("update", with_value(trial, 0, 1, "parameters", WQ, lambda p: p + np.eye(4)))
+        gradient = clip(reference.grad_norm, training) * np.abs(step.gradients[WQ])
+        start, rate = np.abs(trial.ranks[0].parameters[1].value), reference.lr
+        added = start * (1 + 0.5 * rate)
+        added = added + rate * (gradient if training.optimizer == "sgd" else gradient / (gradient + training.eps))
+        allowed = (64 + 8 * np.sqrt(236)) * 2.0**-53 * added
+        at = np.unravel_index(np.argmax(np.eye(4) / allowed), (4, 4))
+        first = told.findings[0]
+        assert first.where == f"rank 0, step 1, {WQ}"
+        assert first.expected.startswith(f"entry {tuple(map(int, at))} moved by ")
+        assert first.bound == f"{allowed[at]:.1e}"
+        assert first.observed.endswith("; 4 of 16 entries wrong")

@@ -76,10 +76,11 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
 def _compare(trial: Trial, where: str, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:
     findings = []
     for key in sorted(set(wanted) | set(seen), key=lambda k: (k[2], k[1], k[0])):
-        if wanted.get(key, 0) != seen.get(key, 0):
+        expected, moved = wanted.get(key, 0), seen.get(key, 0)
+        if expected != moved:
             ranks, op, phase = key
             place = f"{where}, {phase} {op} over {axis_text(trial, ranks)}"
-            findings.append(Finding(place, amount(wanted.get(key, 0)), amount(seen.get(key, 0))))
+            findings.append(Finding(place, amount(expected), amount(moved)))
     return findings
 
 
