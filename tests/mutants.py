@@ -200,7 +200,9 @@ class Runner:
                     value.cache_clear()
         trampoline.set_mutant_under_test(mutant.name)
         known, began = self.kills[mutant.function] + self.kills[mutant.module], time.process_time()
-        for item in sorted(self.reaching[mutant.function], key=lambda i: (-known[i.nodeid], self.seconds[i.nodeid])):
+        for item in sorted(
+            self.reaching[mutant.function], key=lambda i: self.seconds[i.nodeid] / (1 + known[i.nodeid])
+        ):
             if any(report.failed for report in runtestprotocol(item, nextitem=None, log=False)):
                 return item.nodeid
             if time.process_time() - began > CPU_SECONDS:

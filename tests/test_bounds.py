@@ -129,6 +129,25 @@ def test_a_bound_that_reaches_the_smallest_mistake_is_none() -> None:
         derived_bounds(case(sgd=True), path((GRADIENTS[0],) * 3, (2.0, 1e-9, 1e-9)))
 
 
+def test_a_gradient_whose_bound_alone_reaches_it_is_none() -> None:
+    steep = (GRADIENTS[0], [5e7, 2.0, -1.0], GRADIENTS[2])
+    with pytest.raises(NoBound, match="rounding alone explains"):
+        derived_bounds(case(sgd=True), path(steep, (2.0, 1e15, 1e15)))
+
+
+def test_a_parameter_that_never_has_a_gradient_changes_no_bound() -> None:
+    run = path()
+
+    def with_one_more(step: ReferenceStep) -> ReferenceStep:
+        state = step.optimizer_state | {"v": {"exp_avg_sq": np.ones(2)}}
+        grown = {what: getattr(step, what) | {"v": np.zeros(2)} for what in ("gradients", "parameters")}
+        return replace(step, optimizer_state=state, **grown)
+
+    more = replace(run, steps=tuple(map(with_one_more, run.steps)))
+    for recipe in (case(sgd=True), case(beta2=0.5)):
+        assert derived_bounds(recipe, more) == derived_bounds(recipe, run)
+
+
 def test_entries_and_parameters_that_stand_still_have_no_noise() -> None:
     still = path(([1.0, 0.0, 0.0],) * 3)
     steps = tuple(replace(step, parameters={"w": np.zeros(3)}) for step in still.steps)

@@ -955,6 +955,16 @@ def test_a_forward_pass_that_goes_wrong_later() -> None:
     )
 
 
+def test_a_tied_weight_whose_gradient_is_added_twice() -> None:
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
+    gradients = trial.reference.steps[0].gradients
+    twice = with_step_1_gradients(trial, lambda _, fqn: (1 + fqn.startswith("tok")) * gradients[fqn])
+    assert first_line(twice) == (
+        "gradients are 2 times what they should be in 1 of 11 parameters (tok_embeddings.weight): counted for the embedding"
+        " and again for the output, which share it, or not divided by dp_shard (2)"
+    )
+
+
 def test_a_tied_weight_that_only_the_embedding_trains() -> None:
     trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
     read = np.isin(np.arange(8), trial.reference.tokens)[:, None]

@@ -34,6 +34,7 @@ from harness.trial import Trial, ranks_text, take
 
 Pair = tuple[int, str]  # rank, fqn
 DATA_AXES = ("dp_replicate", "dp_shard")
+TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
 
 
 def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -181,6 +182,8 @@ def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
         return f"gradients are zero {where}"
     everywhere = len(_fqns(trial, wrong)) == len(trial.plan.shapes)
     name = factor_text(trial, factor, everywhere)
+    if trial.case.model.tied_embeddings and _fqns(trial, wrong) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
+        name = f": counted for the embedding and again for the output, which share it{name.replace(':', ', or', 1)}"
     return f"gradients are {times_text(factor)} what they should be {where}{name}"
 
 
@@ -362,12 +365,11 @@ def _divided_by_own_tokens(trial: Trial, weights: attribution.Weights) -> float 
 
 def _untied(trial: Trial, wrong: list[Pair]) -> str | None:
     """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only."""
-    tied = "tok_embeddings.weight"
-    if not trial.case.model.tied_embeddings or _fqns(trial, wrong) != [tied]:
+    if not trial.case.model.tied_embeddings or _fqns(trial, wrong) != [TIED]:
         return None
     read = np.unique(trial.reference.tokens[[trial.reference.sample_ids.index(i) for i in trial.reference.samples[0]]])
     for rank, _ in wrong:
-        part, seen = trial.slice_of(rank, tied), _observed(trial, rank, 1)[tied]
+        part, seen = trial.slice_of(rank, TIED), _observed(trial, rank, 1)[TIED]
         if part is None or np.any(seen[~np.isin(np.arange(*part[0]), read)]):
             return None
     return "the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only"
@@ -400,6 +402,8 @@ def _averaged_locally(trial: Trial, weights: attribution.Weights) -> str | None:
     factors = {unit: factor for unit, factor in found.items() if factor is not None}
     if trial.case.features.accumulation == 1 and "rank" in factors:
         factors.pop("microbatch of each rank", None)  # the same thing under two names
+    if "microbatch" in factors and len(trial.one_rank_per_share()) == 1:
+        factors.pop("microbatch of each rank", None)
     if not factors:
         return None
     factor = next(iter(factors.values()))

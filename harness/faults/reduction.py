@@ -189,7 +189,7 @@ def zeroed_before_each_microbatch(fired: Fired) -> None:
     bug="G13 pytorch/torchtitan #3174; NVIDIA/Megatron-LM 3479e6fb26, #6164",
     case="fsdp_2_tied",
     caught_by="gradients grad_norm",
-    named="2 times what they should be in 1 of 20 parameters (tok_embeddings.weight)",
+    named="counted for the embedding and again for the output, which share it, or not divided by dp_shard (2)",
 )
 def tied_gradient_counted_twice(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize
