@@ -121,13 +121,19 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
     [
         (
             case(features=Features(accumulation=2)),
-            "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch",
+            "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch; see"
+            " torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py",
         ),
         (case(features=Features(accumulation=2, defer_sync=False)), None),
         (case(training=TrainingConfig(dtype="float32")), None),
         (
             case(ParallelDims(cp=2), features=Features(activation_checkpointing="op")),
             "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs",
+        ),
+        (
+            case(ParallelDims(tp=2), features=Features(sequence_parallel=False)),
+            "sequence_parallel False: torchtitan 0.3.0 then moves three to four times what backward needs; see"
+            " torch_bugs/torchtitan_tp_without_sequence_parallel.py",
         ),
         (case(ParallelDims(tp=2)), None),
         (case(ParallelDims(dp_replicate=2)), None),

@@ -208,11 +208,13 @@ class Source:
         if case.dims.tp > 1 and case.wrapper == "replicate":
             yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
-            yield f"accumulation with defer_sync: {era.name} reduces gradients after every microbatch"
+            why = "reduces gradients after every microbatch; see torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
+            yield f"accumulation with defer_sync: {era.name} {why}"
         if era is LATER and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
             yield "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs"
         if era is LATER and not case.features.sequence_parallel:
-            yield "sequence_parallel False: torchtitan 0.3.0 then scatters and gathers in backward, which is not planned"
+            why = "moves three to four times what backward needs; see torch_bugs/torchtitan_tp_without_sequence_parallel.py"
+            yield f"sequence_parallel False: torchtitan 0.3.0 then {why}"
         if era is LATER and not case.features.loss_parallel:
             yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
         if era is not LATER and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
