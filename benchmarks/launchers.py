@@ -1,6 +1,6 @@
 """The same cases through this launcher and through one torchrun a case, side by side in one run.
 
-    python benchmarks/launchers.py [--only hsdp_2x8 ...] [--sgd]
+    python benchmarks/launchers.py [--only hsdp_2x8 ...] [--sgd] [--trainer torchtitan]
 
 Each case is run by both, one after the other, so a machine that drifts drifts for both. Evidence, laws and verdicts are
 the same; what differs is how the ranks come to life. Prints seconds for every case, the sum of each, and the ratio.
@@ -14,7 +14,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from harness import trainers
 from harness.case import Case, load_all
+from harness.launch import preload
 from harness.line import Options, run_case
 from harness.trial import Verdict
 
@@ -35,11 +37,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sgd", action="store_true", help="the SGD half of the list too")
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--trainer", default="llama3")
     chosen = parser.parse_args()
+    preload(trainers.load(chosen.trainer).preload)
     names = chosen.only or [*LISTED, *(f"{name}_sgd" for name in LISTED if chosen.sgd)]
     cases = [case for case in load_all() if case.name in names]
     with tempfile.TemporaryDirectory() as folder:
-        local = Options(out=Path(folder))
+        local = Options(out=Path(folder), trainer=chosen.trainer)
         run_case(cases[0], local)  # starts the server and computes the reference, for both
         totals = {"local": 0.0, "torchrun": 0.0}
         print(f"{'case':<20}{'forked':>10}{'torchrun':>10}{'ratio':>8}")

@@ -1,6 +1,6 @@
 """What the probe costs a training step: the same trainer, with and without it in turn, in one run.
 
-    python benchmarks/probe_cost.py [--ranks 2] [--rounds 5]
+    python benchmarks/probe_cost.py [--ranks 2] [--rounds 5] [--trainer torchtitan]
 
 Blocks of steps alternate (without, with, without, ...) in the same processes, so a machine that drifts drifts for both.
 Prints the median step of each and the median of the ratios of neighbouring blocks.
@@ -14,31 +14,33 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import trainers
 from harness.case import from_json, to_json
-from harness.launch import Job, launch
+from harness.launch import Job, launch, preload
 
 STEPS = 4  # a block; its first step is not counted
 
 
 def measure(options: dict[str, Any]) -> None:
     """On every rank: step times of alternating blocks; rank 0 writes them down."""
-    from harness import trainers
     from harness.probe import Probe
 
     case = from_json(options["case"])
-    adapter = trainers.load("llama3")
+    adapter = trainers.load(options["trainer"])
     trainer = adapter.start(case, None, "cpu")
+    step = stepping(trainer)
     blocks: list[tuple[bool, list[float]]] = []
-    _block(trainer)  # warm-up
+    _block(step)  # warm-up
     for index in range(2 * options["rounds"]):
         probe = Probe(int(os.environ["RANK"]), case.dims.world_size) if index % 2 else None
         if probe:
             probe.install()
             probe.attach(trainer.model_parts)
-        blocks.append((probe is not None, _block(trainer)))
+        blocks.append((probe is not None, _block(step)))
         if probe:
             probe.remove()
     if os.environ["RANK"] == "0":
@@ -46,11 +48,25 @@ def measure(options: dict[str, Any]) -> None:
     adapter.stop()
 
 
-def _block(trainer: Any) -> list[float]:
+def stepping(trainer: Any) -> Callable[[], Any]:
+    """One step of a trainer: of ours, or of torchtitan's own, which counts and feeds itself in its loop."""
+    if hasattr(trainer, "train_step"):
+        return lambda: trainer.metrics.append(trainer.train_step())
+    theirs = trainer._trainer
+    batches = theirs.batch_generator(theirs.dataloader)
+
+    def step() -> None:
+        theirs.step += 1
+        theirs.train_step(batches)
+
+    return step
+
+
+def _block(step: Callable[[], Any]) -> list[float]:
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()
-        trainer.metrics.append(trainer.train_step())
+        step()
         times.append(time.perf_counter() - started)
     return times[1:]
 
@@ -59,7 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trainer", default="llama3")
     chosen = parser.parse_args()
+    preload(trainers.load(chosen.trainer).preload)
     model = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "vocab_size": 1024}
     training = {"dtype": "float32", "seq_len": 128, "global_batch": 8 * chosen.ranks, "steps": 1000}
     case = from_json(
@@ -67,7 +85,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        options = {"case": to_json(case), "rounds": chosen.rounds, "result": str(result)}
+        options = {"case": to_json(case), "rounds": chosen.rounds, "result": str(result), "trainer": chosen.trainer}
         exits = launch(Job(Path(folder) / "job", chosen.ranks, "probe_cost:measure", options, timeout=600))
         failed = [exit for exit in exits if exit.how != "ok"]
         if failed:

@@ -68,13 +68,13 @@ def known_sequence(options: dict[str, Any]) -> None:
 
 def beside_the_profiler(options: dict[str, Any]) -> None:
     """A whole training run, counted by the recorder and by torch's own profiler."""
-    case, adapter = from_json(options["case"]), trainers.load("llama3")
+    case, adapter = from_json(options["case"]), trainers.load(options.get("trainer", "llama3"))
     probe = Probe(_rank(), case.dims.world_size)
     trainer = adapter.start(case, None, "cpu")
     probe.install()
     probe.attach(trainer.model_parts)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        trainer.train()
+        trainer.train(case.training.steps)
     names = (event.name.removeprefix("c10d::") for event in profiler.events() if event.name.startswith("c10d::"))
     witnessed = Counter(OPERATORS[name][0] for name in names if name in OPERATORS)
     recorded = Counter(record.op for record in probe.collectives.records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from harness.case import from_json, to_json
 from harness.launch import Job, launch
+from harness.trainers.torchtitan.source import HOW_TO_GET_IT
 
 
 def on_ranks(world_size: int, entry: str, folder: Path, **options: Any) -> list[Any]:
@@ -53,6 +55,17 @@ def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> 
 def test_a_second_witness_counts_the_same_collectives(tmp_path: Path, dims: dict[str, int]) -> None:
     case = from_json({"name": "witness", "why": "a test", "dims": dims, "features": {"accumulation": 2}})
     for counts in on_ranks(case.dims.world_size, "beside_the_profiler", tmp_path, case=to_json(case)):
+        assert sum(counts["recorder"].values()) > 5
+        assert counts["recorder"] == counts["profiler"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {HOW_TO_GET_IT}")
+@pytest.mark.parametrize("dims", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_it_counts_the_same_collectives_of_torchtitan(tmp_path: Path, dims: dict[str, int]) -> None:
+    case = from_json({"name": "witness", "why": "a test", "dims": dims})
+    for counts in on_ranks(
+        case.dims.world_size, "beside_the_profiler", tmp_path, case=to_json(case), trainer="torchtitan"
+    ):
         assert sum(counts["recorder"].values()) > 5
         assert counts["recorder"] == counts["profiler"]
 
