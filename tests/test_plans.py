@@ -115,6 +115,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         {"model": FOUR, "schedule": "ZBVZeroBubble", "activation_checkpointing": "full"},
     ),
     "pp with ddp and tp": (ParallelDims(pp=2, dp_replicate=2, tp=2), SHORT, {"model": FOUR, "loss_parallel": False}),
+    "pp with tp without sequence parallel": (
+        ParallelDims(pp=2, tp=2),
+        EIGHT,
+        {"model": FOUR, "sequence_parallel": False},
+    ),
     "pp, the root's units": (ParallelDims(pp=2, dp_shard=2), EIGHT, {"model": FOUR, "fsdp_units": "root"}),
     "float8, one scale a tensor": ("tp_2", quantized("float8_tensorwise"), {"model": FOUR, "accumulation": 2}),
     "float8, one scale a row": (ParallelDims(cp=2, tp=2), quantized("float8_rowwise"), {"model": FOUR}),

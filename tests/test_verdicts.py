@@ -24,7 +24,7 @@ from literal import (
 )
 
 from harness.case import ParallelDims
-from harness.checks import judge
+from harness.checks import judge, run_check
 from harness.checks.samples import fed_samples, shares_of_samples, ways_to_cut
 from harness.evidence import Collective
 from harness.tolerance import Bounds
@@ -348,3 +348,15 @@ def test_the_bound_of_an_update_is_told_and_follows_from_all_that_was_added_up()
         assert first.expected.startswith(f"entry {tuple(map(int, at))} moved by ")
         assert first.bound == f"{allowed[at]:.1e}"
         assert first.observed.endswith("; 4 of 16 entries wrong")
+
+
+def test_a_law_that_raises_is_told_with_the_innermost_place() -> None:
+    def deepest() -> None:
+        raise KeyError("oops")
+
+    def deeper() -> None:
+        deepest()
+
+    told = run_check("loss", lambda _: deeper(), trial_of(tiny_case("single")))  # type: ignore[arg-type, return-value]
+    line = deepest.__code__.co_firstlineno + 1
+    assert told.note == f"the law itself raised KeyError('oops') at deepest:{line}"
