@@ -142,10 +142,17 @@ def checkpointing(kind: str) -> Any:
     }[kind]()
 
 
-def layers_per_stage(case: Case) -> int | None:
-    """None: torchtitan's usual one or two stages a rank."""
+def stages(case: Case) -> list[list[str]] | None:
+    """What each stage holds, cut by torchtitan's own function. None: it counts one or two stages a rank itself.
+
+    Told how many layers a stage has it could not make six stages of seven layers.
+    """
     usual = 2 if case.features.schedule in LOOPED else 1
-    return None if case.dims.pp == 1 or case.stages_per_rank == usual else -(-case.model.n_layers // case.n_stages)
+    if case.dims.pp == 1 or case.stages_per_rank == usual:
+        return None
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    return _generate_llm_fqn_per_model_part(case.n_stages, case.model.n_layers, 0, 0)
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def options(case: Case) -> dict[str, Any]:
         "parallelism.pipeline_parallel_degree": dims.pp,
         "parallelism.pipeline_parallel_schedule": features.schedule,
         "parallelism.pipeline_parallel_microbatch_size": case.local_batch,
-        "parallelism.pipeline_parallel_layers_per_stage": layers_per_stage(case),
+        "parallelism.module_fqns_per_model_part": stages(case),
         "parallelism.pipeline_parallel_first_stage_less_layers": 0,
         "parallelism.pipeline_parallel_last_stage_less_layers": 0,
         "parallelism.enable_sequence_parallel": features.sequence_parallel,

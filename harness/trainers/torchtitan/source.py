@@ -190,10 +190,12 @@ class Source:
         return self.package.parent
 
     def own(self, case: Case) -> Case:
-        """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's."""
+        """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's. What is
+        expected to fail with the wrapper of other trainers is not with its own."""
         chosen = dict(self.era.chooses)
         if case.features.wrapper is None and case.wrapper == "ddp":
             chosen["wrapper"] = self.era.replicates_by
+            case = dataclasses.replace(case, expected_failure=None)
         if case.wrapper is None and self.era.wraps_alone:
             chosen["wrapper"] = "fsdp2"
         return dataclasses.replace(case, features=dataclasses.replace(case.features, **chosen))  # type: ignore[arg-type]
