@@ -163,6 +163,16 @@ def pairs(text: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in text.split())
 
 
+def halves(case: Case) -> dict[str, np.ndarray]:
+    """`rows` of a trainer whose rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour."""
+    import numpy as np
+
+    size, shapes = case.model.head_dim, case.model.parameter_shapes()
+    head = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
+    turned = [fqn for fqn in shapes if fqn.endswith(("attention.wq.weight", "attention.wk.weight"))]
+    return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in turned}
+
+
 def spec(name: str, source: str | None) -> str:
     """As load takes it. What is a path is made absolute: ranks may run elsewhere."""
     name = str(Path(name).resolve()) if name.endswith(".py") else name

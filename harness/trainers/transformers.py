@@ -13,20 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.case import Case
-from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, pairs
+from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, halves, pairs
 
 NAMES = pairs("""embed_tokens=tok_embeddings lm_head=output input_layernorm=attention_norm self_attn=attention q_proj=wq
     k_proj=wk v_proj=wv o_proj=wo post_attention_layernorm=ffn_norm mlp=feed_forward gate_proj=w1 down_proj=w2 up_proj=w3""")
 SIZES = pairs("""hidden_size=dim intermediate_size=ffn_dim num_hidden_layers=n_layers num_attention_heads=n_heads
     num_key_value_heads=n_kv_heads vocab_size=vocab_size rms_norm_eps=norm_eps tie_word_embeddings=tied_embeddings""")
-RECIPE = pairs(
-    "max_steps=steps learning_rate=lr weight_decay=weight_decay adam_beta1=beta1 adam_beta2=beta2 adam_epsilon=eps"
-)
-ROPE = pairs("factor=factor low_freq_factor=low_freq_factor high_freq_factor=high_freq_factor")
-ROPE |= {"original_max_position_embeddings": "original_max_position"}
+RECIPE = pairs("""max_steps=steps learning_rate=lr weight_decay=weight_decay adam_beta1=beta1 adam_beta2=beta2
+    adam_epsilon=eps""")
+ROPE = pairs("""factor=factor low_freq_factor=low_freq_factor high_freq_factor=high_freq_factor
+    original_max_position_embeddings=original_max_position""")
 OTHERS = """dp_replicate dp_shard accumulation defer_sync bucket_mb rope_scaling rope_theta name seed dtype global_batch seq_len
     optimizer decay warmup_steps final_lr_fraction max_norm data all_valid variable_length document_mask masked_samples"""
 KNOWN: dict[str, Any] = dict.fromkeys([*SIZES.values(), *RECIPE.values(), *OTHERS.split()], ...)
@@ -34,6 +31,7 @@ KNOWN |= {"wrapper": ("ddp", "fsdp2"), "reshard_after_forward": ("never",), "act
 USUAL = {"train_sampling_strategy": "sequential", "remove_unused_columns": False, "dataloader_pin_memory": False}
 USUAL |= {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "disable_tqdm": True}
 USUAL |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+CASTING = ("transformers.models.llama.modeling_llama", "transformers.modeling_rope_utils")
 
 
 class Transformers(Adapter):
@@ -46,12 +44,9 @@ class Transformers(Adapter):
     def fqn(self, name: str) -> str:
         return ".".join(NAMES.get(part, part) for part in name.removeprefix("model.").split("."))
 
-    def rows(self, case: Case) -> dict[str, np.ndarray]:
+    def rows(self, case: Case) -> dict[str, Any]:
         """Its rotary embedding turns entry i of a head with entry i + head_dim / 2, not with its neighbour."""
-        size, shapes = case.model.head_dim, case.model.parameter_shapes()
-        head = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
-        turned = [fqn for fqn in shapes if fqn.endswith(("attention.wq.weight", "attention.wk.weight"))]
-        return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in turned}
+        return halves(case)
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         return Started(case, weights, device)
@@ -80,8 +75,7 @@ class Started(StartedTrainer):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 started.function.hold()
 
-        precise.set_dtype(case.training.dtype)
-        precise.widen("transformers.models.llama.modeling_llama", "transformers.modeling_rope_utils")
+        precise.set_dtype(case.training.dtype, *CASTING)
         handover.give_rates(case)
         handover.meet()
         if case.dims.world_size == 1:  # who starts a single process has no LOCAL_RANK, with which it would be DDP
@@ -96,12 +90,9 @@ class Started(StartedTrainer):
         if case.training.decay == "all":
             every = [name for name, _ in model.named_parameters()]
             self.trainer.get_decay_parameter_names = lambda _: every  # type: ignore[method-assign, assignment]
-        self.function = paused.Paused(self._run)
+        self.function = paused.Paused(lambda _: self.trainer.train())
         self.function.to_hold()
         self.model_parts = [self.trainer.model_wrapped]
-
-    def _run(self, _: Any) -> None:
-        self.trainer.train()
 
     def train(self, last_step: int) -> None:
         self.function.to_end()
@@ -113,13 +104,11 @@ def _batch(case: Case) -> Any:
     def collate(samples: list[Any]) -> dict[str, Any]:
         import torch
 
-        from reference.data import documents
+        from harness.trainers.torchtitan.handover import attended
 
         tokens, labels = (torch.stack(rows) for rows in zip(*samples, strict=True))
-        which = documents(tokens)
-        mask = {"attention_mask": (which[:, None, :, None] == which[:, None, None]).tril()}  # [b, 1, s, s]
         batch = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
-        return batch | (mask if case.training.document_mask else {})
+        return batch | ({"attention_mask": attended(tokens)} if case.training.document_mask else {})
 
     return collate
 

@@ -20,7 +20,7 @@ from harness.case import Case
 from harness.probe.structure import local
 from harness.trainers import Metrics
 from harness.trainers.llama3.trainer import local_slice, read_weights
-from reference.data import build_dataset, step_length, step_samples
+from reference.data import build_dataset, documents, step_length, step_samples
 from reference.train import lr_factor
 
 
@@ -77,6 +77,12 @@ class InOrder:
         tokens, labels = self.dataset[self.ids[index]]
         length = self.case.seq_len(index // self.case.training.global_batch + 1)
         return tokens[:length], labels[:length]
+
+
+def attended(tokens: torch.Tensor) -> torch.Tensor:
+    """Which positions see which under a document mask: bool [b, 1, s, s]."""
+    which = documents(tokens)
+    return (which[:, None, :, None] == which[:, None, None]).tril()
 
 
 @torch.no_grad()

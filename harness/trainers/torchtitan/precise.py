@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 
-def set_dtype(name: str) -> None:
-    """Models are made in this dtype. Only ever widens: bfloat16 recipes are left to torchtitan's own options."""
+def set_dtype(name: str, *modules: str) -> None:
+    """Models are made in this dtype. Only ever widens: bfloat16 recipes are left to the trainer's own options.
+
+    modules: in these torch.float32 is as wide as well.
+    """
     if name != "float64":
         return
     torch.set_default_dtype(torch.float64)
@@ -30,13 +33,8 @@ def set_dtype(name: str) -> None:
         return original(tensor, *args, **kwargs) if tensor.is_floating_point() else tensor.double()
 
     Tensor.float = at_least_float32  # type: ignore[method-assign, assignment]
-
-
-def widen(*modules: str) -> None:
-    """The same for what these modules call torch.float32."""
-    if torch.get_default_dtype() == torch.float64:
-        for module in modules:
-            importlib.import_module(module).torch = _Wide("torch")  # type: ignore[attr-defined]
+    for module in modules:
+        importlib.import_module(module).torch = _Wide("torch")  # type: ignore[attr-defined]
 
 
 class _Wide(ModuleType):
