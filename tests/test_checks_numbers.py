@@ -24,6 +24,8 @@ from literal import (
 )
 
 from harness import tolerance
+from harness.checks import judge
+from harness.diagnose import diagnose
 from harness.evidence import Exit
 from harness.trial import Finding, Trial, Verdict
 from reference.record import Noise
@@ -392,6 +394,16 @@ def test_norm_weights_that_decay_although_only_matrices_should_are_found() -> No
 def test_samples_in_full_length_in_a_step_that_trains_on_half_are_found() -> None:
     asked, ran = (tiny_case("fsdp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
     assert {finding.where.split("step ")[1] for finding in findings("samples", trial_of(asked, ran))} == {"2"}
+
+
+def test_a_gradient_of_another_shape_than_its_parameter_is_a_finding_and_can_be_diagnosed() -> None:
+    """As where each tp rank has the whole gradient of its part of an embedding."""
+    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, max_norm=None)))
+    broken = with_value(trial, 0, 1, "gradients", NORM, lambda value: np.tile(value, 2))
+    told = Finding(f"rank 0, step 1, gradient of {NORM}", "shape (2,)", "shape (4,)")
+    assert told in findings("update", broken)
+    diagnosis = diagnose(broken, judge(broken))
+    assert diagnosis is not None and NORM in diagnosis.cause
 
 
 def test_sgd_without_clipping_shows_the_ratio() -> None:

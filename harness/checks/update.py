@@ -85,6 +85,10 @@ def _replay(
     for step in _asked_for(trial, evidence):
         if fqn not in step.gradients or fqn not in step.parameters:
             return []  # `completed` reports it
+        held, given = state.value.shape, step.gradients[fqn].shape
+        if given != held:
+            where = f"rank {evidence.rank}, step {step.step}, gradient of {fqn}"
+            return [Finding(where, f"shape {held}", f"shape {given}")]
         clip = tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm)
         gradient = clip * step.gradients[fqn].astype(np.float64)
         expected, magnitude = _advance(state, step, gradient, rates[step.step], recipe)
@@ -122,6 +126,8 @@ def expected_after_first_step(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the optimizer makes of this parameter's gradient times `clip`, and the bound on what is seen of it."""
     first, state = evidence.steps[0], _start(trial, evidence, tensor.fqn)
+    if first.gradients[tensor.fqn].shape != state.value.shape:  # explains nothing
+        return np.full_like(state.value, math.nan), np.zeros_like(state.value)
     lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn)
     expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, recipe)
     return expected, tolerance.update_bound(trial.case, magnitude)
