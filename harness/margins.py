@@ -23,6 +23,7 @@ from harness import golden
 from harness.case import Case
 from harness.checks.gradients import gradient_distance
 from harness.checks.loss import global_loss
+from harness.evidence import load
 from harness.line import Options, load_trial, run_case
 from harness.trial import Trial
 from reference import train
@@ -52,15 +53,17 @@ class Margin:
 
 def margin(cases: Sequence[Case], options: Options) -> Margin:
     """Runs these cases, which share a recipe and a noise key, and makes the mistakes. Raises NoBound."""
-    trials = {case.name: load_trial(run_case(case, options).folder) for case in cases}
-    trial = next(iter(trials.values()))
+    folders = {case.name: run_case(case, options).folder for case in cases}
+    trials = {name: load_trial(folder) for name, folder in folders.items()}
+    name, trial = next(iter(trials.items()))
     bounds, case = trial.bounds, trial.case
+    reference = load(folders[name] / "reference.npz", ReferenceRun)  # the trial's is laid out as its plan
     return Margin(
         name=f"{golden.recipe_name(case)} {case.noise_key}",
         recipe=_said(case),
         bound={name: list(getattr(bounds, name).values()) for name in NUMBERS},
         correct={name: _distances(one) for name, one in trials.items()},
-        mistakes={name: _of_mistake(case, trial.reference, make) for name, make in MISTAKES.items()},
+        mistakes={name: _of_mistake(case, reference, make) for name, make in MISTAKES.items()},
     )
 
 
