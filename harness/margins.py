@@ -117,7 +117,8 @@ def _scaled(case: Case) -> Any:
 
     def loss_of(*args: Any, **options: Any) -> torch.Tensor:
         loss = original(*args, **options)
-        loss.register_hook(lambda gradient: gradient * 1.01)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * 1.01)
         return loss
 
     return _exchanged(train, "forward_loss", loss_of)
@@ -183,7 +184,7 @@ def draw(one: Margin, folder: Path) -> Path:
             axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], f"k{marker}:", label=name)
         axes.set(title=number, xlabel="step", xticks=list(steps))
     panels[0].legend(fontsize=7)
-    figure.suptitle(f"{one.recipe}: relative distance from the reference")
+    figure.suptitle(f"{one.recipe}: relative distance from the reference", wrap=True)
     path = folder / f"margins-{one.name.replace(' ', '-')}.png"
     figure.savefig(path, dpi=90)
     plt.close(figure)
