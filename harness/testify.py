@@ -52,7 +52,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             trainer.save(checkpoints)
         displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
-        rows = adapter.rows(case) if hasattr(adapter, "rows") else {}
+        rows = adapter.rows(case)
         evidence = renamed(dataclasses.replace(evidence, displays=adapter.displays, rows=rows), adapter.fqn)
     finally:
         probe.remove()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from harness.case import Case
 from harness.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
+from harness.trainers import Adapter
 
 if TYPE_CHECKING:
     from harness.trainers.llama3.trainer import Trainer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 MX_BLOCK = 32
 
 
-class Llama3:
+class Llama3(Adapter):
     """harness.trainers.Adapter of this trainer."""
 
     name = "llama3"

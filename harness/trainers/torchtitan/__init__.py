@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.case import Case
-from harness.trainers import StartedTrainer
+from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.torchtitan import source
 
 
 @dataclass(frozen=True)
-class Torchtitan:
+class Torchtitan(Adapter):
     """harness.trainers.Adapter. where: a checkout, a folder that holds the package, or None for the installed one."""
 
     where: str | None = None
@@ -38,7 +38,7 @@ class Torchtitan:
     files: tuple[str, ...] = source.FILES
 
     @property
-    def preload(self) -> tuple[str, ...]:
+    def preload(self) -> tuple[str, ...]:  # type: ignore[override]
         """What its era imports besides torch; of the installed one, itself."""
         try:
             era = source.find(self.where).era
@@ -50,7 +50,7 @@ class Torchtitan:
         )
 
     @property
-    def displays(self) -> tuple[str, ...]:
+    def displays(self) -> tuple[str, ...]:  # type: ignore[override]
         return source.find(self.where).era.displays
 
     def of(self, where: str) -> Torchtitan:
@@ -77,12 +77,6 @@ class Torchtitan:
         precise.set_dtype(case.training.dtype)
         runs = importlib.import_module(f"{__name__}.{found.era.run_by}")
         return runs.start(case, found, weights, device)
-
-    def stop(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def fqn(self, name: str) -> str:
         return source.find(self.where).era.fqn(name)
