@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,12 @@ class Transformers(Adapter):
     preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
 
     def unsupported(self, case: Case) -> str | None:
-        return next(_obstacles(case), None)
+        if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
+            return "transformers and accelerate are not installed: pip install transformers accelerate"
+        reason = next(beyond(case, KNOWN, self.name), None)
+        if reason is None and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+            return "wrapper fsdp2 with dp_shard 1: accelerate takes no FSDP without ranks to shard over"
+        return reason
 
     def fqn(self, name: str) -> str:
         return ".".join(NAMES.get(part, part) for part in name.removeprefix("model.").split("."))
@@ -50,14 +54,6 @@ class Transformers(Adapter):
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         return Started(case, weights, device)
-
-
-def _obstacles(case: Case) -> Iterator[str]:
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
-        yield "transformers and accelerate are not installed: pip install transformers accelerate"
-    yield from beyond(case, KNOWN, "transformers")
-    if case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
-        yield "wrapper fsdp2 with dp_shard 1: accelerate takes no FSDP without ranks to shard over"
 
 
 class Started(StartedTrainer):
@@ -85,8 +81,8 @@ class Started(StartedTrainer):
         arguments = TrainingArguments(**_options(case, device))
         if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: torch_bugs/accelerate_cpu_fsdp.py
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        samples = handover.InOrder(case)
-        self.trainer: Any = Trainer(model, arguments, _batch(case), samples, callbacks=[Hold()])
+        samples = [_named(case, *sample) for sample in handover.InOrder(case)]
+        self.trainer: Any = Trainer(model, arguments, train_dataset=samples, callbacks=[Hold()])
         if case.training.decay == "all":
             every = [name for name, _ in model.named_parameters()]
             self.trainer.get_decay_parameter_names = lambda _: every  # type: ignore[method-assign, assignment]
@@ -100,17 +96,12 @@ class Started(StartedTrainer):
         self.metrics = [Metrics(one["step"], one["loss"], one["grad_norm"], one["learning_rate"]) for one in shown]
 
 
-def _batch(case: Case) -> Any:
-    def collate(samples: list[Any]) -> dict[str, Any]:
-        import torch
+def _named(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
+    """One sample; transformers' own collator stacks them."""
+    from harness.trainers.torchtitan.handover import attended
 
-        from harness.trainers.torchtitan.handover import attended
-
-        tokens, labels = (torch.stack(rows) for rows in zip(*samples, strict=True))
-        batch = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
-        return batch | ({"attention_mask": attended(tokens)} if case.training.document_mask else {})
-
-    return collate
+    sample = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
+    return sample | ({"attention_mask": attended(tokens[None])[0]} if case.training.document_mask else {})
 
 
 def _sizes(case: Case) -> dict[str, Any]:
