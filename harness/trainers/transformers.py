@@ -81,7 +81,7 @@ class Started(StartedTrainer):
         arguments = TrainingArguments(**_options(case, device))
         if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: torch_bugs/accelerate_cpu_fsdp.py
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        samples = [_named(case, *sample) for sample in handover.InOrder(case)]
+        samples = [_named(case, *sample) for sample in handover.in_order(case)]
         self.trainer: Any = Trainer(model, arguments, train_dataset=samples, callbacks=[Hold()])
         if case.training.decay == "all":
             every = [name for name, _ in model.named_parameters()]

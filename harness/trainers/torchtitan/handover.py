@@ -62,21 +62,13 @@ class Samples:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class InOrder:
+def in_order(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The case's samples, step after step, for a trainer that divides them over ranks and microbatches itself."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.dataset = case, build_dataset(case.training, case.model)
-        steps = range(1, case.training.steps + 1)
-        self.ids = [i for step in steps for i in step_samples(case.training, len(self.dataset), step)]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, labels = self.dataset[self.ids[index]]
-        length = self.case.seq_len(index // self.case.training.global_batch + 1)
-        return tokens[:length], labels[:length]
+    dataset = build_dataset(case.training, case.model)
+    for step in range(1, case.training.steps + 1):
+        for which in step_samples(case.training, len(dataset), step):
+            tokens, labels = dataset[which]
+            yield tokens[: case.seq_len(step)], labels[: case.seq_len(step)]
 
 
 def attended(tokens: torch.Tensor) -> torch.Tensor:
