@@ -7,6 +7,7 @@ return is kept until the process ends.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from harness import trainers
-from harness.case import from_json
+from harness.case import Case, from_json
 from harness.evidence import Collective, rank_file, renamed, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
@@ -37,7 +38,8 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     _share_compiled_code(options.get("compile_cache"))
     fired = _apply_fault(options, this)
-    probe = Probe(this, world_size, on_issue=_note_inflight())
+    row_length = functools.partial(_row_length, case)
+    probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length)
     probe.install()
     try:
         trainer = adapter.start(case, Path(options["weights"]), options["device"])
@@ -59,6 +61,10 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     save(rank_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
+
+
+def _row_length(case: Case, step: int) -> int:
+    return case.seq_len(step) // case.dims.cp
 
 
 def started_file(directory: Path, rank: int) -> Path:

@@ -54,6 +54,17 @@ def test_a_block_that_is_computed_again_is_called_inside_backward(recorder: Acti
     assert activity.random == {"forward": 1, "backward": 1}
 
 
+@pytest.mark.parametrize(("fed", "rows"), [(8, (2, 4)), (6, (1, 6))])
+def test_samples_that_lie_end_to_end_in_one_row_are_cut_at_the_recipes_length(fed: int, rows: tuple[int, int]) -> None:
+    samples = SampleRecorder(Clock(), row_length=lambda step: 4 * step)
+    embedding = nn.Embedding(8, 2)
+    samples.attach([embedding])
+    embedding(torch.arange(fed))
+    samples.remove()
+    (part,) = samples.microbatches(1)
+    assert part.tokens is not None and part.tokens.shape == rows
+
+
 def test_a_recomputation_that_draws_other_random_numbers_is_noticed(recorder: ActivityRecorder) -> None:
     model = nn.Sequential(checkpoint_wrapper(Block(), preserve_rng_state=False), nn.Linear(4, 4))
     activity = seen(recorder, model, passes=2)

@@ -59,15 +59,15 @@ def test_a_trainer_without_other_sources_refuses_one() -> None:
         (case(ParallelDims(pp=2)), "pp 2: not asked of this early torchtitan by this adapter"),
         (
             case(features=Features(accumulation=2)),
-            "accumulation 2: this early torchtitan has no such option, or this adapter does not pass it on",
+            "accumulation 2: this early torchtitan has no such option",
         ),
         (
             case(training=TrainingConfig(optimizer="sgd")),
-            "optimizer sgd: this early torchtitan has no such option, or this adapter does not pass it on",
+            "optimizer sgd: this early torchtitan has no such option",
         ),
         (
             case(model=ModelConfig(tied_embeddings=True)),
-            "tied_embeddings True: the model of this early torchtitan has none",
+            "tied_embeddings True: the model of this early torchtitan has no such option",
         ),
         (
             case(ParallelDims(dp_replicate=2, tp=2)),
@@ -142,6 +142,19 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
 )
 def test_what_0_3_0_is_not_asked_for_has_a_reason(release: Path, asked: Case, reason: str | None) -> None:
     assert trainers.load(f"torchtitan@{release}").unsupported(asked) == reason
+
+
+def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) -> None:
+    (release / "torchtitan" / "trainer.py").write_text("num_pp_microbatches\n")
+    found = source.find(str(release))
+    assert found.era.flat
+    sequences = release / "torchtitan" / "distributed" / "context_parallel" / "api.py"
+    sequences.parent.mkdir(parents=True)
+    sequences.write_text("spmd_backend\n")
+    assert trainers.load(f"torchtitan@{release}").unsupported(case(ParallelDims(cp=2))) == (
+        "cp 2: this torchtitan since 2026-08-20 does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
+    )
+    assert next(found.obstacles(case(ParallelDims(pp=2, dp_replicate=2, dp_shard=2, tp=2))), None) is None
 
 
 def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> None:

@@ -34,12 +34,19 @@ from harness.probe.values import StepValues, ValueRecorder
 
 
 class Probe:
-    def __init__(self, rank: int, world_size: int, on_issue: Callable[[Collective], None] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        on_issue: Callable[[Collective], None] | None = None,
+        row_length: Callable[[int], int] | None = None,
+    ) -> None:
+        """row_length: how many tokens of each sample this rank is fed in a step, for trainers that lay them end to end."""
         self.rank, self.world_size = rank, world_size
         self.clock = Clock()
         self.collectives = CollectiveRecorder(self.clock.where, on_issue)
         self.values = ValueRecorder(self.clock)
-        self.samples = SampleRecorder(self.clock)
+        self.samples = SampleRecorder(self.clock, row_length)
         self.activity = ActivityRecorder(self.clock)
         self.pipeline = PipelineRecorder(self.clock)
         self.gathered = GatheredRecorder(self.clock)

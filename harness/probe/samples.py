@@ -1,7 +1,8 @@
 """What each forward pass was fed, and the loss computed from it.
 
 Tokens are the first tensor the root module is called with, if it is one of integers (a later pipeline stage is called
-with activations). Labels and the local loss are what
+with activations). A trainer may lay the samples of a batch end to end in one row: it is cut where the recipe has them
+end. Labels and the local loss are what
 torch.nn.functional.cross_entropy was called with and returned, so no trainer has to report them. Positions are known by
 the name that the model gives its argument.
 """
@@ -44,8 +45,8 @@ class _Loss:
 
 
 class SampleRecorder:
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, row_length: Callable[[int], int] | None = None) -> None:
+        self._clock, self._row_length = clock, row_length
         self._tokens: dict[int, list[np.ndarray]] = {}
         self._positions: dict[int, dict[bytes, np.ndarray]] = {}
         self._losses: dict[int, list[_Loss]] = {}
@@ -82,15 +83,22 @@ class SampleRecorder:
         self._clock.enter_forward()
         self._note_positions(dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs)
         first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
-        if first is not None and not first.is_floating_point() and first.dim() == 2:
-            tokens = local(first).to("cpu", torch.int64, copy=True).numpy()
-            self._tokens.setdefault(self._clock.step, []).append(tokens)
+        if first is not None and not first.is_floating_point() and first.dim() in (1, 2):
+            self._tokens.setdefault(self._clock.step, []).append(self._rows(first))
 
     def _note_positions(self, given: dict[str, Any]) -> None:
         told = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
         if told is not None:
-            seen = local(told).to("cpu", torch.int64, copy=True).numpy()
+            seen = self._rows(told)
             self._positions.setdefault(self._clock.step, {})[seen.tobytes()] = seen
+
+    def _rows(self, given: torch.Tensor) -> np.ndarray:
+        """[samples, positions]. Of one row that the recipe's length does not divide, that row."""
+        seen = local(given).to("cpu", torch.int64, copy=True).numpy()
+        if seen.ndim > 1:
+            return seen
+        length = self._row_length(self._clock.step) if self._row_length else len(seen)
+        return seen.reshape(-1, length if len(seen) % length == 0 else len(seen))
 
     def _leave(self, *_: Any) -> None:
         self._clock.leave_forward()

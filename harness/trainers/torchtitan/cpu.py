@@ -87,6 +87,26 @@ def pin_nothing() -> None:
     CPUOffloadPolicy.__init__ = functools.partialmethod(CPUOffloadPolicy.__init__, pin_memory=False)  # type: ignore[assignment]
 
 
+def attend_densely() -> None:
+    """FlexAttention has no backward on CPU, nor needs its mask be compiled: attention is torch's, with that mask whole."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.models.common import attention
+
+    attention._compiled_create_block_mask = create_block_mask
+    attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """q [b, n, t, h]; k, v [b, m, s, h]. Memory is O(t s)."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    sees = create_mask(block_mask.mask_mod, 1, 1, q.shape[2], k.shape[2], device="cpu")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=sees, scale=scale, enable_gqa=enable_gqa), None
+
+
 class ReadAsCpu(importlib.abc.MetaPathFinder):
     """Sources below a folder are read with the word cuda replaced by cpu: the early ones have it hard-coded."""
 

@@ -37,21 +37,21 @@ def bridge() -> None:
 
 
 def take_microbatches() -> None:
-    """A schedule's step takes lists of microbatches; this torch's takes them joined, and cuts where they were joined."""
+    """A schedule's step takes lists of microbatches; this torch's cuts what it takes, and is told that it is cut."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
         if "arg_mbs" not in inspect.signature(kind.step).parameters:
-            kind.step = joined(kind.step)  # type: ignore[method-assign]
+            kind.step = handed(kind.step)  # type: ignore[method-assign]
 
 
-def joined(step: Any) -> Any:
+def handed(step: Any) -> Any:
     @functools.wraps(step)
     def taking(self: Any, *args: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **rest: Any):
+        """Targets are joined, as they are cut again without being asked."""
         if kwarg_mbs is None:
             return step(self, *args, **rest)
-        args = tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True)) if arg_mbs else ()
-        by_name = {name: torch.cat([one[name] for one in kwarg_mbs]) for name in kwarg_mbs[0]}
-        return step(self, *args, target=torch.cat(target_mbs) if target_mbs else None, **by_name, **rest)
+        self._split_inputs = lambda *_: (arg_mbs or [()] * len(kwarg_mbs), kwarg_mbs)
+        return step(self, target=torch.cat(target_mbs) if target_mbs else None, **rest)
 
     return taking

@@ -16,8 +16,8 @@ from harness.case import LOOPED, Case
 from harness.probe.samples import note_loss
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
-from harness.trainers.torchtitan import handover, sizes
-from harness.trainers.torchtitan.source import Source
+from harness.trainers.torchtitan import cpu, handover, sizes
+from harness.trainers.torchtitan.source import Era, Source
 
 
 class LaterTrainer:
@@ -63,8 +63,9 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
     handover.no_sleep("torchtitan.trainer")
     if case.dims.cp > 1 and device == "cpu":
         teach_cpu_attention(exact=(case.training.compute_dtype or case.training.dtype) == "float64")
-    inputs = Microbatches if source.era.fed_microbatches else Inputs
-    trainer = configuration(case, inputs).build()
+    if source.era.flat and device == "cpu":
+        cpu.attend_densely()
+    trainer = configuration(case, source.era).build()
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
     if case.dims.tp > 1 and source.era.own_parallel_loss:
         show_loss(trainer.loss_fn)
@@ -83,7 +84,7 @@ def show_loss(loss: Any) -> None:
     loss.fn = seen
 
 
-def configuration(case: Case, inputs: type[Inputs]) -> Any:
+def configuration(case: Case, era: Era) -> Any:
     """torchtitan's own for its debug model, with the case's values."""
     from torchtitan.components import loss, optimizer
     from torchtitan.config import TORCH_DTYPE_MAP
@@ -91,11 +92,12 @@ def configuration(case: Case, inputs: type[Inputs]) -> Any:
 
     TORCH_DTYPE_MAP["float64"] = torch.float64
     config = llama3_debugmodel()
-    config.model_spec.model = sizes.model(case)
+    config.model_spec.model = sizes.model(case, flat=era.flat)
     if hasattr(config, "loss"):
         config.loss = sizes.known(loss.CrossEntropyLoss.Config, global_vocab_size=case.model.vocab_size)
     adamw = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)
     config.optimizer = adamw(lr=case.training.lr)
+    inputs = EndToEnd if era.flat else Microbatches if era.fed_microbatches else Inputs
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     config.tokenizer = Built(None)
     for name, value in options(case).items():
@@ -125,6 +127,14 @@ class Microbatches(Inputs):
     def batch(self, ids: tuple[int, ...], length: int) -> Any:
         inputs, labels = super().batch(ids, length)
         return inputs | {"positions": torch.arange(length).expand(labels.shape)}, labels
+
+
+class EndToEnd(Microbatches):
+    """A microbatch is one row. Where positions begin anew torchtitan's mask has a sample begin."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, labels in super().__iter__():
+            yield {name: values.flatten() for name, values in inputs.items()}, labels.flatten()
 
 
 def checkpointing(kind: str) -> Any:
@@ -164,6 +174,9 @@ def options(case: Case) -> dict[str, Any]:
         "training.local_batch_size": case.local_batch * case.microbatches,
         "training.global_batch_size": training.global_batch,
         "training.seq_len": training.seq_len,
+        "training.num_tokens_per_microbatch_per_dp_rank": case.local_batch * training.seq_len,
+        "training.num_tokens_per_train_step": training.global_batch * training.seq_len,
+        "training.max_context_length": training.seq_len,
         "training.steps": training.steps,
         "training.max_norm": float("inf") if training.max_norm is None else training.max_norm,
         "training.dtype": training.dtype,
@@ -179,6 +192,7 @@ def options(case: Case) -> dict[str, Any]:
         "parallelism.pipeline_parallel_degree": dims.pp,
         "parallelism.pipeline_parallel_schedule": features.schedule,
         "parallelism.pipeline_parallel_microbatch_size": case.local_batch,
+        "parallelism.num_pp_microbatches": case.microbatches,
         "parallelism.module_fqns_per_model_part": stages(case),
         "parallelism.pipeline_parallel_first_stage_less_layers": 0,
         "parallelism.pipeline_parallel_last_stage_less_layers": 0,

@@ -27,14 +27,14 @@ def put(config: Any, **given: Any) -> None:
             setattr(config, name, value)
 
 
-def model(case: Case) -> Any:
+def model(case: Case, *, flat: bool) -> Any:
     from torchtitan.models import llama3
 
-    return of_layers(llama3, case) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
+    return of_layers(llama3, case, flat) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
 
 
-def of_layers(llama3: Any, case: Case) -> Any:
-    """wq, wk, wv apart, as an option has it; SDPA, as FlexAttention has no backward on CPU."""
+def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
+    """wq, wk, wv apart, as an option has it. SDPA, which needs no mask, but where samples lie end to end in a row."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     sizes = case.model
@@ -42,6 +42,7 @@ def of_layers(llama3: Any, case: Case) -> Any:
         getattr(llama3, "ComplexRoPE", llama3.RoPE).Config,
         dim=sizes.head_dim,
         max_seq_len=case.training.seq_len,
+        max_context_length=case.training.seq_len,
         theta=sizes.rope_theta,
         backend="complex",
         scaling="none",
@@ -58,7 +59,8 @@ def of_layers(llama3: Any, case: Case) -> Any:
         rope=rope,
     )
     for layer in layers:
-        put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
+        if not flat:
+            put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
         layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
     return known(
         llama3.Llama3Model.Config,

@@ -30,9 +30,11 @@ class Era:
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
     fed_microbatches: its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits that lie
-    apart it computes the cross entropy itself.
+    apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by their positions.
+    cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
     wraps_alone: it has FSDP2 around a model without data ranks as well. preload: packages that it imports.
+    unasked: keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not.
     """
 
     name: str
@@ -47,8 +49,17 @@ class Era:
     inputs_by_name: bool = False
     fed_microbatches: bool = False
     own_parallel_loss: bool = False
+    flat: bool = False
+    cp_by_types: bool = False
+    unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")
     preload: tuple[str, ...] = DATA_AND_LOGS
     renamed: tuple[tuple[str, str], ...] = ()
+
+    def without(self, key: str) -> str:
+        """Why what a case asks for by this key is not done."""
+        if key in self.unasked:
+            return f"{self.name} has such an option, which this adapter does not pass on"
+        return f"{self.name} has no such option"
 
     def fqn(self, name: str) -> str:
         """The reference's spelling of a parameter's or module's name."""
@@ -103,6 +114,7 @@ LATER = Era(
     replicates_by="fsdp2",
     wraps_alone=True,
     displays=("loss", "grad_norm"),
+    unasked=("compile", "async_tp", "quantize", "document_mask", "decay", "tied_embeddings", "rope_scaling"),
     preload=(*DATA_AND_LOGS, *COMPILERS),
     fed_microbatches=True,
     own_parallel_loss=True,
@@ -118,10 +130,19 @@ BETWEEN = dataclasses.replace(
     fed_microbatches=False,
     own_parallel_loss=False,
 )
+FLAT = dataclasses.replace(
+    LATER,
+    name="this torchtitan since 2026-08-20",
+    flat=True,
+)
 SCRIPTS = (  # what train.py has, and who it is then
     (re.compile(r"^def main\(job_config: JobConfig\)", re.MULTILINE), EARLY),
     (re.compile(r"^class Trainer", re.MULTILINE), MIDDLE),
 )
+TRAINERS = (
+    ("num_pp_microbatches", FLAT),
+    ("num_pipeline_parallel_microbatches", LATER),
+)  # what trainer.py has since then
 
 
 @dataclass(frozen=True)
@@ -136,6 +157,7 @@ class Change:
 
 
 CHANGES = (
+    Change("distributed/context_parallel/api.py", "spmd_backend", {"cp_by_types": True}),
     Change("train.py", "input_dict", {"inputs_by_name": True}),
     Change(
         "train.py",
@@ -205,6 +227,8 @@ class Source:
         for axis in AXES:
             if getattr(case.dims, axis) > 1 and axis not in era.axes:
                 yield f"{axis} {getattr(case.dims, axis)}: not asked of {era.name} by this adapter"
+        if case.dims.cp > 1 and era.cp_by_types:
+            yield f"cp {case.dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
         if not case.exact and not case.features.own_model:
             yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
         if case.dims.tp > 1 and case.wrapper == "replicate":
@@ -212,24 +236,24 @@ class Source:
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
             why = "reduces gradients after every microbatch; see torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
             yield f"accumulation with defer_sync: {era.name} {why}"
-        if era is LATER and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
-            yield "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs"
-        if era is LATER and not case.features.sequence_parallel:
+        if era in (LATER, FLAT) and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
+            yield f"activation_checkpointing op with cp: what {era.name} keeps is attention of GPUs, not of CPUs"
+        if era in (LATER, FLAT) and not case.features.sequence_parallel:
             why = "moves three to four times what backward needs; see torch_bugs/torchtitan_tp_without_sequence_parallel.py"
-            yield f"sequence_parallel False: torchtitan 0.3.0 then {why}"
-        if era is LATER and not case.features.loss_parallel:
-            yield "loss_parallel False: torchtitan 0.3.0 always computes the loss in parallel"
-        if era is not LATER and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+            yield f"sequence_parallel False: {era.name} then {why}"
+        if era in (LATER, FLAT) and not case.features.loss_parallel:
+            yield f"loss_parallel False: {era.name} always computes the loss in parallel"
+        if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
             if value not in (*era.features.get(key, ()), era.chooses.get(key)):
-                yield f"{key} {value}: {era.name} has no such option, or this adapter does not pass it on"
+                yield f"{key} {value}: {era.without(key)}"
         for key, value in _unusual(case.training, TrainingConfig()):
             if key not in era.training:
-                yield f"{key} {value}: {era.name} has no such option, or this adapter does not pass it on"
+                yield f"{key} {value}: {era.without(key)}"
         for key, value in _unusual(case.model, ModelConfig()):
             if key not in MODEL:
-                yield f"{key} {value}: the model of {era.name} has none"
+                yield f"{key} {value}: the model of {era.without(key)}"
         if case.resume or case.last_step:
             yield "resume: this adapter does not let torchtitan write checkpoints"
 
@@ -249,8 +273,9 @@ def find(where: str | None) -> Source:
         if (era := next((era for words, era in SCRIPTS if words.search(_text(script))), None)) is not None:
             return Source(package, changed(era, package), script)
     if (package / "models" / "llama3" / "config_registry.py").is_file() and (package / "trainer.py").is_file():
-        newer = "num_pipeline_parallel_microbatches" in _text(package / "trainer.py")
-        return Source(package, LATER if newer else changed(BETWEEN, package))
+        trainer = _text(package / "trainer.py")
+        known = (era for word, era in TRAINERS if word in trainer)
+        return Source(package, changed(next(known, BETWEEN), package))
     raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 on, and nothing there looks like it")
 
 
