@@ -46,7 +46,7 @@ class Torchtitan(Adapter):
             return ()
         return (
             *era.preload,
-            *(("harness.trainers.torchtitan.warm",) if era is source.LATER and not self.where else ()),
+            *(("harness.trainers.torchtitan.warm",) if era.run_by == "later" and not self.where else ()),
         )
 
     @property

@@ -29,7 +29,7 @@ class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
-    fed_microbatches: its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits that lie
+    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits that lie
     apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by their positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
@@ -236,12 +236,12 @@ class Source:
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
             why = "reduces gradients after every microbatch; see torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
             yield f"accumulation with defer_sync: {era.name} {why}"
-        if era in (LATER, FLAT) and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
+        if era.fed_microbatches and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
             yield f"activation_checkpointing op with cp: what {era.name} keeps is attention of GPUs, not of CPUs"
-        if era in (LATER, FLAT) and not case.features.sequence_parallel:
+        if era.fed_microbatches and not case.features.sequence_parallel:
             why = "moves three to four times what backward needs; see torch_bugs/torchtitan_tp_without_sequence_parallel.py"
             yield f"sequence_parallel False: {era.name} then {why}"
-        if era in (LATER, FLAT) and not case.features.loss_parallel:
+        if era.fed_microbatches and not case.features.loss_parallel:
             yield f"loss_parallel False: {era.name} always computes the loss in parallel"
         if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
