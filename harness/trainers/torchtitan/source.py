@@ -29,8 +29,8 @@ class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
-    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits that lie
-    apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by their positions.
+    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits
+    that lie apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
     wraps_alone: it has FSDP2 around a model without data ranks as well. preload: packages that it imports.
