@@ -18,6 +18,7 @@ from harness.case import Case, Features, ParallelDims, find_case, load_all
 from harness.line import Options, run_case
 from harness.plan import fsdp_units
 from harness.trainers.torchtitan import source
+from harness.trainers.torchtitan.job import stages
 from harness.trial import Verdict
 from reference.config import ModelConfig, TrainingConfig
 
@@ -80,6 +81,40 @@ def test_what_it_is_not_asked_for_has_a_reason(checkout: Path, asked: Case, reas
     assert trainers.load(f"torchtitan@{checkout}").unsupported(asked) == reason
 
 
+@pytest.fixture
+def release_of_2025(checkout: Path) -> Path:
+    """Looks like torchtitan 0.1.0."""
+    (checkout / "train.py").unlink()
+    (checkout / "torchtitan" / "train.py").write_text("class Trainer(")
+    return checkout
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        case(ParallelDims(pp=2, dp_shard=2), features=Features(schedule="ZBVZeroBubble")),
+        case(ParallelDims(cp=2), features=Features(cp_rotation="alltoall")),
+        case(training=TrainingConfig(dtype="float32", compute_dtype="bfloat16")),
+    ],
+)
+def test_releases_of_2025_have_pipelines_context_parallel_and_other_dtypes(release_of_2025: Path, asked: Case) -> None:
+    assert trainers.load(f"torchtitan@{release_of_2025}").unsupported(asked) is None
+
+
+def test_who_balances_context_parallel_is_an_option_since_0_2_2(release_of_2025: Path) -> None:
+    adapter, unbalanced = trainers.load(f"torchtitan@{release_of_2025}"), Features(cp_load_balance=False)
+    reason = "cp_load_balance False: this torchtitan of 2025 has no such option"
+    assert adapter.unsupported(case(ParallelDims(cp=2), features=unbalanced)) == reason
+    (release_of_2025 / "torchtitan" / "config").mkdir()
+    (release_of_2025 / "torchtitan" / "config" / "job_config.py").write_text("context_parallel_load_balancer: str")
+    assert adapter.unsupported(case(ParallelDims(cp=2), features=unbalanced)) is None
+
+
+def test_a_pipeline_is_cut_as_the_plan_cuts_it() -> None:
+    asked = case(ParallelDims(pp=2), model=ModelConfig(n_layers=3))
+    assert stages(asked) == [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
+
+
 def test_its_own_choices_are_the_plans(checkout: Path) -> None:
     adapter = trainers.load(f"torchtitan@{checkout}")
     assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
@@ -112,8 +147,10 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
     (release / "torchtitan" / "trainer.py").write_text("")
     assert adapter.own(replicas).wrapper == "replicate"
     parallelize = release / "torchtitan" / "models" / "llama3" / "parallelize.py"
-    parallelize.write_text("    apply_fsdp_to_decoder(\n")
-    assert adapter.own(replicas).wrapper == "fsdp2"
+    for words in ("        apply_replicate(\n", "\n    # Always run apply_fsdp\n", "    apply_fsdp_to_decoder(\n"):
+        parallelize.write_text(words)
+        assert adapter.own(replicas).wrapper == "fsdp2"
+        assert adapter.unsupported(replicas) is None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from harness.case import Case
+from harness.plan import layers_of_stage
 
 FLAVOR = "debugmodel"
 FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor
@@ -50,6 +51,14 @@ def options(case: Case) -> dict[str, Any]:
         "enable_loss_parallel": features.loss_parallel,
         "disable_loss_parallel": not features.loss_parallel,
         "fsdp_reshard_after_forward": features.reshard_after_forward,
+        "context_parallel_rotate_method": features.cp_rotation,
+        "context_parallel_load_balancer": "headtail" if features.cp_load_balance else None,
+        "pipeline_parallel_schedule": features.schedule,
+        "pipeline_parallel_microbatches": case.microbatches,
+        "pipeline_parallel_microbatch_size": case.local_batch,
+        "pipeline_parallel_split_points": [part[0] for part in stages(case)[1:]],
+        "pipeline_parallel_expert_parallel_overlap": False,
+        "module_fqns_per_model_part": stages(case),
     }
     return {
         "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
@@ -59,8 +68,8 @@ def options(case: Case) -> dict[str, Any]:
         "optimizer.name": "AdamW",
         "optimizer.lr": training.lr,
         "optimizer.fused": True,
-        "training.batch_size": case.local_batch,
-        "training.local_batch_size": case.local_batch,
+        "training.batch_size": case.local_batch * case.microbatches,
+        "training.local_batch_size": case.local_batch * case.microbatches,
         "training.global_batch_size": training.global_batch,
         "training.seq_len": training.seq_len,
         "training.steps": training.steps,
@@ -69,6 +78,7 @@ def options(case: Case) -> dict[str, Any]:
         "training.dtype": training.dtype,
         "training.mixed_precision_param": param,
         "training.mixed_precision_reduce": features.reduce_dtype or param,
+        "training.enable_cpu_offload": features.cpu_offload,
         "training.compile": False,
         **{f"{section}.{key}": value for section in ("training", "parallelism") for key, value in degrees.items()},
         "experimental.pipeline_parallel_degree": dims.pp,
@@ -82,6 +92,14 @@ def options(case: Case) -> dict[str, Any]:
         "checkpoint.enable_checkpoint": False,
         "comm.trace_buf_size": 0,
     }
+
+
+def stages(case: Case) -> list[list[str]]:
+    """What each stage of a pipeline holds: torchtitan's own cut counts embedding and output as a layer each."""
+    parts = [[f"layers.{layer}" for layer in layers_of_stage(case, stage)] for stage in range(case.n_stages)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
 
 
 def sizes(flavor: Any, case: Case) -> Any:

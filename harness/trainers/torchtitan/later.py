@@ -103,6 +103,8 @@ def configuration(case: Case, era: Era) -> Any:
     for name, value in options(case).items():
         section, _, key = name.rpartition(".")
         sizes.put(getattr(config, section) if section else config, **{key: value})
+    if getattr(config.parallelism, "spmd_backend", "default") == "spmd_types":  # which needs a newer torch
+        config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
     return config
 
 
@@ -198,7 +200,6 @@ def options(case: Case) -> dict[str, Any]:
         "parallelism.pipeline_parallel_last_stage_less_layers": 0,
         "parallelism.enable_sequence_parallel": features.sequence_parallel,
         "parallelism.fsdp_reshard_after_forward": features.reshard_after_forward,
-        "parallelism.spmd_backend": "partial_dtensor",
         "metrics.log_freq": 1,
         "checkpoint.enable": False,
         "validator.enable": False,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.case import Case
+from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import handover, job
 from harness.trainers.torchtitan.later import Inputs, LaterTrainer
 from harness.trainers.torchtitan.source import Source
@@ -21,6 +22,8 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
     handover.give_rates(case)
     train = importlib.import_module("torchtitan.train")
     handover.no_sleep("torchtitan.train")
+    if case.dims.cp > 1 and device == "cpu":
+        teach_cpu_attention(exact=(case.training.compute_dtype or case.training.dtype) == "float64")
     hand_over(train.train_spec_module, case, Inputs if source.era.inputs_by_name else handover.Samples)
     trainer = train.Trainer(job.configured(train.JobConfig(), case))
     train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` asks for it

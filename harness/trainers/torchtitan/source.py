@@ -81,7 +81,7 @@ EARLY = Era(
     },
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
     + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
-    chooses={"fsdp_units": "root"},
+    chooses={"fsdp_units": "root", "own_model": True},
     replicates_by="replicate",
     wraps_alone=False,
     displays=("loss",),
@@ -90,7 +90,16 @@ MIDDLE = dataclasses.replace(
     EARLY,
     name="this torchtitan of 2025",
     run_by="middle",
-    features=EARLY.features | {"reshard_after_forward": ("always", "never")},
+    axes=AXES,
+    features=EARLY.features
+    | {
+        "schedule": tuple(name for name in FEATURE_CHOICES["schedule"] if name != "DualPipeV"),
+        "microbatches": tuple(range(1, 65)),
+        "stages_per_rank": tuple(range(1, 65)),
+        "cp_rotation": ("alltoall",),
+        "cpu_offload": (True,),
+        "reshard_after_forward": ("always", "never"),
+    },
 )
 LATER = Era(
     name="torchtitan 0.3.0",
@@ -175,9 +184,17 @@ CHANGES = (
     ),
     *(
         Change("models/llama3/parallelize.py", words, {"wraps_alone": True, "replicates_by": "fsdp2"})
-        for words in ('\n    names = ["dp_replicate", "fsdp"] if', "apply_fsdp_to_decoder")  # not below an `if`
+        for words in (  # not below an `if`
+            '\n    names = ["dp_replicate", "fsdp"] if',
+            "\n    # Always run apply_fsdp",
+            "apply_fsdp_to_decoder",
+        )
     ),
+    Change("models/llama3/parallelize.py", "apply_replicate", {"replicates_by": "fsdp2"}),
     Change("distributed/activation_checkpoint.py", "early_stop=", chooses={"ac_early_stop": False}),
+    Change("distributed/pipeline_parallel.py", "ScheduleDualPipeV", features={"schedule": FEATURE_CHOICES["schedule"]}),
+    Change("config/job_config.py", "context_parallel_load_balancer", features={"cp_load_balance": (False,)}),
+    Change("models/llama3/model/model.py", "enable_gqa", chooses={"cp_heads": "key_value"}),
 )
 
 
@@ -231,8 +248,9 @@ class Source:
             yield f"cp {case.dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
         if not case.exact and not case.features.own_model:
             yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
-        if case.dims.tp > 1 and case.wrapper == "replicate":
-            yield f"dp_replicate {case.dims.dp_replicate} x tp {case.dims.tp}: torchtitan's DDP takes one axis only"
+        for axis in ("pp", "tp"):
+            if (degree := getattr(case.dims, axis)) > 1 and case.wrapper == "replicate":
+                yield f"dp_replicate {case.dims.dp_replicate} x {axis} {degree}: torchtitan's DDP takes one axis only"
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
             why = "reduces gradients after every microbatch; see torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
             yield f"accumulation with defer_sync: {era.name} {why}"
@@ -243,7 +261,7 @@ class Source:
             yield f"sequence_parallel False: {era.name} then {why}"
         if era.fed_microbatches and not case.features.loss_parallel:
             yield f"loss_parallel False: {era.name} always computes the loss in parallel"
-        if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
+        if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
             if value not in (*era.features.get(key, ()), era.chooses.get(key)):
