@@ -10,6 +10,7 @@ import pytest
 from literal import (
     ADAMW,
     SGD,
+    UNEVEN,
     judged,
     last_bit,
     microbatch_of,
@@ -24,9 +25,12 @@ from literal import (
 )
 
 from harness import tolerance
+from harness.case import ParallelDims
 from harness.checks import judge
+from harness.checks.replica_agreement import replica_families
 from harness.diagnose import diagnose
 from harness.evidence import Exit
+from harness.plan import numel
 from harness.trial import Finding, Trial, Verdict
 from reference.record import Noise
 
@@ -325,6 +329,23 @@ def test_tensor_parallel_norms_are_replicas_too() -> None:
     trial = with_value(trial_of(tiny_case("tp_2")), 1, 1, "gradients", NORM, lambda g: 3 * g)
     (finding,) = findings("replica_agreement", trial)
     assert (finding.where, finding.expected) == (f"step 1, gradients of {NORM}, ranks [0,1]", "the bytes of rank 0")
+
+
+def test_replicas_are_of_what_has_a_place_in_the_model_and_is_not_empty() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_replicate=2, dp_shard=4), model=UNEVEN))  # the fourth shards are empty
+    assert [t.fqn for t in trial.ranks[3].parameters if not t.value.size]
+    assert all(numel(part) for _, part in replica_families(trial))
+    for rank, evidence in trial.ranks.items():
+        buffer = replace(evidence.parameters[0], fqn="a.buffer", value=np.ones(3))
+        trial = with_rank(trial, rank, parameters=(*evidence.parameters, buffer))
+    assert "a.buffer" not in {fqn for fqn, _ in replica_families(trial)}
+    assert judged("replica_agreement", trial).verdict == Verdict.PASS
+
+
+def test_how_far_a_replica_is_from_one_that_is_zero_is_told_as_it_is() -> None:
+    trial = with_value(trial_of(tiny_case("ddp_2")), 0, 1, "gradients", NORM, np.zeros_like)
+    trial = with_value(trial, 1, 1, "gradients", NORM, lambda g: np.full_like(g, 0.5))
+    assert findings("replica_agreement", trial)[0].observed == "rank 1 differs by 5.00e-01 of the largest entry"
 
 
 def test_a_replica_without_a_gradient_does_not_agree() -> None:

@@ -8,12 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_rank, with_step, with_value, without_rank
+from literal import (
+    ADAMW,
+    SGD,
+    UNEVEN,
+    judged,
+    microbatch_of,
+    tiny_case,
+    trial_of,
+    with_rank,
+    with_step,
+    with_value,
+    without_rank,
+)
 
 from harness.case import Case, Features, ParallelDims, Saved
 from harness.checks import judge
+from harness.checks.resume import PARAMETER, put_together, step_fed
 from harness.diagnose import diagnose
-from harness.trial import Finding, Trial, Verdict
+from harness.evidence import Resumed
+from harness.trial import Finding, Result, Trial, Verdict
 
 FSDP_4, TP_2 = ParallelDims(dp_shard=4), ParallelDims(tp=2)
 LAYOUTS = {
@@ -244,3 +258,78 @@ def test_rows_that_change_places_are_named_also_among_parameters_of_other_shapes
     assert cause(trial) == (
         f"rows or columns have changed places over the checkpoint in 2 of 12 parameters ({', '.join(names)})"
     )
+
+
+# ---- the edges of the law
+
+
+def test_flattened_parameters_resume_in_their_own_shapes_and_the_other_way_round() -> None:
+    flat = Features(wrapper="fsdp1")
+    for case in (
+        tiny_case(FSDP_4, resume=(Saved(2, ParallelDims(dp_shard=2), flat),), model=UNEVEN),
+        tiny_case(ParallelDims(dp_shard=2), resume=(Saved(2, FSDP_4),), wrapper="fsdp1", model=UNEVEN),
+    ):
+        result = judged("resume", trial_of(case))
+        assert (result.verdict, result.findings) == (Verdict.PASS, ())
+
+
+def test_a_rank_that_holds_nothing_of_a_parameter_need_keep_no_state_of_it() -> None:
+    trial = resumed(model=UNEVEN)
+    empty = {fqn for fqn, value in trial.ranks[3].steps[0].parameters.items() if not value.size}
+    assert empty
+
+    def lose(fqns: set[str]) -> Trial:
+        return with_resumed(trial, 3, "optimizer_state", lambda held: {f: s for f, s in held.items() if f not in fqns})
+
+    assert judged("resume", lose(empty)).verdict is Verdict.PASS
+    full = next(fqn for fqn in trial.plan.shapes if fqn not in empty)
+    missing = judged("resume", lose({full})).findings
+    assert [(f.where, f.observed) for f in missing] == [
+        (f"rank 3, {full}, {name}", "none") for name in ("exp_avg", "exp_avg_sq", "step")
+    ]
+
+
+def test_what_was_saved_keeps_its_dtype_and_what_nobody_held_is_no_number() -> None:
+    launch = resumed().saved[0]  # tp 2: rows of wq lie on both ranks
+    halves = {rank: launch.ranks[rank].steps[-1].parameters[WEIGHT].astype(np.float32) for rank in (0, 1)}
+    held = {rank: Resumed({WEIGHT: half, "a.buffer": np.ones(3)}, {}) for rank, half in halves.items()}
+    whole = put_together(launch, held)
+    assert list(whole) == [(PARAMETER, WEIGHT)]
+    assert whole[PARAMETER, WEIGHT].tobytes() == np.concatenate([halves[0], halves[1]]).tobytes()
+    (half,) = put_together(launch, {1: held[1]}).values()
+    assert np.isnan(half[:2]).all() and half[2:].tobytes() == halves[1].tobytes()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rate_off_by_one_part_in_1e_11_does_not_continue_the_schedule(rank: int) -> None:
+    rounded = 0.0075 * (1 + 1e-11)
+    assert judged("resume", with_step(resumed(), rank, 3, lr=rounded)).findings == (
+        Finding(f"rank {rank}, step 3, learning rate", "0.0075", repr(rounded)),
+    )
+    assert judged("resume", with_step(resumed(), rank, 3, lr=0.0075 * (1 + 2e-13))).verdict is Verdict.PASS
+
+
+def test_samples_of_several_steps_are_of_no_one_step() -> None:
+    trial = resumed(after=ParallelDims())
+    strange = (microbatch_of(trial.reference, (16, 17, 18, 19, 4, 5, 6, 7)),)
+    assert judged("resume", with_step(trial, 0, 3, microbatches=strange)).findings == (
+        Finding("rank 0, step 3, samples", "the data position of the step", "4 of 8 are not of that step"),
+    )
+    whole = (microbatch_of(trial.reference, range(8, 16)),)
+    assert judged("resume", with_step(trial, 0, 3, microbatches=whole)).findings == (
+        Finding(
+            "rank 0, step 3, samples", "the data position of the step", "8 of 8 are not of that step, all are of step 2"
+        ),
+    )
+    assert step_fed(trial, []) is None
+
+
+def test_the_launch_that_saved_must_have_left_all_its_evidence() -> None:
+    trial = resumed()
+    result = judged("resume", replace(trial, saved=(without_rank(trial.saved[0], 1),)))
+    assert result == Result("resume", Verdict.UNKNOWN, note="the launch that saved left no complete evidence")
+
+
+def test_the_first_launch_of_several_resumes_nothing_and_says_so() -> None:
+    result = judged("resume", resumed().saved[0])
+    assert (result.verdict, result.note) == (Verdict.NOT_APPLICABLE, "this launch starts at step 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from literal import reference_of, tiny_case
+from literal import judged, reference_of, tiny_case
 
 from harness.case import Case, ParallelDims
 from harness.checks import schedule
@@ -87,6 +87,26 @@ def test_two_actions_exchanged_are_shown() -> None:
     assert named(trial) == (
         "the pipeline's order is not that of 1F1B: rank 0, step 1, action 0: expected 0F0 0F1 0B0 0F2 0B1 0F3 ..."
         " (8 in all), observed 0F1 0F0 0B0 0F2 0B1 0F3 ... (8 in all)"
+    )
+
+
+def test_up_to_six_actions_are_shown_and_more_are_hinted_at() -> None:
+    trial = trial_of(pp_2(microbatches=2))  # 0F0 0F1 0B0 0B1 on rank 0
+    whole = "0F0 0F1 0B0 0B1 (4 in all)"
+    told = judged("schedule", with_actions(trial, 0, tuple("abcdefg")))
+    assert (told.verdict, told.examined) == (Verdict.FAIL, 24)
+    assert told.findings == tuple(
+        Finding(f"rank 0, step {step}, action 0", whole, "a b c d e f ... (7 in all)") for step in (1, 2, 3)
+    )
+    told = judged("schedule", with_actions(trial, 0, tuple("abcdef")))
+    assert told.findings[0].observed == "a b c d e f (6 in all)"
+
+
+def test_actions_beyond_the_schedule_are_found_at_its_end() -> None:
+    trial = trial_of(pp_2(microbatches=2))
+    done = trial.ranks[1].steps[0].actions
+    assert judged("schedule", with_actions(trial, 1, (*done, *done))).findings[0] == Finding(
+        "rank 1, step 1, action 4", "nothing more (4 in all)", "1F0 1B0 1F1 1B1 (8 in all)"
     )
 
 

@@ -191,6 +191,17 @@ def test_a_rank_that_holds_the_whole_tensor_is_named() -> None:
     assert findings("shard_contents", trial) == (Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "whole"),)
 
 
+def test_one_element_in_the_place_of_another_is_named_and_a_parameter_that_is_not_held_hides_no_other() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=4)))  # norm weights have one element a rank
+    value = next(t.value for t in trial.ranks[0].parameters if t.fqn == "norm.weight")
+    trial = with_parameter(trial, 1, "norm.weight", value=value)
+    assert findings("shard_contents", trial) == (
+        Finding("rank 1, norm.weight", "1/4 of dim 0 [1:2]", "1/4 of dim 0 [0:1]"),
+    )
+    without_first = with_rank(trial, 1, parameters=trial.ranks[1].parameters[1:])
+    assert findings("shard_contents", without_first) == findings("shard_contents", trial)
+
+
 @pytest.mark.parametrize(
     "change",
     [

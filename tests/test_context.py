@@ -96,6 +96,22 @@ def test_positions_of_another_cp_rank_are_found_also_in_one_row_of_many() -> Non
     )
 
 
+def test_each_step_of_variable_length_is_judged_by_the_positions_of_its_own_length() -> None:
+    trial = trial_of(tiny_case(CP_2, replace(EIGHT, variable_length=True), cp_load_balance=False))
+    assert judged("positions", trial).verdict is Verdict.PASS
+    full = np.arange(4, 8)  # rank 1's in a step of 8 tokens; in one of 4 they are 2 and 3
+    assert [trial.ranks[1].steps[step].positions[0].tolist() for step in (0, 1)] == [full.tolist(), [2, 3]]
+    assert judged("positions", with_step(trial, 1, 2, positions=(full,))).findings == (
+        Finding("rank 1, step 2", "2-3", "4-7"),
+    )
+
+
+def test_of_several_wrong_rows_in_a_step_the_first_is_told() -> None:
+    rows = np.stack([np.arange(4), np.arange(4), np.arange(4, 8)])
+    told = judged("positions", telling(cp_trial(cp_load_balance=False), 1, rows))
+    assert [finding.where for finding in told.findings] == [f"rank 1, step {step}" for step in (1, 2, 3)]
+
+
 def test_positions_read_as_intervals() -> None:
     assert positions_text(np.array([0, 1, 6, 7, 9])) == "0-1 and 6-7 and 9"
 

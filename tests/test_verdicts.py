@@ -328,6 +328,11 @@ def test_slices_of_flattened_parameters_are_told_in_elements() -> None:
     whole = trial.reference.weights["tok_embeddings.weight"]
     told = judged("shard_contents", with_parameter(trial, 1, "tok_embeddings.weight", value=whole))
     assert [finding.observed for finding in told.findings] == ["whole"]
+    cut = trial_of(tiny_case(ParallelDims(dp_shard=4), wrapper="fsdp1"))
+    value = next(t.value for t in cut.ranks[2].parameters if t.fqn == "norm.weight")
+    told = judged("shard_contents", with_parameter(cut, 1, "norm.weight", value=value))
+    halves = "1/2 of its elements [0:2]", "1/2 of its elements [2:4]"
+    assert told.findings == (Finding("rank 1, norm.weight", *halves),)
 
 
 def test_the_bound_of_an_update_is_told_and_follows_from_all_that_was_added_up() -> None:

@@ -52,7 +52,7 @@ def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -
 
 
 def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarray | None:
-    return next((getattr(s, what).get(fqn) for s in trial.ranks[rank].steps if s.step == step), None)
+    return next(getattr(s, what).get(fqn) for s in trial.ranks[rank].steps if s.step == step)
 
 
 def _same_bytes(one: np.ndarray | None, other: np.ndarray | None) -> bool:

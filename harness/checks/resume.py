@@ -66,23 +66,25 @@ def put_together(launch: Trial, held: Mapping[int, Resumed | None]) -> dict[Key,
         if state is not None:
             _lay_down(launch, rank, state, whole)
     shapes = launch.case.model.parameter_shapes()
-    return {key: value.reshape(shapes.get(key[1], -1)) if value.ndim else value for key, value in whole.items()}
+    return {key: value.reshape(shapes[key[1]]) if value.ndim else value for key, value in whole.items()}
 
 
 def _lay_down(launch: Trial, rank: int, held: Resumed, whole: dict[Key, np.ndarray]) -> None:
     for key, value in _by_key(held).items():
-        shape = launch.plan.shapes.get(key[1])
         part = launch.slice_of(rank, key[1])
-        if not value.ndim or shape is None or part is None:
+        if not value.ndim:
             whole.setdefault(key, value)  # a step counter
-        elif take(whole.setdefault(key, np.full(shape, np.nan, value.dtype)), part).shape == value.shape:
-            take(whole[key], part)[...] = value
+        elif part is not None:
+            full = whole.setdefault(key, np.full(launch.plan.shapes[key[1]], np.nan, value.dtype))
+            if take(full, part).shape == value.shape:
+                take(full, part)[...] = value
 
 
 def held_state(trial: Trial, rank: int) -> dict[Key, np.ndarray]:
-    """What a rank had once it had resumed."""
+    """What a rank had once it had resumed. The law is UNKNOWN where one does not say."""
     resumed = trial.ranks[rank].resumed
-    return _by_key(resumed) if resumed else {}
+    assert resumed is not None, rank
+    return _by_key(resumed)
 
 
 def _by_key(held: Resumed) -> dict[Key, np.ndarray]:

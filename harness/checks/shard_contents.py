@@ -6,7 +6,7 @@ Found by comparing bytes, so no metadata can flatter; the slices of the plan til
 from __future__ import annotations
 
 from harness.checks import verdict_of
-from harness.plan import numel, slice_text
+from harness.plan import slice_text
 from harness.trial import Finding, Result, Trial
 
 STAGE = "structure"
@@ -20,7 +20,7 @@ def check(trial: Trial) -> Result:
                 continue
             examined += 1
             found = held[fqn]
-            if found != wanted and not (found is not None and numel(found) == 0 == numel(wanted)):
+            if found != wanted:
                 shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
                 nowhere = "bytes that are nowhere in the seed weight"
                 observed = nowhere if found is None else slice_text(found, shape, flat=flat)
