@@ -16,23 +16,29 @@ from harness.checks.samples import shares_of_samples
 from harness.plan import Slice
 from harness.trial import Trial
 
-EXPLAINED = 1e-6  # of the gradient's size; rounding leaves 1e-14, a gradient that is no mix of samples leaves 1e-2
+EXPLAINED = 1e-6  # of the gradient's size; float64 leaves 1e-14, a gradient that is no mix of samples leaves 1e-2
 
 
 @dataclass(frozen=True)
 class Weights:
     """by_sample: weight by sample id (or cp rank), 1 where it counted as it should. residual: the share of the gradient
-    that is not explained.
+    that is not explained. noise: what the recipe's rounding may leave of it.
 
     Samples that contribute nothing (no valid token) have no weight.
     """
 
     by_sample: dict[int, float]
     residual: float
+    noise: float = EXPLAINED
 
     @property
     def explained(self) -> bool:
-        return self.residual < EXPLAINED
+        return self.residual < self.noise
+
+    @property
+    def close(self) -> float:
+        """Weights that are no further apart are the same: what is left unexplained blurs them by as much."""
+        return max(EXPLAINED, self.residual)
 
     @property
     def values(self) -> np.ndarray:
@@ -42,7 +48,7 @@ class Weights:
     def uniform(self) -> float | None:
         """The one weight that all samples have, None if they differ."""
         middle = float(np.median(self.values))
-        return middle if np.allclose(self.values, middle, rtol=1e-6, atol=1e-9) else None
+        return middle if np.allclose(self.values, middle, rtol=self.close, atol=self.close) else None
 
 
 def sample_weights(trial: Trial, ranks: list[int], fqns: list[str] | None = None) -> Weights | None:
@@ -93,7 +99,8 @@ def _fit(
     size = float(np.linalg.norm(target)) or 1.0
     residual = float(np.linalg.norm(matrix[:, counted] @ fitted - target)) / size
     ids = [id_ for id_, counts in zip(names, counted, strict=True) if counts]
-    return Weights(dict(zip(ids, map(float, fitted), strict=True)), residual)
+    noise = EXPLAINED if trial.case.exact else trial.bounds.gradient[1]
+    return Weights(dict(zip(ids, map(float, fitted), strict=True)), residual, noise)
 
 
 def _within(
@@ -119,7 +126,7 @@ def heard_of(trial: Trial) -> dict[int, list[int]] | None:
         weights = sample_weights(trial, [rank])
         if weights is None or not weights.explained:
             return None
-        counted = {id_ for id_, weight in weights.by_sample.items() if abs(weight) > 1e-6}
+        counted = {id_ for id_, weight in weights.by_sample.items() if abs(weight) > weights.close}
         heard[rank] = [other for other, ids in fed.items() if counted & set(ids)]
     return heard
 
@@ -142,7 +149,7 @@ def local_average(trial: Trial, weights: Weights, unit: str) -> float | None:
         return None
     ratios = np.array([weight / wanted for weight, wanted in pairs])
     factor = float(np.median(ratios))
-    return factor if np.allclose(ratios, factor, rtol=1e-6) and factor > 0 else None
+    return factor if np.allclose(ratios, factor, rtol=weights.close) and factor > 0 else None
 
 
 def _weights_if_averaged(trial: Trial, pieces: list[list[int]]) -> dict[int, float]:
@@ -179,7 +186,7 @@ def by_microbatch(trial: Trial, weights: Weights) -> list[float] | None:
     found: list[float] = []
     for ids in _pieces(trial, "microbatch"):
         values = np.array([weights.by_sample[i] for i in ids if i in weights.by_sample])
-        if not values.size or not np.allclose(values, values[0], rtol=1e-6, atol=1e-9):
+        if not values.size or not np.allclose(values, np.mean(values), rtol=weights.close, atol=weights.close):
             return None
-        found.append(float(values[0]))
+        found.append(float(np.mean(values)))
     return found

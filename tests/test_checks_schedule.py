@@ -120,5 +120,15 @@ def test_accumulation_repeats_the_schedule() -> None:
     assert schedule.check(trial_of(asked, ran=pp_2(microbatches=2))).verdict is Verdict.FAIL
 
 
+def test_a_resumed_launch_is_told_by_its_own_first_step() -> None:
+    trial = trial_of(pp_2(), ran=pp_2("GPipe"))
+    for rank in trial.ranks:
+        (last,) = trial.ranks[rank].steps[2:]
+        trial = replace(
+            trial, run=replace(trial.run, ranks=trial.ranks | {rank: replace(trial.ranks[rank], steps=(last,))})
+        )
+    assert named(trial) == "schedule GPipe ran, 1F1B is asked for"
+
+
 def test_without_wrong_gradients_no_stage_is_off() -> None:
     assert _scaled_by_stage(trial_of(pp_2()), []) is None

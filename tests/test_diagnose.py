@@ -20,6 +20,7 @@ from literal import (
     SGD,
     TINY,
     UNEVEN,
+    judged,
     microbatch_of,
     sum_of_samples,
     tiny_case,
@@ -36,13 +37,16 @@ from literal import (
     without_step,
 )
 
+from harness import attribution
 from harness.case import ParallelDims
 from harness.checks import judge
 from harness.checks.samples import fed_samples
 from harness.diagnose import RULES, diagnose
+from harness.diagnose.gradients import wrong_gradients
 from harness.evidence import Exit
 from harness.plan import slices_of_rank
-from harness.trial import Trial
+from harness.trial import Trial, Verdict
+from reference.record import Noise
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
 EMBEDDING, NORM = "tok_embeddings.weight", "norm.weight"
@@ -468,6 +472,18 @@ training does not start from the seed weights in every parameter
     )
 
 
+def test_weights_that_each_run_draws_anew() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    other = with_weights(trial, lambda value: value + 2)
+    trial = with_weights(trial, lambda value: value + 1)
+    same = first_line(replace(trial, repeat=trial.run))
+    assert same == "training does not start from the seed weights in every parameter"
+    expect_first(
+        replace(trial, repeat=other.run),
+        """training does not start from the seed weights in every parameter: each run draws others, as without a seed""",
+    )
+
+
 def test_weights_that_were_rounded() -> None:
     expect(
         with_weights(fsdp_4(), lambda value: value.astype(np.float32).astype(np.float64)),
@@ -566,6 +582,19 @@ def test_labels_of_another_sample() -> None:
         batch = trial.ranks[rank].steps[0].microbatches[0]
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=batch.labels[::-1]),))
     expect_first(trial, """wrong labels: tokens are right, 14 labels of step 1 are not those of their sample""")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
+    trial = fsdp_4()
+    (batch,) = trial.ranks[2].steps[0].microbatches
+    row, place = np.argwhere((batch.labels != -100) == masked)[0]
+    labels = batch.labels.copy()
+    labels[row, place] = -100 if masked else 3
+    found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
+    how = "masked, where they should be trained on" if masked else "trained on, where they should be masked"
+    told = "tokens are right, 1 labels of step 1 are not those of their sample"
+    assert found == f"wrong labels on rank 2: {told}: {how}"
 
 
 def test_accumulation_left_out() -> None:
@@ -771,6 +800,43 @@ def test_a_microbatch_counted_twice() -> None:
     )
 
 
+def test_a_reduction_that_is_dropped_in_every_microbatch_is_not_taken_for_one_that_lacks_some() -> None:
+    trial = with_own_samples(accumulating(), {0: [0], 1: [1]}, ())
+    expect_first(
+        trial,
+        """gradient reduction without effect over dp_replicate: rank 0's gradient holds the samples of rank 0 only, though collectives ran""",
+    )
+
+
+def in_noise(trial: Trial) -> Trial:
+    """The same in a recipe that is judged by the noise of its reference: gradients a little off everywhere."""
+    assert trial.golden is not None
+    noise = Noise(16, loss=(1e-4,) * 3, grad_norm=(1e-3,) * 3, gradient=(1e-2,) * 3)
+    features = replace(trial.case.features, reduce_dtype="bfloat16")
+    golden = replace(trial.golden, noise={"bfloat16 shares": noise})
+    draw = np.random.default_rng(2)
+    for rank in trial.ranks:
+        blurred = {
+            f: g * (1 + 3e-3 * draw.uniform(-1, 1, g.shape)) for f, g in trial.ranks[rank].steps[0].gradients.items()
+        }
+        trial = with_step(trial, rank, 1, gradients=blurred)
+    return replace(trial, case=replace(trial.case, features=features), golden=golden)
+
+
+def test_a_microbatch_lost_in_bfloat16_is_named_within_its_noise() -> None:
+    trial = in_noise(with_scaled_samples(accumulating(), dict.fromkeys((0, 1, 4, 5), 0.0)))
+    found = wrong_gradients(trial, {"gradients": judged("gradients", trial)})
+    assert found is not None
+    assert found.cause == "microbatches 1 of 2 do not contribute to the gradient (weights 0, 1)"
+
+
+def test_noise_alone_is_no_unequal_count_of_samples() -> None:
+    trial = in_noise(accumulating())
+    assert judged("gradients", trial).verdict is Verdict.PASS
+    weights = attribution.sample_weights(trial, [0, 1])
+    assert weights is not None and weights.explained and weights.uniform == pytest.approx(1, abs=0.02)
+
+
 def averaged(trial: Trial, pieces: list[list[int]], factor: float = 1.0) -> Trial:
     """Each piece divides its loss by its own number of valid tokens, and the pieces' means are averaged."""
     tokens = (trial.reference.labels >= 0).sum(axis=1)
@@ -951,7 +1017,7 @@ def test_a_forward_pass_that_goes_wrong_later() -> None:
         trial = with_step(trial, rank, 2, gradients=wrong, microbatches=batches)
     expect_first(
         with_updates_that_follow(trial),
-        """the forward pass is right in step 1 and wrong from step 2 on (loss off by 1.0e-02): something of an earlier step is kept""",
+        """the forward pass is right in step 1 and wrong from step 2 on (loss off by 1.0e-02): something of an earlier step is kept (gathered parameters)""",
     )
 
 
@@ -1289,6 +1355,23 @@ def test_the_reference_moved() -> None:
         """\
 the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted
   golden: step 1, loss: 2.53714290518703 (golden) -> 2.53460829689014 (reference), bound 1.4e-14""",
+    )
+
+
+def test_a_repeat_that_is_fed_its_samples_in_another_order() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    other = with_value(fed(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
+    expect_first(
+        replace(trial, repeat=other.run),
+        """the same case run twice gives different bytes, for the repeat is fed the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+    )
+
+
+def test_a_repeat_that_is_fed_other_samples() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    expect_first(
+        replace(trial, repeat=fed(trial, 0, 3, [16, 17, 18, 18]).run),
+        """the same case run twice gives different bytes, for the repeat is fed other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
     )
 
 

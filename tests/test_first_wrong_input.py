@@ -54,6 +54,19 @@ def test_a_difference_of_one_part_in_1e_8_on_one_rank_is_enough() -> None:
     )
 
 
+def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_comes_out_is_not() -> None:
+    inner = "layers.0.attention.inner_attention"
+    trial = wrong_forward({"layers.0.attention.wo": (2.01, 8.0)})
+    trial = replace(trial, reference=replace(trial.reference, inputs={inner: 1.0, "layers.0.attention.wo": 0.25}))
+    for rank in trial.ranks:
+        activity = trial.ranks[rank].steps[0].activity
+        trial = with_step(trial, rank, 1, activity=replace(activity, inputs=activity.inputs | {inner: (8.0, 8.0)}))
+    assert cause(trial) == (
+        f": what goes into {inner} is as long as it should be, what goes into layers.0.attention.wo is not:"
+        " angles, mask, scale or the order of tokens"
+    )
+
+
 def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:
     assert cause(wrong_forward({"layers.0": (0.0, 8.0)})) == ": what goes into layers.0 is not"
 

@@ -145,14 +145,14 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
     """Where labels were seen, they are those of the sample."""
     return [
-        Finding(f"rank {rank}, step {step}", "each sample's own labels", f"{wrong} labels differ")
-        for rank, wrong in wrong_labels(trial, step).items()
-        if wrong
+        Finding(f"rank {rank}, step {step}", "each sample's own labels", f"{len(pairs)} labels differ")
+        for rank, pairs in wrong_labels(trial, step).items()
+        if pairs
     ]
 
 
-def wrong_labels(trial: Trial, step: int) -> dict[int, int]:
-    """How many labels of a step are not those of the samples fed, by last stage."""
+def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int]]]:
+    """The labels of a step that are not those of the samples fed, each beside the sample's own, by last stage."""
     fed, reference = fed_samples(trial, step), trial.reference
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
     found = {}
@@ -161,7 +161,8 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, int]:
         ids = iter(fed.get(trial.feeder(rank), []))
         seen = [row for labels in _labels(trial.ranks[rank], step, trial.case.local_batch) for row in labels]
         pairs = [(row, id_) for row, id_ in zip(seen, ids, strict=False) if id_ is not None and row.shape == at.shape]
-        found[rank] = sum(int(np.sum(row != reference.labels[row_of[id_]][at])) for row, id_ in pairs)
+        both = [zip(row.tolist(), reference.labels[row_of[id_]][at].tolist(), strict=True) for row, id_ in pairs]
+        found[rank] = [(label, own) for labels in both for label, own in labels if label != own]
     return found
 
 

@@ -40,7 +40,8 @@ def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
     where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
-    cause = f"training does not start from the seed weights {where}{_all_alike(trial, strange)}"
+    told = _all_alike(trial, strange) or _drawn_anew(trial, strange)
+    cause = f"training does not start from the seed weights {where}{told}"
     return Diagnosis(cause, tuple(_strange_line(trial, *strange[0])))
 
 
@@ -51,6 +52,15 @@ def _all_alike(trial: Trial, strange: list[tuple[int, str]]) -> str:
     if all(text.startswith("the values of ") for text in told):
         return f": {fqn} holds {_instead(trial, rank, fqn)}"
     return f": {told.pop()}" if len(told) == 1 and "" not in told else ""
+
+
+def _drawn_anew(trial: Trial, strange: list[tuple[int, str]]) -> str:
+    """Whether a repeat of the run started from others again."""
+    repeats = trial.repeat.ranks if trial.repeat else {}
+    again = {(rank, t.fqn): t.value.tobytes() for rank, e in repeats.items() for t in e.parameters}
+    first = {(rank, t.fqn): t.value.tobytes() for rank, e in trial.ranks.items() for t in e.parameters}
+    anew = bool(again) and all(first[place] != again.get(place) for place in strange)
+    return ": each run draws others, as without a seed" if anew else ""
 
 
 def _instead(trial: Trial, rank: int, fqn: str) -> str:
@@ -236,11 +246,19 @@ def _wrong_microbatches(trial: Trial, fed: Fed, step: int) -> str | None:
 
 
 def _wrong_labels(trial: Trial, step: int) -> str | None:
-    wrong = {rank: count for rank, count in wrong_labels(trial, step).items() if count}
+    wrong = {rank: pairs for rank, pairs in wrong_labels(trial, step).items() if pairs}
     if not wrong:
         return None
-    count = f"{sum(wrong.values())} labels of step {step}"
-    return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {count} are not those of their sample"
+    pairs = [pair for of_rank in wrong.values() for pair in of_rank]
+    told = f"{len(pairs)} labels of step {step} are not those of their sample{_mask_is_off(pairs)}"
+    return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {told}"
+
+
+def _mask_is_off(pairs: list[tuple[int, int]]) -> str:
+    """A mask that is too wide or too narrow leaves all other labels alone; a shift does not."""
+    if all(label < 0 for label, _ in pairs):
+        return ": masked, where they should be trained on"
+    return ": trained on, where they should be masked" if all(own < 0 for _, own in pairs) else ""
 
 
 # ---- positions

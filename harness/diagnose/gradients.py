@@ -315,7 +315,11 @@ def _unreduced_microbatches(trial: Trial, wrong: list[Pair]) -> str | None:
         if weights is None or not weights.explained:
             return None
         peers = [id_ for other, others in fed.items() if other != rank for id_ in enumerate(others)]
-        lost |= {i // size + 1 for i, id_ in peers if id_ is not None and abs(weights.by_sample.get(id_, 1.0)) < 1e-6}
+        lost |= {
+            i // size + 1
+            for i, id_ in peers
+            if id_ is not None and abs(weights.by_sample.get(id_, 1.0)) < weights.close
+        }
     if not lost or len(lost) == trial.case.passes:
         return None
     which = f"microbatch{'es' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))} of {trial.case.passes}"
@@ -331,7 +335,7 @@ def _unequal_parts(trial: Trial, wrong: list[Pair]) -> str | None:
     if len(known) < len(by_rank):
         return None
     for rank, weights in known.items():
-        heard = [place for place, weight in weights.by_sample.items() if abs(weight) > 1e-6]
+        heard = [place for place, weight in weights.by_sample.items() if abs(weight) > weights.close]
         if len(heard) < len(weights.by_sample):
             told = f"rank {rank}'s gradient holds the tokens of {heard} of {trial.case.dims.cp} cp ranks only"
             return f"gradient reduction without effect over cp: {told}"
@@ -387,8 +391,9 @@ def _lost_microbatches(trial: Trial, weights: attribution.Weights) -> str | None
     each = attribution.by_microbatch(trial, weights) if passes > 1 else None
     if each is None:
         return None
-    shown = ", ".join(f"{round(weight, 9) + 0.0:.6g}" for weight in each)
-    lost = [str(i + 1) for i, weight in enumerate(each) if abs(weight) < 1e-9]
+    digits = 9 if trial.case.exact else 2
+    shown = ", ".join(f"{round(weight, digits) + 0.0:.6g}" for weight in each)
+    lost = [str(i + 1) for i, weight in enumerate(each) if abs(weight) < weights.close]
     if lost:
         return f"microbatches {', '.join(lost)} of {passes} do not contribute to the gradient (weights {shown})"
     if attribution.local_average(trial, weights, "microbatch") is None:
@@ -455,27 +460,34 @@ def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
         told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
         told += _first_wrong_input(trial)
         return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    return (
-        _paired_wrongly(trial, wrong)
-        or f"gradients are wrong {where}: the loss of step 1 is right, so the mistake is in backward or after it"
-    )
+    dims, told = trial.case.dims, f"gradients are wrong {where}: the loss of step 1 is right"
+    if dims.cp > 1 and (dims.dp > 1 or trial.case.passes > 1):  # whose tokens count for what cannot be told then
+        told = f"{told} before anybody divides it, so the mistake is in what each rank divides it by,"
+        return _paired_wrongly(trial, wrong) or f"{told} in backward or after it"
+    return _paired_wrongly(trial, wrong) or f"{told}, so the mistake is in backward or after it"
 
 
 def _first_wrong_input(trial: Trial) -> str:
     """The first module in forward's order into which something of another length goes, and the last before it."""
-    right, exact = "", trial.case.exact
-    for fqn, wanted in trial.reference.inputs.items() if exact else ():
+    right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
+    for fqn, wanted in trial.reference.inputs.items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
         if not seen:
             continue
         if not math.isclose(
-            sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=1e-9
+            sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=close
         ):
             before = f"what goes into {right} is as long as it should be, " if right else ""
-            return f": {before}what goes into {fqn} is not"
+            return f": {before}what goes into {fqn} is not{_in_attention(right, fqn)}"
         right = fqn
     same = "what goes into each module is as long as it should be: something turns, or changes places"
     return f": {same}" if right else ""
+
+
+def _in_attention(right: str, wrong: str) -> str:
+    """Between queries, keys and values and what attention makes of them there is little that can be wrong."""
+    block = right.removesuffix(".inner_attention")
+    return ": angles, mask, scale or the order of tokens" if block != right and wrong == f"{block}.wo" else ""
 
 
 def _paired_wrongly(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -588,8 +600,18 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     off = _loss_is_off(trial, step)
     if off:
         told = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
-        return Diagnosis(f"{told}: something of an earlier step is kept", (line,))
+        return Diagnosis(f"{told}: something of an earlier step is kept{_kept(trial)}", (line,))
     return Diagnosis(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
+
+
+def _kept(trial: Trial) -> str:
+    """What there is of a step, besides its samples, that a forward pass may keep; evidence does not tell which."""
+    things = {
+        "the document mask": trial.case.training.document_mask,
+        "gathered parameters": trial.case.wrapper in ("fsdp2", "fsdp1"),
+        "what depends on the length": trial.case.training.variable_length,
+    }
+    return f" ({' or '.join(chosen)})" if (chosen := [thing for thing, there in things.items() if there]) else ""
 
 
 def _count_of_another_step(trial: Trial, step: int, factor: float) -> str:

@@ -49,7 +49,7 @@ def _planned(case: Case, rank: int) -> tuple[str, ...]:
 
 
 def _done(trial: Trial, rank: int) -> tuple[str, ...]:
-    return next((step.actions for step in trial.ranks[rank].steps if step.step == 1), ())
+    return trial.ranks[rank].steps[0].actions
 
 
 def _in_words(asked: Case, ran: Case) -> str:

@@ -27,18 +27,25 @@ def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 
 def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
-    if "reshard" not in broken or "shard_contents" in broken:
+    if "reshard" not in broken:
         return None
     units = _wrong_units(trial)
     if not units:
         return None  # only what is gathered again differs, or memory that is no parameter's
     told = [f"{some(names, 3)} {state}, should be {wanted}" for (wanted, state), names in units.items()]
+    if _is_one_unit(trial):
+        told = [f"{told[0]}: the whole model is one {trial.case.wrapper} unit, no block is one of its own"]
     policy = trial.case.features.reshard_after_forward
     other = next((value for value in _other_policies(trial.case) if _fits(trial, value)), None)
     force = f"reshard_after_forward {policy} is asked for" + (f", {other} is in force" if other else "")
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
     return Diagnosis(f"after forward: {'; '.join(told)}{ranks}; {force}", lines)
+
+
+def _is_one_unit(trial: Trial) -> bool:
+    """By the wrappers' own word: then all of it is gathered for as long as any of it is needed."""
+    return all(set(evidence.structure) == {""} for evidence in trial.ranks.values())
 
 
 def _wrong_units(trial: Trial) -> dict[tuple[str, str], list[str]]:

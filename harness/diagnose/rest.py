@@ -15,7 +15,7 @@ from harness.checks.update import observed_norm
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.updates import own_norm
 from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words, traffic_lines
-from harness.evidence import StepEvidence
+from harness.evidence import RankEvidence, StepEvidence
 from harness.plan import groups, make_plan
 from harness.trial import Trial, Verdict
 
@@ -201,7 +201,27 @@ def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "determinism" not in broken:
         return None
     first = broken["determinism"].findings[0]
-    return Diagnosis(f"the same case run twice gives different bytes, first on {first.where}: {first.observed}")
+    told = f"the same case run twice gives different bytes{_fed_otherwise(trial)}"
+    return Diagnosis(f"{told}, first on {first.where}: {first.observed}")
+
+
+def _fed_otherwise(trial: Trial) -> str:
+    """Where the repeat was first fed other rows, or the same ones in another order: each run by itself may be right."""
+    again = _fed_by_step(trial.repeat.ranks) if trial.repeat else {}
+    for (step, rank), rows in sorted(_fed_by_step(trial.ranks).items()):
+        if rows != (others := again.get((step, rank), [])):
+            how = "the same samples in another order" if sorted(rows) == sorted(others) else "other samples"
+            return f", for the repeat is fed {how} (rank {rank}, step {step})"
+    return ""
+
+
+def _fed_by_step(ranks: dict[int, RankEvidence]) -> dict[tuple[int, int], list[bytes]]:
+    """By step and rank, the rows of tokens in order."""
+    return {
+        (step.step, rank): [row.tobytes() for m in step.microbatches if m.tokens is not None for row in m.tokens]
+        for rank, evidence in sorted(ranks.items())
+        for step in evidence.steps
+    }
 
 
 def reference_moved(trial: Trial, broken: Broken) -> Diagnosis | None:
