@@ -77,7 +77,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     case, options = find_case(args.case, load_all(args.cases)), options_of(args)
-    judgement = run_case(case, options)
+    judgement = run_case(case if args.seed is None else reseeded(case, args.seed), options)
     print(case_report(judgement))
     return exit_code(judgement)
 
@@ -348,6 +348,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
+    one.add_argument("--seed", type=int, metavar="N", help="another seed; goldens do not apply")
     _how_to_run(one)
     search = _command(
         commands, "bisect", run_bisect, "find what broke a law: a commit of a trainer, or a version of a package"

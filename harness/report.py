@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.checks import law
 from harness.trial import Finding, Result, Verdict
+from reference.config import TrainingConfig
 
 if TYPE_CHECKING:
     from harness.line import Judgement
@@ -35,6 +37,8 @@ def _expectation(judgement: Judgement) -> str:
 
 def case_report(judgement: Judgement) -> str:
     lines = [headline(judgement)]
+    if judgement.fired and judgement.verdict is Verdict.PASS:
+        lines.append("  MISSED            the fault's code ran, and every law holds")
     if judgement.fired is False:
         lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
     if judgement.diagnosis:
@@ -51,7 +55,11 @@ def case_report(judgement: Judgement) -> str:
 def command(judgement: Judgement) -> str:
     """What shows it again."""
     name, _, source = judgement.trainer.partition("@")
-    given = {"trainer": name if name != "llama3" else "", "source": source, "fault": judgement.fault}
+    file, given = Path(judgement.case.file), {"source": source, "fault": judgement.fault}
+    given |= {"trainer": name} if name != "llama3" else {}
+    given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
+    seed = judgement.case.training.seed
+    given |= {"seed": str(seed)} if not judgement.case.file and seed != TrainingConfig().seed else {}
     return " ".join(
         [f"harness run {judgement.case.name}", *(f"--{key} {value}" for key, value in given.items() if value)]
     )

@@ -24,7 +24,7 @@ from literal import (
 
 from harness.case import ParallelDims
 from harness.evidence import Collective, Exit, Group
-from harness.trial import Finding, Verdict, locate
+from harness.trial import Finding, Result, Verdict, locate
 
 EMBEDDING = "tok_embeddings.weight"
 
@@ -426,3 +426,11 @@ def test_memory_of_which_nothing_was_seen_does_not_pass() -> None:
         Finding("rank 1, step 2, parameters", "944 B", "0 B"),
         Finding("rank 1, step 2, optimizer_state", "1.888 kB", "0 B"),
     )
+
+
+def test_a_rank_that_could_not_save_its_evidence_is_no_mistake_of_the_trainer() -> None:
+    trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
+    full = "EvidenceError: rank_01.npz: cannot be written: No space left on device"
+    exits = (Exit(0, "ok"), Exit(1, "raised", code=1, blamed=True, error=full))
+    result = judged("completed", replace(trial, run=replace(trial.run, exits=exits)))
+    assert result == Result("completed", Verdict.UNKNOWN, 2, note=f"rank 1 could not leave its evidence: {full}")

@@ -108,7 +108,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 1, step 3, parameters: expected 944 B, observed 472 B
     rank 2, step 1, parameters: expected 944 B, observed 472 B
     rank 2, step 2, parameters: expected 944 B, observed 472 B
-    and 1 more
+    and 4 more
 
   placements: What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
     rank 0, tok_embeddings.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
@@ -119,7 +119,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, layers.0.feed_forward.w1.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w2.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w3.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    and 1 more
+    and 52 more
 
   reshard: After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
     rank 0, step 1, tok_embeddings.weight after forward: expected freed, observed 64 B (64) of it
@@ -130,7 +130,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, step 1, layers.0.feed_forward.w1.weight after forward: expected freed, observed 64 B (64) of it
     rank 0, step 1, layers.0.feed_forward.w2.weight after forward: expected freed, observed 64 B (64) of it
     rank 0, step 1, layers.0.feed_forward.w3.weight after forward: expected freed, observed 64 B (64) of it
-    and 1 more
+    and 136 more
 
   shard_contents: Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
     rank 0, tok_embeddings.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
@@ -141,7 +141,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, layers.0.feed_forward.w1.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
     rank 0, layers.0.feed_forward.w2.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
     rank 0, layers.0.feed_forward.w3.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-    and 1 more
+    and 40 more
 
   traffic: In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
     rank 0, step 1, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
@@ -152,7 +152,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, step 1, forward all_gather over dp_shard [0,1]: expected 1.888 kB (1888), observed nothing
     rank 0, step 1, forward all_gather over [0-3] (no axis of the plan): expected nothing, observed 1.888 kB (1888)
     rank 0, step 2, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
-    and 1 more""",
+    and 76 more""",
     )
 
 

@@ -42,7 +42,7 @@ def judge(trial: Trial) -> tuple[Result, ...]:
 
 
 def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
-    """The worst verdict, what was examined altogether, and findings that say in which launch."""
+    """The worst verdict, what was examined altogether, and the first findings, which say in which launch."""
     order = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS, Verdict.NOT_APPLICABLE)
     worst = min((result.verdict for result in results), key=order.index)
     findings = [
@@ -84,7 +84,7 @@ def not_applicable(name: str, reason: str) -> Result:
 def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
     """FAIL with findings, PASS without."""
     verdict = Verdict.FAIL if findings else Verdict.PASS
-    return Result(name, verdict, examined, worst_first(findings), note)
+    return Result(name, verdict, examined, tuple(findings), note)
 
 
 def _missing(trial: Trial) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from harness.checks import verdict_of
-from harness.evidence import Exit, RankEvidence
-from harness.trial import Finding, Result, Trial
+from harness.evidence import EvidenceError, Exit, RankEvidence
+from harness.trial import Finding, Result, Trial, Verdict
 
 STAGE = "process"
 
 
 def check(trial: Trial) -> Result:
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
+    unsaved = [exit for exit in ended if exit.blamed and exit.error.startswith(EvidenceError.__name__)]
+    if unsaved:  # a full disk is not the trainer's mistake
+        note = f"rank {unsaved[0].rank} could not leave its evidence: {unsaved[0].error}"
+        return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
     if trial.run.world_size != trial.plan.dims.world_size:
         asked, ran = trial.plan.dims.world_size, trial.run.world_size

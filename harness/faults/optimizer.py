@@ -30,6 +30,34 @@ def scheduler_steps_twice(fired: Fired) -> None:
 
 
 @fault(
+    breaks="the learning rate falls along a line, not a cosine: at the middle and at the end they are equal",
+    bug="a harness that takes three steps cannot see it",
+    case="fsdp_2_eight_steps",
+    caught_by="update",
+    named="learning rate of step 3 is",
+)
+def linear_decay(fired: Fired) -> None:
+    from torch.optim.lr_scheduler import LambdaLR
+
+    def make(original: Any) -> Any:
+        def straight(self: Any, optimizer: Any, lr_lambda: Any, *args: Any, **kwargs: Any) -> None:
+            training = lr_lambda.keywords["training"]
+
+            def factor(finished: int) -> float:
+                past = finished + 1 - training.warmup_steps
+                if past <= 0:
+                    return lr_lambda(finished)
+                fired()
+                return 1 - (1 - training.final_lr_fraction) * past / (training.steps - training.warmup_steps)
+
+            original(self, optimizer, factor, *args, **kwargs)
+
+        return straight
+
+    replace(LambdaLR, "__init__", make)
+
+
+@fault(
     breaks="the warm-up is counted from 0, so that the first step has no learning rate and the peak comes a step late",
     bug="E02 pytorch/torchtitan #1284, #1010",
     case="fsdp_2",
