@@ -31,7 +31,7 @@ def scheduler_steps_twice(fired: Fired) -> None:
 
 @fault(
     breaks="the learning rate falls along a line, not a cosine: at the middle and at the end they are equal",
-    bug="a harness that takes three steps cannot see it",
+    bug="of the family of E02 pytorch/torchtitan #1284: a schedule that is right in some steps only",
     case="fsdp_2_eight_steps",
     caught_by="update",
     named="learning rate of step 3 is",
