@@ -2,8 +2,10 @@
 
     replicas   0.2.2: data_parallel_replicate_degree alone divides gradients by the number of ranks twice
     labels     up to 0.2.1: ranks with unequally many valid labels average their losses as if they had equally many
+    pipeline   0.2.2: gradients are those of the loss's sum, which is divided by the valid tokens after the backward passes
 
-The model is its Llama 3, parallelized by its `parallelize_llama`; loss and backward are the lines of its train.py.
+The model is its Llama 3, parallelized by its `parallelize_llama`; loss and backward are the lines of its train.py, under a
+pipeline its schedule's one step. `pipeline` is for 0.2.0 and later.
 
 PYTHONPATH=WHERE_IT_LIES torchrun --nproc-per-node 2 torch_bugs/torchtitan_gradients.py replicas     exits with 1 if it is so
 """
@@ -27,6 +29,11 @@ from torch.distributed.tensor import DTensor
 
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]  # it falls back to "cuda"
 IGNORED, WORDS, LENGTH = -100, 16, 8
+ASKED = {
+    "replicas": {"replicate": 2, "shard": 1, "pp": 1, "hidden": 0},
+    "labels": {"replicate": 1, "shard": 2, "pp": 1, "hidden": LENGTH - 1},
+    "pipeline": {"replicate": 1, "shard": 1, "pp": 2, "hidden": 0},
+}
 
 
 def lend() -> None:
@@ -51,12 +58,13 @@ def torchtitan() -> SimpleNamespace:
     return SimpleNamespace(config=config, **{name: importlib.import_module(path) for name, path in parts.items()})
 
 
-def parallelized(titan: SimpleNamespace, replicate: int, shard: int) -> tuple[Any, Any]:
-    """(the model, the same as one device has it)"""
+def parallelized(titan: SimpleNamespace, replicate: int, shard: int, pp: int) -> tuple[Any, Any]:
+    """(the model, or how a pipeline's step is taken, the same as one device has it)"""
     job = titan.config.JobConfig()
+    job.parallelism.pipeline_parallel_degree, job.training.local_batch_size = pp, 2
     job.training.seq_len, job.activation_checkpoint.mode = LENGTH, "none"
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = "float32"
-    degrees = {"dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": 1, "pp": 1, "world_size": 2}
+    degrees = {"dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": 1, "pp": pp, "world_size": 2}
     degrees |= {"ep": 1, "etp": 1, "enable_loss_parallel": False}
     taken = inspect.signature(titan.mesh.ParallelDims).parameters
     dims = titan.mesh.ParallelDims(**{name: value for name, value in degrees.items() if name in taken})
@@ -72,7 +80,11 @@ def parallelized(titan: SimpleNamespace, replicate: int, shard: int) -> tuple[An
     one = titan.llama3.Transformer(arguments)
     with torch.no_grad():
         one.init_weights()
-    return titan.llama3.parallelize_llama(copy.deepcopy(one), **given), one
+    if pp == 1:
+        return titan.llama3.parallelize_llama(copy.deepcopy(one), **given), one
+    pipelined = importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
+    given |= {"device": torch.device("cpu"), "model_args": arguments, "loss_fn": titan.loss.cross_entropy_loss}
+    return pipelined(copy.deepcopy(one), parallelize_fn=titan.llama3.parallelize_llama, **given), one
 
 
 def backward(titan: SimpleNamespace, model: Any, tokens: Tensor, labels: Tensor, valid: int) -> None:
@@ -83,21 +95,34 @@ def backward(titan: SimpleNamespace, model: Any, tokens: Tensor, labels: Tensor,
     loss.backward()
 
 
+def pipeline_step(pipelined: Any, tokens: Tensor, labels: Tensor) -> Any:
+    """The stage that this rank has, after what train.py does up to clipping: the last one's targets are the labels."""
+    schedule, (stage,), first, last = pipelined
+    schedule.step(*([tokens] if first else []), target=labels if last else None, losses=[] if last else None)
+    return stage
+
+
 def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def ratio_of_gradients(titan: SimpleNamespace, replicate: int, shard: int, hidden: int) -> float:
-    """Of the output's norm to that of one device with all samples. hidden: labels of the first sample that do not count."""
+def ratio_of_gradients(titan: SimpleNamespace, replicate: int, shard: int, pp: int, hidden: int) -> float:
+    """Of the norm of the first attention_norm's here, to that of one device with all samples. hidden: labels of the first
+    sample that do not count."""
     rank = dist.get_rank()
-    model, one = parallelized(titan, replicate, shard)
+    model, one = parallelized(titan, replicate, shard, pp)
     torch.manual_seed(1)
     tokens, labels = torch.randint(WORDS, (2, 2, LENGTH))
     labels[0, :hidden] = IGNORED
     valid = int((labels != IGNORED).sum())
-    backward(titan, model, tokens[rank : rank + 1], labels[rank : rank + 1], valid)
+    if pp > 1:
+        model = pipeline_step(model, tokens, labels)
+    else:
+        backward(titan, model, tokens[rank : rank + 1], labels[rank : rank + 1], valid)
     torch.nn.functional.cross_entropy(one(tokens).flatten(0, 1), labels.flatten()).backward()
-    return float(whole(model.output.weight.grad).norm() / one.output.weight.grad.norm())
+    name, gradient = next((name, p.grad) for name, p in model.named_parameters() if name.endswith("attention_norm.weight"))
+    expected = dict(one.named_parameters())[name].grad
+    return float(whole(gradient).norm() / expected.norm())
 
 
 def without_premultiplied_sum() -> None:
@@ -117,8 +142,7 @@ def main(what: str) -> int:
     dist.init_process_group("gloo")
     without_premultiplied_sum()
     titan = torchtitan()
-    replicate, shard, hidden = (2, 1, 0) if what == "replicas" else (1, 2, LENGTH - 1)
-    ratio = ratio_of_gradients(titan, replicate, shard, hidden)
+    ratio = ratio_of_gradients(titan, **ASKED[what])
     print(f"rank {dist.get_rank()}: {what}: gradient {ratio:.6f} times that of one device", flush=True)
     dist.destroy_process_group()
     return int(abs(ratio - 1) > 1e-4)

@@ -62,6 +62,11 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
         if not flat:
             put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
         layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
+    output = llama3.Linear.Config(
+        in_features=sizes.dim,
+        out_features=sizes.vocab_size,
+        param_init=llama3._output_linear_init(sizes.dim),
+    )
     return known(
         llama3.Llama3Model.Config,
         dim=sizes.dim,
@@ -70,11 +75,8 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
             num_embeddings=sizes.vocab_size, embedding_dim=sizes.dim, param_init=llama3._EMBEDDING_INIT
         ),
         norm=llama3.RMSNorm.Config(normalized_shape=sizes.dim, eps=sizes.norm_eps, param_init=llama3._NORM_INIT),
-        lm_head=llama3.Linear.Config(
-            in_features=sizes.dim,
-            out_features=sizes.vocab_size,
-            param_init=llama3._output_linear_init(sizes.dim),
-        ),
+        lm_head=output,
+        output=output,  # as it was called until 2026-04-27
         rope=rope,
         layers=layers,
     )
