@@ -120,7 +120,9 @@ def ratio_of_gradients(titan: SimpleNamespace, replicate: int, shard: int, pp: i
     else:
         backward(titan, model, tokens[rank : rank + 1], labels[rank : rank + 1], valid)
     torch.nn.functional.cross_entropy(one(tokens).flatten(0, 1), labels.flatten()).backward()
-    name, gradient = next((name, p.grad) for name, p in model.named_parameters() if name.endswith("attention_norm.weight"))
+    name, gradient = next(
+        (name, p.grad) for name, p in model.named_parameters() if name.endswith("attention_norm.weight")
+    )
     expected = dict(one.named_parameters())[name].grad
     return float(whole(gradient).norm() / expected.norm())
 
