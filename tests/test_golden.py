@@ -11,6 +11,7 @@ from literal import SGD, reference_of, tiny_case
 
 from harness import golden
 from harness.golden import Golden, GoldenError, accept, describe, largest_difference, load, path_of, recipe_name, render
+from reference.record import Noise
 
 CASE = tiny_case("fsdp_2")
 REFERENCE = reference_of(CASE)
@@ -85,6 +86,32 @@ def test_a_reference_that_is_no_number_is_not_accepted(tmp_path: Path, value: fl
     with pytest.raises(GoldenError, match="the reference has a loss or norm that is no number, not accepted"):
         accept(CASE, moved(3, loss=value), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_measured_noise_is_read_back_in_two_digits_and_told_when_nothing_else_changed(tmp_path: Path) -> None:
+    noise = {
+        "float32 shares": Noise(16, (1.26e-9, 2e-9, 3e-9), (0.0, 1e-8, 1e-8), (4e-7, 5e-7, 6e-7)),
+        "float32 parts": Noise(16, (1e-9,) * 3, (1e-8,) * 3, (1e-7,) * 3),
+    }
+    accept(CASE, replace(REFERENCE, noise=noise), tmp_path)
+    read = load(CASE, tmp_path)
+    assert list(read.noise) == list(noise)
+    assert read.noise["float32 parts"] == noise["float32 parts"]
+    first = read.noise["float32 shares"]
+    assert (first.repeats, first.loss, first.gradient) == (16, (1.3e-9, 2e-9, 3e-9), (4e-7, 5e-7, 6e-7))
+    told = accept(CASE, replace(REFERENCE, noise=noise), tmp_path)
+    assert told == f"{recipe_name(CASE)}.json: unchanged, its noise measured anew"
+    assert read.environment == REFERENCE.environment
+
+
+def test_curves_of_no_step_do_not_differ_and_curves_of_different_lengths_are_never_compared() -> None:
+    assert largest_difference(Golden((), (), {}), Golden((), (), {})) == 0.0
+    with pytest.raises(ValueError):
+        largest_difference(Golden((1.0,), (1.0,), {}), Golden((1.0,), (1.0, 2.0), {}))
+
+
+def test_a_recipes_name_is_stable() -> None:
+    assert recipe_name(CASE) == "tiny-adamw-float64-9daeef29"
 
 
 # ---- in CI

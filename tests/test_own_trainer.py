@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 
-import numpy as np
 import pytest
-from literal import tiny_case, trial_of
 
 from harness import trainers
 from harness.case import Case, Features, ParallelDims, find_case, load_all
-from harness.checks import judge
 from harness.line import Options, run_case
 from harness.report import command
-from harness.trial import Verdict, as_planned, reordered_reference
+from harness.trial import Verdict
 from reference.config import ModelConfig, TrainingConfig
 
 OWN = Path(__file__).with_name("own_trainer.py")
@@ -53,35 +49,6 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
         trainers.load(str(broken))
     with pytest.raises(ValueError, match=r"missing.py: cannot be loaded: FileNotFoundError"):
         trainers.load(str(tmp_path / "missing.py"))
-
-
-# ---- rows in another order
-
-
-@pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2"])
-@pytest.mark.parametrize("told", [True, False])
-def test_rows_in_another_order_are_judged_in_that_order_and_only_if_it_is_told(layout: str, told: bool) -> None:
-    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
-    theirs = trial_of(tiny_case(layout))
-    ours = reordered_reference(theirs.reference, {fqn: np.argsort(order)})
-    assert np.array_equal(theirs.reference.weights[fqn], ours.weights[fqn][[2, 0, 3, 1]])
-    rows = {fqn: order} if told else {}
-    ranks = {rank: dataclasses.replace(evidence, rows=rows) for rank, evidence in theirs.ranks.items()}
-    run = dataclasses.replace(theirs.run, ranks=ranks)
-    results = {
-        result.check: result.verdict
-        for result in judge(as_planned(dataclasses.replace(theirs, reference=ours, run=run)))
-    }
-    for law in ("initial_weights", "shard_contents", "gradients"):
-        assert results[law] is (Verdict.PASS if told else Verdict.FAIL), law
-
-
-def test_a_samples_share_of_a_gradient_is_found_where_its_row_went() -> None:
-    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
-    reference = trial_of(tiny_case("single")).reference
-    theirs = reordered_reference(reference, {fqn: order})
-    before, after = (r.steps[0].gradients[fqn].ravel()[r.sample_positions[fqn]] for r in (reference, theirs))
-    assert np.array_equal(before, after)
 
 
 # ---- transformers

@@ -34,7 +34,7 @@ def _how_it_ended(exit: Exit) -> str:
     told = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
     own, disagrees, other = told.partition("; issued ")
     if disagrees:  # says more than what came of it
-        return f"issued {other}, then {ended}" + (f": {own}" if own else "")
+        return f"issued {other}, then {ended}: {own}"
     return f"{ended}: {told}" if told else ended
 
 

@@ -43,12 +43,12 @@ def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 def _length(trial: Trial) -> float | None:
     """By what factor the gradients seen are longer, where they are as long as displayed. Noise hides that from `gradients`."""
-    lengths = {step.step: observed_norm(trial, step.step) for step in trial.reference.steps}
+    first, lengths = trial.first_step, {step: observed_norm(trial, step) for step in trial.case.steps}
     told = all(
         step.grad_norm and math.isclose(step.grad_norm, lengths[step.step], rel_tol=1e-4)
         for _, step, _ in trial.steps()
     )
-    return None if trial.case.exact or not told else lengths[1] / trial.reference.steps[0].grad_norm
+    return None if trial.case.exact or not told else lengths[first] / trial.reference_step(first).grad_norm
 
 
 def _shown_loss(trial: Trial) -> str:

@@ -1,0 +1,110 @@
+"""What a Trial derives from stored evidence: slices found by their bytes, rows in a trainer's order, flattened parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from literal import ADAMW, TINY, reference_of, tiny_case, trial_of
+
+from harness.case import ParallelDims, Saved
+from harness.checks import judge
+from harness.evidence import RankEvidence, Resumed, Run
+from harness.plan import make_plan
+from harness.trial import Trial, Verdict, as_planned, bytes_text, locate, reordered_reference
+
+TWO_LAYERS = dataclasses.replace(TINY, n_layers=2)
+
+
+@pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2"])
+@pytest.mark.parametrize("told", [True, False])
+def test_rows_in_another_order_are_judged_in_that_order_and_only_if_it_is_told(layout: str, told: bool) -> None:
+    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
+    theirs = trial_of(tiny_case(layout))
+    ours = reordered_reference(theirs.reference, {fqn: np.argsort(order)})
+    assert np.array_equal(theirs.reference.weights[fqn], ours.weights[fqn][[2, 0, 3, 1]])
+    rows = {fqn: order} if told else {}
+    ranks = {rank: dataclasses.replace(evidence, rows=rows) for rank, evidence in theirs.ranks.items()}
+    run = dataclasses.replace(theirs.run, ranks=ranks)
+    results = {
+        result.check: result.verdict
+        for result in judge(as_planned(dataclasses.replace(theirs, reference=ours, run=run)))
+    }
+    for law in ("initial_weights", "shard_contents", "gradients"):
+        assert results[law] is (Verdict.PASS if told else Verdict.FAIL), law
+
+
+def test_a_samples_share_of_a_gradient_is_found_where_its_row_went() -> None:
+    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
+    reference = trial_of(tiny_case("single")).reference
+    theirs = reordered_reference(reference, {fqn: order})
+    before, after = (r.steps[0].gradients[fqn].ravel()[r.sample_positions[fqn]] for r in (reference, theirs))
+    assert np.array_equal(before, after)
+
+
+def test_everything_that_has_rows_is_put_in_the_trainers_order_and_nothing_else() -> None:
+    fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
+    reference = trial_of(tiny_case("single")).reference
+    theirs = reordered_reference(reference, {fqn: order})
+    for before, after in zip(reference.steps, theirs.steps, strict=True):
+        for what in ("gradients", "parameters"):
+            for name, value in getattr(before, what).items():
+                assert np.array_equal(getattr(after, what)[name], value[order] if name == fqn else value)
+        assert after.optimizer_state.keys() == before.optimizer_state.keys()
+        for name, state in before.optimizer_state.items():
+            for key, value in state.items():
+                assert np.array_equal(after.optimizer_state[name][key], value[order] if name == fqn else value)
+    assert (theirs.samples, theirs.sample_gradients) == (reference.samples, reference.sample_gradients)
+    others = set(reference.sample_positions) - {fqn}
+    assert all(np.array_equal(theirs.sample_positions[f], reference.sample_positions[f]) for f in others)
+
+
+def test_vectors_and_what_was_resumed_are_flattened_with_all_else() -> None:
+    whole = {"layers.0.attention.wq.weight": np.arange(16.0).reshape(4, 4)}
+    trial = trial_of(tiny_case("fsdp_2", ADAMW, wrapper="fsdp1"))
+    evidence = trial.ranks[0]
+    (first, *_) = evidence.parameters
+    square = dataclasses.replace(first, value=first.value.reshape(-1, 4))
+    counter = {"step": np.array(2.0), "exp_avg": np.ones((2, 2))}
+    held = dataclasses.replace(evidence, parameters=(square,), resumed=Resumed(whole, {"a": counter}))
+    run = dataclasses.replace(trial.run, ranks={0: held})
+    shapes = as_planned(dataclasses.replace(trial, run=run, reference=trial.reference)).ranks[0]
+    assert [t.value.shape for t in shapes.parameters] == [first.value.shape]
+    assert shapes.resumed is not None
+    assert shapes.resumed.parameters["layers.0.attention.wq.weight"].shape == (16,)
+    assert {key: value.shape for key, value in shapes.resumed.optimizer_state["a"].items()} == {
+        "step": (),
+        "exp_avg": (4,),
+    }
+
+
+def test_a_slice_is_found_where_its_bytes_are_and_an_empty_one_where_it_is_planned() -> None:
+    full = np.arange(12.0).reshape(6, 2)
+    assert locate(full[2:4], full) == ((2, 4), (0, 2))
+    assert locate(full[2:4], full, ((4, 6), (0, 2))) == ((2, 4), (0, 2))  # planned elsewhere
+    assert locate(full[:0], full, ((6, 6), (0, 2))) == ((6, 6), (0, 2))
+    assert locate(full[:0], full, ((0, 6), (0, 2))) == ((0, 0), (0, 2))
+    assert locate(full[2:4] + 0.5, full) is None
+    assert locate(full.ravel(), full) is None
+
+
+def test_a_last_stage_is_fed_by_the_first_stage_of_its_own_pipeline() -> None:
+    case = tiny_case(ParallelDims(pp=2, dp_shard=2), schedule="1F1B", microbatches=2, model=TWO_LAYERS)
+    ranks = {rank: RankEvidence(rank, 4, (), (), (), ()) for rank in range(4)}
+    trial = Trial(case, make_plan(case), Run("run", 4, (), ranks), reference_of(case))
+    assert (trial.first_stages(), trial.last_stages()) == ([0, 1], [2, 3])
+    assert [trial.feeder(rank) for rank in trial.ranks] == [0, 1, 0, 1]
+
+
+def test_launches_are_told_in_order_and_the_first_step_is_the_launchs_own() -> None:
+    trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()), Saved(2, ParallelDims(tp=2)))))
+    assert [launch.first_step for launch in trial.launches] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12345, "12.35 kB"), (10**6, "1 MB"), (10**9, "1 GB")],
+)
+def test_bytes_are_told_in_thousands(count: int, text: str) -> None:
+    assert bytes_text(count) == text
