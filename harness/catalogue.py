@@ -23,8 +23,9 @@ from typing import Any
 
 from harness import ROOT, matrix
 from harness.case import Case, CaseError, find_case
+from harness.checks import all_checks
 from harness.evidence import write_text
-from harness.faults import FAMILIES, Fault, catalogue, load_fault
+from harness.faults import FAMILIES, Fault, FaultError, catalogue, load_fault
 from harness.launch import default_server
 from harness.line import Judgement, Options, Unsupported, displayed_losses, run_case
 from harness.progress import INTERVAL, Progress
@@ -119,7 +120,12 @@ def listing(faults: Sequence[Fault], stored: Path = STORED) -> str:
 
 
 def needed(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
-    """The cases of the faults, each once. Raises CaseError for one that there is not."""
+    """The cases of the faults, each once. Raises CaseError for one that there is not, FaultError for a law likewise."""
+    for fault in faults:
+        if unknown := set(fault.caught_by) - set(all_checks()):
+            raise FaultError(
+                f"{fault.spec}: caught_by {' '.join(unknown)!r}: no such law; known: {', '.join(all_checks())}"
+            )
     return [find_case(name, cases) for name in dict.fromkeys(fault.case for fault in faults)]
 
 
@@ -296,7 +302,11 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
         right = control.outcome is Outcome.MISSED
         told = f"{control.outcome}, as it must be" if right else f"{control.outcome}, it must be MISSED: {control.note}"
         lines.append(f"control, which changes nothing: {told}")
-    parts = [first_lines(done), table(done) if any(attempt.weaker for attempt in done) else "", "\n".join(lines)]
+    parts = [
+        first_lines(done),
+        table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",
+        "\n".join(lines),
+    ]
     return "\n\n".join(filter(None, parts))
 
 

@@ -31,7 +31,7 @@ from harness.line import Judgement, Options, Unsupported, judge_folder, referenc
 from harness.plan import make_plan
 from harness.plan_text import plan_text
 from harness.progress import Progress
-from harness.report import case_report, finding_text
+from harness.report import case_report, finding_text, provenance
 from harness.trial import Result, Trial, Verdict
 from reference.record import ReferenceRun
 
@@ -102,7 +102,7 @@ def run_bisect(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     judgements = [judge_folder(folder) for folder in _case_folders(args.folders)]
-    print("\n\n".join(map(case_report, judgements)))
+    print("\n\n".join([*map(case_report, judgements), provenance(judgements)]))
     for judgement in judgements:
         try:
             store_report(judgement)
@@ -200,7 +200,8 @@ def goldens(args: argparse.Namespace) -> int:
         return _margins(chosen, options)
     noises = {name: _noise_keys(name, every) for name in recipes}
     code = worst(_golden(case, options, noises[name], accept=args.accept) for name, case in recipes.items())
-    for path in sorted(set(golden.FOLDER.glob("*.json")) - {golden.path_of(case) for case in every}):
+    stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
+    for path in sorted(stored - {golden.path_of(case) for case in every}):
         print(f"{path.name}: no case uses it; delete it")
     return code
 

@@ -217,7 +217,8 @@ class Exit:
 class Run:
     """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`.
 
-    trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE.
+    trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
+    a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher"; no law reads it.
     """
 
     directory: str
@@ -228,6 +229,7 @@ class Run:
     unreadable: dict[int, str] = field(default_factory=dict)
     fault: str | None = None
     trainer: str = "llama3"
+    made: dict[str, str] = field(default_factory=dict)
 
 
 def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
@@ -364,7 +366,7 @@ RUN_FILE = "run.json"
 def save_run(run: Run) -> None:
     """The part of a Run that is not in the ranks' own files."""
     record: dict[str, Any] = {"format": FORMAT, "world_size": run.world_size}
-    record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer}
+    record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer, "made": run.made}
     record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
     write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
 
@@ -376,7 +378,7 @@ def load_run(directory: Path) -> Run:
         record = json.loads(path.read_text())
         exits = tuple(Exit(**exit) for exit in record["exits"])
         run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
-        run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer))
+        run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
     except FileNotFoundError as error:
         remedy = "`harness check` wants the folder that `harness run` wrote"
         raise EvidenceError(f"{path}: no such file; {remedy}") from error

@@ -58,8 +58,14 @@ def recipe_name(case: Case) -> str:
     return f"{case.model.name}-{case.training.optimizer}-{case.training.dtype}-{digest}"
 
 
-def path_of(case: Case, folder: Path = FOLDER) -> Path:
-    return folder / f"{recipe_name(case)}.json"
+def home(case: Case) -> Path:
+    """Where the goldens of its file's cases lie: golden/ beside the file; for cases/ of this project golden/ beside it."""
+    beside = (ROOT / case.file).parent
+    return FOLDER if not case.file or beside == ROOT / "cases" else beside / FOLDER.name
+
+
+def path_of(case: Case, folder: Path | None = None) -> Path:
+    return (folder or home(case)) / f"{recipe_name(case)}.json"
 
 
 def from_reference(reference: ReferenceRun) -> Golden:
@@ -68,9 +74,11 @@ def from_reference(reference: ReferenceRun) -> Golden:
     return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
 
 
-def load(case: Case, folder: Path = FOLDER) -> Golden:
-    """Raises GoldenError where there is none, or it is not whole."""
-    path = path_of(case, folder)
+def load(case: Case, folder: Path | None = None) -> Golden:
+    """From its home, or for a recipe that this project has too from its own. Raises GoldenError where there is none, or it is
+    not whole."""
+    path, ours = path_of(case, folder), path_of(case, FOLDER)
+    path = ours if folder is None and not path.exists() and ours.exists() else path
     try:
         record = json.loads(path.read_text())
         steps = record["steps"]
@@ -81,7 +89,8 @@ def load(case: Case, folder: Path = FOLDER) -> Golden:
             {key: _noise(told) for key, told in record.get("noise", {}).items()},
         )
     except FileNotFoundError as error:
-        remedy = "make it with `harness golden --accept`, review it"
+        beside = f" --cases {(ROOT / case.file).parent}" if home(case) != FOLDER else ""
+        remedy = f"make it with `harness golden --accept{beside}`, review it"
         raise GoldenError(f"{path}: no golden for this recipe; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GoldenError(f"{path}: damaged golden ({error!r}); restore it from git or accept it anew") from error
@@ -122,7 +131,7 @@ def render(case: Case, golden: Golden) -> str:
     )
 
 
-def accept(case: Case, reference: ReferenceRun, folder: Path = FOLDER) -> str:
+def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> str:
     """Rewrites the golden and returns what changed, old, new and largest difference. Raises GoldenError in CI."""
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")

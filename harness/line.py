@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import ROOT, golden, trainers
@@ -42,7 +45,7 @@ PATIENCE = 5  # with ranks that have to compile before their first step ends: ti
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as opposed to what: nothing here may change a verdict. timeout: seconds for one launch.
+    """How to run, as opposed to what: but for `fault`, nothing here may change a verdict. timeout: seconds for one launch.
 
     torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
     """
@@ -66,6 +69,7 @@ class Judgement:
     fault: str | None = None
     fired: bool | None = None
     trainer: str = "llama3"
+    made: dict[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -135,6 +139,7 @@ def _launch_all(case: Case, folder: Path, weights: Path, options: Options) -> No
                     {},
                     fault=options.fault,
                     trainer=options.trainer,
+                    made=_made(options),
                 )
             )
         elif not _testify(launched, folder / name, weights, options) and launched.last_step is not None:
@@ -154,6 +159,7 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         fault=trial.run.fault,
         fired=_fired(trial, folder),
         trainer=trial.run.trainer,
+        made=trial.run.made,
     )
 
 
@@ -330,13 +336,40 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
 
 def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Whether all ranks ended well."""
-    started = time.monotonic()
+    started, made = time.monotonic(), _made(options)
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY)
-    seconds = time.monotonic() - started
-    save_run(
-        Run(str(folder), case.dims.world_size, tuple(exits), {}, seconds, fault=options.fault, trainer=options.trainer)
+    run = Run(
+        str(folder),
+        case.dims.world_size,
+        tuple(exits),
+        {},
+        seconds=time.monotonic() - started,
+        fault=options.fault,
+        trainer=options.trainer,
+        made=made,
     )
+    save_run(run)
     return all(exit.how == "ok" for exit in exits)
+
+
+def _made(options: Options) -> dict[str, str]:
+    return {
+        "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "torch": importlib.metadata.version("torch"),
+        "commit": _commit(options.trainer.partition("@")[2] or str(ROOT)),
+        "device": options.device,
+        "launcher": options.launcher,
+    }
+
+
+@functools.cache
+def _commit(source: str) -> str:
+    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none."""
+    words = ("git", "-C", source, "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:

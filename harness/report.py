@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,15 +55,41 @@ def case_report(judgement: Judgement) -> str:
 
 def command(judgement: Judgement) -> str:
     """What shows it again."""
-    name, _, source = judgement.trainer.partition("@")
-    file, given = Path(judgement.case.file), {"source": source, "fault": judgement.fault}
-    given |= {"trainer": name} if name != "llama3" else {}
+    file, seed = Path(judgement.case.file), judgement.case.training.seed
+    given = {"fault": judgement.fault}
     given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
-    seed = judgement.case.training.seed
     given |= {"seed": str(seed)} if not judgement.case.file and seed != TrainingConfig().seed else {}
-    return " ".join(
-        [f"harness run {judgement.case.name}", *(f"--{key} {value}" for key, value in given.items() if value)]
-    )
+    return _with_options(f"harness run {judgement.case.name}", given | _how(judgement))
+
+
+def pytest_command(judgement: Judgement) -> str:
+    tier = judgement.case.tier
+    given = {"tier": tier} if tier != "default" else {}
+    return _with_options(f"pytest -k {judgement.case.name}", given | _how(judgement))
+
+
+def _how(judgement: Judgement) -> dict[str, str]:
+    """The options, which all commands share, that were not the usual ones."""
+    name, _, source = judgement.trainer.partition("@")
+    given = {"trainer": name, "source": source}
+    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher")}
+    return {key: value for key, value in given.items() if value not in ("llama3", "cpu", "local")}
+
+
+def _with_options(command: str, given: Mapping[str, str | None]) -> str:
+    return " ".join([command, *(f"--{key} {value}" for key, value in given.items() if value)])
+
+
+def provenance(judgements: Sequence[Judgement]) -> str:
+    """When, with which torch and of which commit stored evidence was made: a folder may hold that of several runs."""
+    made = [judgement.made for judgement in judgements]
+    started = sorted({one["started"] for one in made if one.get("started")})
+    lines = [f"evidence of {' to '.join(dict.fromkeys((started[0], started[-1])))}"] if started else []
+    for key in ("torch", "commit"):
+        found = Counter(one.get(key) or "unknown" for one in made)
+        told = ", ".join(f"{value} ({count} cases)" if len(found) > 1 else value for value, count in found.items())
+        lines.append(f"{key} {told}")
+    return "; ".join(lines)
 
 
 def finding_text(finding: Finding, indent: str = "") -> str:
@@ -83,7 +110,7 @@ def check_text(judgement: Judgement, result: Result) -> str:
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )
     lines += [finding_text(finding, "  ") for finding in result.findings]
-    lines += _table([("again", f"pytest -k {judgement.case.name}"), ("evidence", str(judgement.folder))])
+    lines += _table([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -147,7 +148,18 @@ class TrainingConfig:
         for key in ("steps", "global_batch", "seq_len"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
-        if self.max_norm is not None and self.max_norm <= 0:
+        for key, least, below in (
+            ("lr", 0, math.inf),
+            ("beta1", 0, 1),
+            ("beta2", 0, 1),
+            ("eps", 0, math.inf),
+            ("weight_decay", 0, math.inf),
+            ("warmup_steps", 0, math.inf),
+            ("final_lr_fraction", 0, math.inf),
+        ):
+            if not least <= getattr(self, key) < below:  # NaN is in no range
+                raise ValueError(f"{key} must be at least {least} and below {below}, got {getattr(self, key)}")
+        if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be positive, or null for no clipping, got {self.max_norm}")
         if self.variable_length and self.seq_len % 2:
             raise ValueError(f"variable_length trains on half of each sample: seq_len must be even, got {self.seq_len}")

@@ -185,6 +185,10 @@ WRONG_LINES = {
     " the default is 0.003",
     "training: {optimizer: adam}": "training: optimizer 'adam': choose one of adamw, sgd",
     "training: {steps: 0}": "training: steps must be at least 1, got 0",
+    "training: {lr: .nan}": "training: lr must be at least 0 and below inf, got nan",
+    "training: {beta1: 1.5}": "training: beta1 must be at least 0 and below 1, got 1.5",
+    "training: {warmup_steps: -2}": "training: warmup_steps must be at least 0 and below inf, got -2",
+    "training: {max_norm: .nan}": "training: max_norm must be positive, or null for no clipping, got nan",
     "features: {sequence_parallel: 1}": "features: sequence_parallel: expected bool, got 1; the default is True",
     "features: {reshard_after_forward: sometimes}": "features: reshard_after_forward 'sometimes':"
     " choose default, always, never or a number above 1",

@@ -222,6 +222,12 @@ def test_a_fault_of_a_case_that_does_not_exist_is_told_at_once(
     assert "no case is named 'no_such_case'" in capsys.readouterr().err
 
 
+def test_a_fault_that_names_an_unknown_law_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace('caught_by="gradients"', 'caught_by="gradient"'))
+    assert cli.main(["faults", "--file", f"{tmp_path}/own.py", "-k", "doubled", "--out", f"{tmp_path}/out"]) == 2
+    assert "own.py:doubled: caught_by 'gradient': no such law; known: completed, " in capsys.readouterr().err
+
+
 def test_a_file_without_faults_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     with pytest.raises(FaultError, match="no fault in it"):

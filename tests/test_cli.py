@@ -110,7 +110,7 @@ def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
         ),
         (["run", "single", "--trainer", "lama"], "--trainer: no trainer is named 'lama'; known: llama3"),
         (["run", "single", "--fault", "nowhere.py:x"], "nowhere.py: no such file; a fault is given as FILE.py:NAME"),
-        (["run", "single", "--fault", "nonsense"], "no fault is named 'nonsense'; known: "),
+        (["run", "single", "--fault", "nonsense"], "no fault is named 'nonsense'; `harness faults --list` lists them"),
         (["matrix", "-k", "nonsense"], "-k 'nonsense' selects no case; `harness matrix --list` lists them"),
         (
             ["matrix", "-k", "hsdp_2x2_compile and not bf16"],
@@ -169,7 +169,10 @@ def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
 
 def test_a_missing_golden_is_unknown_and_says_how_to_make_it(cases: Any, capsys: Any) -> None:
     assert main(["run", "single", *cases(NEW_RECIPE), "--bisect"]) == 125
-    assert "no golden for this recipe; make it with `harness golden --accept`" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert re.search(
+        r"cases/golden/\S+: no golden for this recipe; make it with `harness golden --accept --cases \S+`", told
+    )
 
 
 def test_a_golden_is_not_accepted_in_ci(cases: Any, monkeypatch: Any, capsys: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from literal import SGD, reference_of, tiny_case
 
 from harness import golden
+from harness.case import find_case, load_all
 from harness.golden import Golden, GoldenError, accept, describe, largest_difference, load, path_of, recipe_name, render
 from reference.record import Noise
 
@@ -174,6 +175,23 @@ def test_one_recipe_has_one_golden_whatever_the_layout() -> None:
     assert recipe_name(CASE) == recipe_name(tiny_case("hsdp_2x2", accumulation=2, name="other"))
     assert recipe_name(CASE) != recipe_name(tiny_case("fsdp_2", SGD))
     assert recipe_name(CASE) != recipe_name(replace(CASE, training=replace(CASE.training, lr=0.02)))
+
+
+def test_the_golden_of_somebody_elses_case_lies_beside_the_case(tmp_path: Path) -> None:
+    theirs = replace(CASE, file=str(tmp_path / "cases" / "mine.yaml"))
+    with pytest.raises(
+        GoldenError, match=f"{tmp_path}/cases/golden/.*`harness golden --accept --cases {tmp_path}/cases`"
+    ):
+        load(theirs)
+    accept(theirs, REFERENCE)
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "cases" / "golden"]
+    assert load(theirs) == golden.from_reference(REFERENCE)
+
+
+def test_a_recipe_of_this_project_has_its_golden_wherever_the_case_lies(tmp_path: Path) -> None:
+    ours = find_case("fsdp_2", load_all())
+    assert golden.home(ours) == golden.FOLDER
+    assert load(replace(ours, file=str(tmp_path / "mine.yaml"))) == load(ours)
 
 
 def test_the_file_has_one_line_a_step_so_that_a_review_sees_what_moved() -> None:

@@ -40,11 +40,16 @@ def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) -> None:
-    empty, broken = tmp_path / "empty.py", tmp_path / "broken.py"
+    empty, three, broken = (tmp_path / name for name in ("empty.py", "three.py", "broken.py"))
     empty.touch()
+    three.write_text("adapter = 3")
     broken.write_text("import nonsense")
     with pytest.raises(ValueError, match=r"empty.py: has no `adapter`; see harness/trainers/__init__.py"):
         trainers.load(str(empty))
+    with pytest.raises(
+        ValueError, match=r"three.py: its `adapter` has no name, unsupported, start, stop, fqn, rows; see"
+    ):
+        trainers.load(str(three))
     with pytest.raises(ValueError, match=r"broken.py: cannot be loaded: ModuleNotFoundError"):
         trainers.load(str(broken))
     with pytest.raises(ValueError, match=r"missing.py: cannot be loaded: FileNotFoundError"):

@@ -171,7 +171,7 @@ def test_a_missing_golden_fails(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "cases" / "some.yaml").write_text("cases: {one: {why: a test, training: {steps: 1, seed: 7}}}")
     done = in_project("-k", "golden or loss")
     assert done.returncode == 1, cause(done)
-    assert "golden UNKNOWN: " in done.stdout and "make it with `harness golden --accept`" in done.stdout
+    assert "golden UNKNOWN: " in done.stdout and "make it with `harness golden --accept --cases " in done.stdout
     assert "1 failed, 2 passed" in done.stdout
 
 

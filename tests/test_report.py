@@ -15,7 +15,7 @@ from harness.checks import judge
 from harness.diagnose import diagnose
 from harness.evidence import Exit
 from harness.line import Judgement
-from harness.report import case_report, check_text, finding_text, headline
+from harness.report import case_report, check_text, command, finding_text, headline, provenance, pytest_command
 from harness.trial import Finding, Result, Trial, Verdict
 
 
@@ -241,3 +241,31 @@ def test_a_finding_shows_its_bound_and_a_remark_has_none() -> None:
 
 def test_the_first_line_of_the_typical_case_fits_a_terminal_of_100_columns() -> None:
     assert len(headline(judgement_of(hsdp_as_fsdp()))) <= 100
+
+
+# ---- how to see it again, and what the evidence is of
+
+
+def made_with(**made: str) -> Judgement:
+    return replace(judgement_of(hsdp_as_fsdp()), made=made)
+
+
+def test_what_shows_it_again_names_every_option_that_is_not_the_usual_one() -> None:
+    usual = made_with(device="cpu", launcher="local", commit="4a75911")
+    assert (command(usual), pytest_command(usual)) == ("harness run tiny", "pytest -k tiny")
+    other = replace(made_with(device="cuda", launcher="torchrun"), trainer="torchtitan@/src")
+    how = "--trainer torchtitan --source /src --device cuda --launcher torchrun"
+    assert (command(other), pytest_command(other)) == (f"harness run tiny {how}", f"pytest -k tiny {how}")
+    nightly = replace(usual, case=replace(usual.case, tier="nightly"))
+    assert pytest_command(nightly) == "pytest -k tiny --tier nightly"
+
+
+def test_a_folder_with_evidence_of_two_commits_says_so() -> None:
+    new = made_with(started="2026-11-21 15:30:00 UTC", torch="2.13.0", commit="4a75911")
+    old = made_with(started="2026-11-20 09:00:00 UTC", torch="2.13.0", commit="23f1604")
+    assert provenance([new]) == "evidence of 2026-11-21 15:30:00 UTC; torch 2.13.0; commit 4a75911"
+    assert provenance([new, new, old]) == (
+        "evidence of 2026-11-20 09:00:00 UTC to 2026-11-21 15:30:00 UTC; torch 2.13.0; "
+        "commit 4a75911 (2 cases), 23f1604 (1 cases)"
+    )
+    assert provenance([made_with()]) == "torch unknown; commit unknown"

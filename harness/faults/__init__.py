@@ -15,6 +15,7 @@ entries are separated by semicolons. A fault of a kind, modelled on no single en
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import pkgutil
@@ -106,7 +107,11 @@ def load_fault(spec: str) -> Fault:
     if not path:
         known = {fault.name: fault for fault in catalogue()}
         if name not in known:
-            raise FaultError(f"no fault is named {name!r}; known: {', '.join(known)}; your own: FILE.py:NAME")
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise FaultError(
+                f"no fault is named {name!r}{meant}; `harness faults --list` lists them; your own: FILE.py:NAME"
+            )
         return known[name]
     found = getattr(_import_file(Path(path)), name, None)
     if not isinstance(found, Fault):

@@ -209,6 +209,10 @@ def _of_file(path: Path) -> Adapter:
         found.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path}: cannot be loaded: {error!r}") from error
-    if not hasattr(module, "adapter"):
-        raise ValueError(f"{path}: has no `adapter`; see harness/trainers/__init__.py")
-    return module.adapter
+    adapter: Any = getattr(module, "adapter", None)
+    if lacking := [
+        name for name in ("name", "unsupported", "start", "stop", "fqn", "rows") if not hasattr(adapter, name)
+    ]:
+        problem = f"its `adapter` has no {', '.join(lacking)}" if adapter is not None else "has no `adapter`"
+        raise ValueError(f"{path}: {problem}; see harness/trainers/__init__.py")
+    return adapter
