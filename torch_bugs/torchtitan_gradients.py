@@ -58,13 +58,16 @@ def torchtitan() -> SimpleNamespace:
     return SimpleNamespace(config=config, **{name: importlib.import_module(path) for name, path in parts.items()})
 
 
-def parallelized(titan: SimpleNamespace, replicate: int, shard: int, pp: int) -> tuple[Any, Any]:
+def parallelized(
+    titan: SimpleNamespace, replicate: int = 1, shard: int = 1, pp: int = 1, cp: int = 1, rotation: str = "allgather"
+) -> tuple[Any, Any]:
     """(the model, or how a pipeline's step is taken, the same as one device has it)"""
     job = titan.config.JobConfig()
+    job.parallelism.context_parallel_degree, job.parallelism.context_parallel_rotate_method = cp, rotation
     job.parallelism.pipeline_parallel_degree, job.training.local_batch_size = pp, 2
     job.training.seq_len, job.activation_checkpoint.mode = LENGTH, "none"
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = "float32"
-    degrees = {"dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": 1, "pp": pp, "world_size": 2}
+    degrees = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": 1, "pp": pp, "world_size": 2}
     degrees |= {"ep": 1, "etp": 1, "enable_loss_parallel": False}
     taken = inspect.signature(titan.mesh.ParallelDims).parameters
     dims = titan.mesh.ParallelDims(**{name: value for name, value in degrees.items() if name in taken})
