@@ -35,7 +35,7 @@ class Broken(Exception):
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("harness", "the cases in cases/*.yaml")
     group.addoption("--trainer", default="llama3", help="the trainer under test")
-    group.addoption("--source", metavar="PATH", help="a checkout of that trainer; default: the one installed")
+    group.addoption("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings")
     group.addoption("--launcher", default="local", choices=("local", "torchrun"))
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"))
     group.addoption(
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--case-timeout") <= 0:
         raise pytest.UsageError(f"--case-timeout must be above 0, got {config.getoption('--case-timeout'):g}")
     try:
-        preload(trainers.load(trainers.spec(config.getoption("--trainer"), config.getoption("--source"))).preload)
+        preload(trainers.load(trainer_of(config)).preload)
     except ValueError as error:
         raise pytest.UsageError(f"--trainer: {error}") from error
 
@@ -157,10 +157,15 @@ class Law(pytest.Item):
         return self.path, None, f"{self.parent.name}::{self.name}"
 
 
+def trainer_of(config: pytest.Config) -> str:
+    """Raises ValueError."""
+    return trainers.spec(config.getoption("--trainer"), config.getoption("--source"), Path(config.getoption("--out")))
+
+
 def options(config: pytest.Config) -> Options:
     return Options(
         out=Path(config.getoption("--out")),
-        trainer=trainers.spec(config.getoption("--trainer"), config.getoption("--source")),
+        trainer=trainer_of(config),
         launcher=config.getoption("--launcher"),
         device=config.getoption("--device"),
         timeout=config.getoption("--case-timeout"),

@@ -217,8 +217,8 @@ def show_plan(args: argparse.Namespace) -> int:
 
 def options_of(args: argparse.Namespace) -> Options:
     """Raises BadInput and FaultError, before anything is started."""
-    trainer = trainers.spec(args.trainer, args.source)
     try:
+        trainer = trainers.spec(args.trainer, args.source, args.out)
         preload(trainers.load(trainer).preload)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
@@ -436,7 +436,9 @@ def _selection(command: argparse.ArgumentParser) -> None:
 
 def _how_to_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
-    command.add_argument("--source", metavar="PATH", help="a checkout of that trainer; default: the one installed")
+    command.add_argument(
+        "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
+    )
     command.add_argument("--launcher", default="local", choices=("local", "torchrun"))
     command.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see the README")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

@@ -364,7 +364,10 @@ def _made(options: Options) -> dict[str, str]:
 
 @functools.cache
 def _commit(source: str) -> str:
-    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none."""
+    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that lies
+    in OUT is not of the commit around it."""
+    if not Path(source, ".git").exists():
+        return ""
     words = ("git", "-C", source, "describe", "--always", "--dirty", "--exclude=*")
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()

@@ -2,11 +2,12 @@
 
 An environment is a venv on top of this one: it has the version, and what else that needs, and sees all other packages of
 this interpreter, so that nothing else differs. It is made once, in OUT/.environments. A prepared interpreter may be named
-instead. The search is that of harness.bisect, over a list.
+instead. The search is that of harness.bisect, over a list. A trainer's own version, without what it needs, is a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,6 +166,23 @@ def environment(version: Version, folder: Path, tell: Tell) -> Path:
         do([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(version)])
         whole.touch()
     return python
+
+
+def release(package: str, number: str, folder: Path) -> Path:
+    """Where that version lies, and nothing that it needs. Raises ValueError with pip's complaint."""
+    there = folder.absolute() / f"{package}-{number}"
+    if not there.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            laid = Path(partial, "laid")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            try:
+                do([*pip, "--target", str(laid), f"{package}=={number}"])
+            except BisectError as error:
+                raise ValueError(f"no {package} {number}: {error}; or give --source a checkout of it") from None
+            with contextlib.suppress(OSError):  # another process was first
+                laid.rename(there)
+    return there
 
 
 def do(command: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, versions
+from harness import cli, trainers, versions
 from harness.bisect import BisectError, Found, Judged
 from harness.bisect_report import bisect_report
 from harness.case import Case, ParallelDims
@@ -151,6 +151,36 @@ def test_an_environment_that_cannot_be_made_is_skipped_with_pips_complaint(
     monkeypatch.setattr(versions, "environment", lambda *_: versions.do([sys.executable, "-c", f"exit({complaint!r})"]))
     judge = versions.Judge({"toy==1.0": Version("toy", "1.0")}, [CASE], tmp_path, Options(out=tmp_path), print)
     assert complaint in judge.look("toy==1.0").problem
+
+
+def test_a_release_of_the_trainer_is_brought_alone_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def pip(command: Sequence[str]) -> None:
+        asked.append(" ".join(command[5:]))
+        Path(command[command.index("--target") + 1], "torchtitan").mkdir(parents=True)
+
+    monkeypatch.setattr(versions, "do", pip)
+    told = {trainers.spec("torchtitan", "0.2.2", tmp_path / "out") for _ in range(2)}
+    there = tmp_path / "out" / ".environments" / "torchtitan-0.2.2"
+    assert told == {f"torchtitan@{there}"} and (there / "torchtitan").is_dir()
+    assert len(asked) == 1 and asked[0].startswith("--disable-pip-version-check --no-deps --target ")
+    assert [path.name for path in there.parent.iterdir()] == ["torchtitan-0.2.2"]
+
+
+def test_a_release_that_there_is_not_says_what_pip_says_and_what_else_may_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pip(_: Sequence[str]) -> None:
+        raise BisectError("pip: ERROR: No matching distribution found for torchtitan==9.9")
+
+    monkeypatch.setattr(versions, "do", pip)
+    typed = ["run", "fsdp_2", "--trainer", "torchtitan", "--source", "9.9", "--out", str(tmp_path)]
+    assert cli.main(typed) == cli.NOT_JUDGED
+    assert capsys.readouterr().err.strip() == (
+        "harness: --trainer: no torchtitan 9.9: pip: ERROR: No matching distribution found for torchtitan==9.9; or give"
+        " --source a checkout of it"
+    )
 
 
 @pytest.mark.parametrize(

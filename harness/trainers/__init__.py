@@ -53,6 +53,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -102,8 +103,8 @@ class Adapter(Protocol):
 
     displays: which of "loss" and "grad_norm" the trainer shows its user. preload: modules that the rank server may import
     once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides,
-    which gives the adapter of another version or checkout: `--trainer NAME --source SOURCE`; and
-    may say in `files` which paths of its repository running it needs.
+    which gives the adapter of another checkout, or of the folder in which pip laid the version asked for:
+    `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs.
     """
 
     name: str
@@ -173,11 +174,16 @@ def halves(case: Case) -> dict[str, np.ndarray]:
     return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in turned}
 
 
-def spec(name: str, source: str | None) -> str:
-    """As load takes it. What is a path is made absolute: ranks may run elsewhere."""
+def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
+    """As load takes it. What is a path is made absolute: ranks may run elsewhere. A version is a path too, once pip has
+    brought it into OUT/.environments. Raises ValueError."""
     name = str(Path(name).resolve()) if name.endswith(".py") else name
     if not source:
         return name
+    if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load(name), "of"):
+        from harness.versions import release
+
+        source = str(release(name, source, out / ".environments"))
     return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"
 
 
