@@ -133,6 +133,8 @@ class StepEvidence:
     gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
     likewise, kept for the last step only.
     reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
+    changed: of parameters that were something else when the next step began, or training ended, what they then were;
+    None if nobody looked.
     memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
     positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
     actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
@@ -152,6 +154,7 @@ class StepEvidence:
     positions: tuple[np.ndarray, ...] = ()
     actions: tuple[str, ...] = ()
     after_forward: tuple[AfterForward, ...] = ()
+    changed: dict[str, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,7 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
             activity=dataclasses.replace(
                 step.activity, calls=counted(step.activity.calls), inputs=keys(step.activity.inputs)
             ),
+            changed=None if step.changed is None else keys(step.changed),
             after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
         )
         for step in evidence.steps

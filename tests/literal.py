@@ -269,6 +269,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         gradients={fqn: full[part[fqn]].copy() for fqn, full in step.gradients.items()},
         parameters=parameters,
         optimizer_state=state if last else {},
+        changed={},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
         activity=_activity(case),
         after_forward=(after_forward_of(case, rank),) * case.features.accumulation,

@@ -378,3 +378,41 @@ def test_rules_of_the_caller_are_those_of_earlier_launches_too() -> None:
     trial = replace(trial, saved=(before,))
     assert first_line(trial).startswith("saved_1: gradients are 2 times")
     assert cause(diagnose(trial, judge(trial), ())).startswith("saved_1: gradients: ")
+
+
+# ---- what happens to weights after the optimizer
+
+
+def changed_on(step: int, change: Any, *, ranks: tuple[int, ...] = (0, 1)) -> Trial:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank in ranks:
+        left = trial.ranks[rank].steps[step - 1].parameters
+        trial = with_step(trial, rank, step, changed={fqn: change(value) for fqn, value in left.items()})
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (lambda left: 0.9 * left, ""),
+        (np.zeros_like, "to 0, "),
+        (lambda left: left.astype(np.float32), "to another shape or dtype, "),
+        (lambda left: left.astype(np.float32).astype(np.float64), "rounded to float32, "),
+        (lambda left: left.astype(np.float16).astype(np.float64), "rounded to float16, "),
+    ],
+)
+def test_what_was_done_to_weights_after_the_optimizer_is_told(change: Any, how: str) -> None:
+    told = "weights are changed between steps 1 and 2, when the optimizer is done: {}in every parameter"
+    assert first_line(changed_on(1, change)) == told.format(how)
+
+
+def test_weights_changed_after_the_last_step_are_told_with_their_rank() -> None:
+    told = "weights are changed after the last step, when the optimizer is done: in every parameter on rank 1"
+    assert first_line(changed_on(3, lambda left: 2 * left, ranks=(1,))) == told
+
+
+def test_gradients_that_were_wrong_before_come_first() -> None:
+    trial = changed_on(2, np.zeros_like)
+    for rank in (0, 1):
+        trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient: 2 * gradient)
+    assert first_line(trial).startswith("gradients are 2 times")

@@ -1,8 +1,9 @@
-"""After every step, parameters and optimizer state are what the recipe's optimizer makes of the gradients seen.
+"""After every step, parameters and optimizer state are what the recipe's optimizer makes of the gradients seen, and stay so.
 
 Recomputed here in numpy, rank by rank, from the bytes before the step, the gradients before clipping, their global norm
 over all ranks, and the recipe's learning rate. So a wrong gradient is not blamed twice, and clipping, weight decay, the
-schedule and the optimizer are judged on their own.
+schedule and the optimizer are judged on their own. What the optimizer left must be, bit for bit, what the next step begins
+with, and what there is when training has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from harness import tolerance
 from harness.checks import verdict_of
 from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, Verdict
 from reference.config import TrainingConfig
 
 STAGE = "numbers"
@@ -42,7 +43,29 @@ def check(trial: Trial) -> Result:
         for fqn in trial.start_of(evidence.rank):
             examined += len(evidence.steps)
             findings += _replay(trial, evidence, fqn, norms, rates)
+    if not findings and (unseen := _unseen(trial)):
+        return Result("update", Verdict.UNKNOWN, examined, note=f"nobody looked at parameters {unseen}")
     return verdict_of("update", findings, examined)
+
+
+def _unseen(trial: Trial) -> str:
+    """After which step."""
+    unseen = [step for _, step, _ in trial.steps() if step.changed is None]
+    return until(trial, unseen[0].step) if unseen else ""
+
+
+def until(trial: Trial, step: int) -> str:
+    """The time after a step, in words."""
+    return "after the last step" if step == trial.case.steps[-1] else f"between steps {step} and {step + 1}"
+
+
+def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
+    """By step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
+    found: dict[int, list[tuple[int, str]]] = {}
+    for rank, step, _ in trial.steps():
+        for fqn in step.changed or {}:
+            found.setdefault(step.step, []).append((rank, fqn))
+    return dict(sorted(found.items()))
 
 
 def _asked_for(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
@@ -97,6 +120,7 @@ def _replay(
         finding = _compare(where, step.parameters[fqn], expected, bound, state.value)
         if step is evidence.steps[-1]:
             finding = finding or _compare_moments(where, trial, step.optimizer_state.get(fqn, {}), state)
+        finding = finding or _compare_with_what_was_left(where, trial, step, fqn)
         if finding:
             return [finding]
         state.value = step.parameters[fqn].astype(np.float64)  # go on from what is there: one mistake, one finding
@@ -166,6 +190,21 @@ def _compare(
     ratio = moved / should if should else math.inf
     found = f"moved by {moved:.6g} (ratio {ratio:.10g}); {int(wrong.sum())} of {wrong.size} entries wrong"
     return Finding(where, f"entry {tuple(map(int, at))} moved by {should:.6g}", found, f"{float(bound[at]):.1e}")
+
+
+def _compare_with_what_was_left(where: str, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
+    """Only what differed was put on record, so being there is enough: a bound would be nobody's."""
+    now = (step.changed or {}).get(fqn)
+    if now is None:
+        return None
+    left, when = step.parameters[fqn], until(trial, step.step)
+    if now.size != left.size or now.dtype != left.dtype:
+        return Finding(where, f"left alone {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
+    differing = now.reshape(-1) != left.reshape(-1)
+    most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
+    return Finding(
+        where, f"left alone {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {most:.2g}"
+    )
 
 
 def _compare_moments(where: str, trial: Trial, seen: dict[str, np.ndarray], state: _State) -> Finding | None:

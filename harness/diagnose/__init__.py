@@ -30,7 +30,7 @@ from harness.diagnose.rest import (
     wrong_structure,
 )
 from harness.diagnose.resume import resumed_wrongly, started_elsewhere
-from harness.diagnose.updates import wrong_update
+from harness.diagnose.updates import changed_afterwards, wrong_update
 from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
 from harness.trial import Result, Trial, Verdict
 
@@ -51,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     wrong_positions,
     wrong_masks,
     out_of_order,
+    changed_afterwards,
     wrong_gradients,
     wrong_loss,
     wrong_update,

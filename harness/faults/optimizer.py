@@ -107,6 +107,58 @@ def one_rank_misses_a_scheduler_step(fired: Fired) -> None:
 
 
 @fault(
+    breaks="after each step the weights pass through float32 (a logger, an average of weights), and come back rounded",
+    bug="of the family of N02 huggingface/accelerate #3979: small updates vanish, as weights are kept in less than asked for",
+    case="fsdp_2",
+    caught_by="update",
+    named="weights are changed between steps 1 and 2, when the optimizer is done: rounded to float32, in every parameter",
+)
+def weights_rounded_after_each_step(fired: Fired) -> None:
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def step(self: Any) -> float:
+            lr: float = original(self)
+            for weight in _held(self):
+                fired()
+                weight.copy_(weight.float())
+            return lr
+
+        return step
+
+    replace(Trainer, "optimizer_step", make)
+
+
+@fault(
+    breaks="averaged weights are swapped in after the last step, for an evaluation, and never swapped out",
+    bug="E-class: an average of the weights takes their place and is not taken out again",
+    case="ddp_2",
+    caught_by="update",
+    named="weights are changed after the last step, when the optimizer is done: in every parameter",
+)
+def average_left_in_after_the_last_step(fired: Fired) -> None:
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def train(self: Any, last_step: int | None = None, **options: Any) -> None:
+            begun = [weight.clone() for weight in _held(self)]
+            original(self, last_step, **options)
+            for weight, before in zip(_held(self), begun, strict=True):
+                fired()
+                weight.lerp_(before, 0.5)
+
+        return train
+
+    replace(Trainer, "train", make)
+
+
+def _held(trainer: Any) -> list[Any]:
+    """What this rank holds of every parameter, for anybody to write to."""
+    parameters = [parameter.detach() for part in trainer.model_parts for parameter in part.parameters()]
+    return [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+
+
+@fault(
     breaks="the optimizer is given copies of the parameters, made before the model was parallelised: it trains orphans",
     bug="E06 huggingface/accelerate #3835, #3845",
     case="fsdp_2",

@@ -121,6 +121,7 @@ class Probe:
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,
             memory=values.memory,
+            changed=values.changed,
             activity=dataclasses.replace(self.activity.of_step(step), quantized=self.quantized.of_step(step)),
             positions=self.samples.positions(step),
             after_forward=self.gathered.of_step(step),

@@ -8,10 +8,16 @@ engine it is "backward" (recomputation under activation checkpointing included),
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
 class Clock:
+    """between_steps is called when a step begins, and at the end, while it is still the step before."""
+
+    between_steps: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(self) -> None:
         self.start = self.step = 0
         self.forward_depth = 0
@@ -23,6 +29,7 @@ class Clock:
         self.start = self.step = step
 
     def finish(self) -> None:
+        self.between_steps()
         self.step = 0
 
     def where(self) -> tuple[int, str]:
@@ -46,6 +53,7 @@ class Clock:
         return begins
 
     def _begin_step(self) -> None:
+        self.between_steps()
         self.step += 1
         self._step_is_over = False
 

@@ -35,11 +35,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # to_local() would record autograd
 
 
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+def as_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
     """A copy on the host. bfloat16, which numpy lacks, becomes float32, which holds each of its values exactly."""
     tensor = local(tensor)
     tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    return tensor.to("cpu", copy=True).contiguous().numpy()
+    return tensor.to("cpu", copy=copy).contiguous().numpy()
 
 
 def parameter_evidence(parts: Iterable[nn.Module]) -> tuple[TensorEvidence, ...]:

@@ -32,6 +32,7 @@ class StepValues:
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     optimizer_state: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, np.ndarray] | None = None
 
 
 class ValueRecorder:
@@ -42,6 +43,7 @@ class ValueRecorder:
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
         self._clock = clock
+        clock.between_steps = self._see_what_was_left
         self._hooks: list[Any] = []
         self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
 
@@ -117,6 +119,13 @@ class ValueRecorder:
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
         self._keep_state_of_latest_step(step, {fqn: optimizer.state.get(p, {}) for fqn, p in owned})
 
+    def _see_what_was_left(self) -> None:
+        """Parameters as the step that just ended left them are compared, bit for bit; copied are only those that differ."""
+        step = self.steps.get(self._clock.step)
+        if step is not None and step.parameters:
+            now = ((fqn, as_numpy(p, copy=False)) for fqn, p in named_parameters(self.parts) if fqn in step.parameters)
+            step.changed = {fqn: p.copy() for fqn, p in now if not same_bits(p, step.parameters[fqn])}
+
     def _keep_state_of_latest_step(self, step: StepValues, states: dict[str, dict[str, Any]]) -> None:
         """Optimizer state is kept for the last step only: the laws derive the earlier ones from the gradients."""
         for other in self.steps.values():
@@ -127,6 +136,11 @@ class ValueRecorder:
                 state or fqn not in step.optimizer_state
             ):  # an optimizer that only contains others has no state of its own
                 step.optimizer_state[fqn] = tensors(state)
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    same_kind = one.shape == other.shape and one.dtype == other.dtype
+    return same_kind and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
 
 
 def tensors(state: dict[str, Any]) -> dict[str, np.ndarray]:
