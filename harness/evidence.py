@@ -262,7 +262,9 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
         for step in evidence.steps
     )
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
-    return dataclasses.replace(evidence, steps=steps, parameters=parameters, structure=keys(evidence.structure))
+    resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
+    structure = keys(evidence.structure)
+    return dataclasses.replace(evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure)
 
 
 # ---- saving and loading

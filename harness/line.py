@@ -104,7 +104,7 @@ def run_case(case: Case, options: Options) -> Judgement:
     reason = unsupported(case, options)
     if reason:
         raise Unsupported(reason)
-    case = trainers.load(options.trainer).own(case)
+    case = owned(case, trainers.load(options.trainer))
     for launched in case.launches.values():
         make_plan(launched)
     started = time.monotonic()
@@ -214,6 +214,15 @@ def load_trial(folder: Path) -> Trial:
         )
         trials.append(as_planned(trial))
     return trials[-1]
+
+
+def owned(case: Case, trainer: trainers.Adapter) -> Case:
+    """The case with the trainer's choices in every launch."""
+    earlier = (trainer.own(launched).features for launched in case.launches.values())
+    resume = tuple(
+        dataclasses.replace(saved, features=features) for saved, features in zip(case.resume, earlier, strict=False)
+    )
+    return dataclasses.replace(trainer.own(case), resume=resume)
 
 
 def unsupported(case: Case, options: Options) -> str | None:

@@ -23,12 +23,14 @@ from harness.evidence import (
     Group,
     Microbatch,
     RankEvidence,
+    Resumed,
     Run,
     StepEvidence,
     TensorEvidence,
     load,
     load_run,
     rank_file,
+    renamed,
     save,
     save_run,
     write_text,
@@ -341,6 +343,14 @@ def test_a_folder_that_cannot_be_made_is_answered(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EvidenceError, match="cannot be written: (Not a directory|File exists); free the disk"):
         save(tmp_path / "file" / "rank.npz", SMALL)
+
+
+def test_what_was_resumed_is_told_in_the_references_spelling_too() -> None:
+    held = Resumed({"lm_head.weight": np.ones(2)}, {"lm_head.weight": {"step": np.array(2.0)}})
+    told = renamed(replace(SMALL, resumed=held), lambda name: name.replace("lm_head", "output")).resumed
+    assert told is not None
+    assert (list(told.parameters), list(told.optimizer_state)) == (["output.weight"], ["output.weight"])
+    assert renamed(SMALL, str).resumed is None
 
 
 def test_runs_are_values() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.case import from_json, to_json
 from harness.launch import Job, launch
+from harness.probe.values import add_states
 from harness.trainers.torchtitan.source import HOW_TO_GET_IT
 
 
@@ -68,6 +70,14 @@ def test_it_counts_the_same_collectives_of_torchtitan(tmp_path: Path, dims: dict
     ):
         assert sum(counts["recorder"].values()) > 5
         assert counts["recorder"] == counts["profiler"]
+
+
+def test_what_only_contains_optimizers_hides_no_state_of_theirs() -> None:
+    """Its step begins before theirs and ends after."""
+    known: dict[str, Any] = {}
+    for states in ({"w": {}}, {"w": {"step": torch.tensor(2.0)}}, {"w": {}}):
+        add_states(known, states)
+    assert {fqn: sorted(state) for fqn, state in known.items()} == {"w": ["step"]}
 
 
 def test_a_trainer_it_knows_nothing_of_is_seen_from_outside(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import trainers
-from harness.case import Case, Features, ParallelDims, find_case, load_all
+from harness import line, trainers
+from harness.case import Case, Features, ParallelDims, Saved, find_case, load_all
 from harness.line import Options, run_case
 from harness.plan import fsdp_units
 from harness.trainers.torchtitan import source
@@ -213,6 +213,32 @@ def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
     assert (features.cp_heads, features.ac_early_stop) == ("key_value", False)
 
 
+def test_earlier_launches_have_its_choices_too(release: Path) -> None:
+    saved = Saved(after=1, dims=ParallelDims(dp_replicate=2), features=Features())
+    owned = line.owned(case(resume=(saved,)), trainers.load(f"torchtitan@{release}"))
+    assert [launched.wrapper for launched in owned.launches.values()] == ["fsdp2", "fsdp2"]
+    assert owned.launches["saved_1"].features.ac_early_stop is False
+
+
+RESUMED = case(resume=(Saved(after=1, dims=FSDP, features=Features()),))
+
+
+def test_0_3_0_is_asked_for_checkpoints(release: Path) -> None:
+    assert trainers.load(f"torchtitan@{release}").unsupported(RESUMED) is None
+
+
+def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
+    from harness.trainers.torchtitan.handover import Samples
+
+    asked = case(training=TrainingConfig(global_batch=4, steps=3))
+    before, whole = Samples(asked, 2, 1, lambda: None), Samples(asked, 1, 0, lambda: None)
+    next(iter(before))
+    whole.load_state_dict(before.state_dict())
+    third = list(Samples(asked, 1, 0, lambda: None))[-1]
+    assert before.state_dict() == {"step": 1}
+    assert bool((list(whole)[-1][0] == third[0]).all())
+
+
 def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(release: Path) -> None:
     adapter, recipe = trainers.load(f"torchtitan@{release}"), case(training=TrainingConfig(dtype="float32"))
     assert (recipe.noise_key, adapter.own(recipe).noise_key) == ("float32 shares", "float32 parts")
@@ -224,6 +250,11 @@ def middle(tmp_path: Path) -> Path:
     (tmp_path / "torchtitan").mkdir()
     (tmp_path / "torchtitan" / "train.py").write_text("class Trainer:\n    gradient_accumulation_steps: int\n")
     return tmp_path
+
+
+def test_older_ones_are_not_asked_for_checkpoints(middle: Path) -> None:
+    reason = "resume: this adapter does not let this torchtitan of 2025 write checkpoints"
+    assert trainers.load(f"torchtitan@{middle}").unsupported(RESUMED) == reason
 
 
 def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
@@ -240,7 +271,9 @@ def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
-@pytest.mark.parametrize("name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2", "pp_2", "cp_2"])
+@pytest.mark.parametrize(
+    "name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2", "pp_2", "cp_2", "tp_2_to_fsdp_2"]
+)
 def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="torchtitan"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis

@@ -82,8 +82,7 @@ class ValueRecorder:
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
         if self.resumed is None or self._clock.step != self._clock.start + 1:
             return
-        for fqn, parameter in self._owned(optimizer):
-            self.resumed.optimizer_state.setdefault(fqn, tensors(optimizer.state.get(parameter, {})))
+        add_states(self.resumed.optimizer_state, {f: optimizer.state.get(p, {}) for f, p in self._owned(optimizer)})
 
     def _owned(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         names = {id(parameter): fqn for fqn, parameter in named_parameters(self.parts)}
@@ -131,11 +130,12 @@ class ValueRecorder:
         for other in self.steps.values():
             if other is not step:
                 other.optimizer_state = {}
-        for fqn, state in states.items():
-            if (
-                state or fqn not in step.optimizer_state
-            ):  # an optimizer that only contains others has no state of its own
-                step.optimizer_state[fqn] = tensors(state)
+        add_states(step.optimizer_state, states)
+
+
+def add_states(known: dict[str, dict[str, np.ndarray]], states: dict[str, dict[str, Any]]) -> None:
+    """An optimizer that only contains others has no state of its own: torchtitan's, whose step comes first and last."""
+    known |= {fqn: tensors(state) for fqn, state in states.items() if state or fqn not in known}
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:

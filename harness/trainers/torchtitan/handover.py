@@ -38,28 +38,32 @@ def meet() -> None:
 
 
 class Samples:
-    """The case's samples of the data-parallel rank that torchtitan says this is, step after step: its data loader."""
+    """The case's samples of the data-parallel rank that torchtitan says this is, step after step: its data loader. Its
+    state is the last step that it gave samples of, the same on all ranks."""
 
     def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
         self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
         self.dataset = build_dataset(case.training, case.model)
+        self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.at_start()
         size = self.case.local_batch * self.case.microbatches
-        for step in range(1, self.case.training.steps + 1):
-            mine = step_samples(self.case.training, len(self.dataset), step)[self.dp_rank :: self.dp_degree]
+        while self.step < self.case.training.steps:
+            self.step += 1
+            mine = step_samples(self.case.training, len(self.dataset), self.step)[self.dp_rank :: self.dp_degree]
             for start in range(0, len(mine), size):
-                yield self.batch(mine[start : start + size], step_length(self.case.training, step))
+                yield self.batch(mine[start : start + size], step_length(self.case.training, self.step))
 
     def batch(self, ids: tuple[int, ...], length: int) -> Any:
         tokens, labels = zip(*(self.dataset[i] for i in ids), strict=True)
         return torch.stack(tokens)[:, :length], torch.stack(labels)[:, :length]
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"step": self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
 
 
 def in_order(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import cpu, handover, sizes
 from harness.trainers.torchtitan.source import Era, Source
 
+NORMS = r"norm\.weight$"
+
 
 class LaterTrainer:
     """harness.trainers.StartedTrainer around torchtitan's Trainer."""
@@ -32,14 +35,23 @@ class LaterTrainer:
         )
 
     def train(self, last_step: int) -> None:
-        assert last_step == self._case.training.steps
+        """Its loop ends after the last step that it was configured for."""
+        if last_step != self._case.training.steps:
+            self._trainer.config.training.steps = last_step
         self._trainer.train()
 
     def save(self, folder: Path) -> object:
-        raise NotImplementedError
+        checkpointer = self._trainer.checkpointer
+        checkpointer.folder, checkpointer.load_only, checkpointer.interval = str(folder), False, 1
+        return checkpointer.save(self._trainer.step)
 
     def resume(self, folder: Path) -> None:
-        raise NotImplementedError
+        """As `train` does it, which then finds nothing in the folder that it is left with."""
+        checkpointer = self._trainer.checkpointer
+        usual, checkpointer.folder = checkpointer.folder, str(folder)
+        if not checkpointer.load():
+            raise ValueError(f"{folder}: no complete checkpoint there")
+        checkpointer.folder = usual
 
 
 class Built:
@@ -97,6 +109,12 @@ def configuration(case: Case, era: Era) -> Any:
         config.loss = sizes.known(loss.CrossEntropyLoss.Config, global_vocab_size=case.model.vocab_size)
     adamw = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)
     config.optimizer = adamw(lr=case.training.lr)
+    if case.training.decay == "matrices":
+        (whole,) = config.optimizer.param_groups
+        kept = dataclasses.replace(
+            whole, pattern=NORMS, optimizer_kwargs={**whole.optimizer_kwargs, "weight_decay": 0.0}
+        )
+        config.optimizer.param_groups.insert(0, kept)  # who matches first
     inputs = EndToEnd if era.flat else Microbatches if era.fed_microbatches else Inputs
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     config.tokenizer = Built(None)
@@ -201,7 +219,9 @@ def options(case: Case) -> dict[str, Any]:
         "parallelism.enable_sequence_parallel": features.sequence_parallel,
         "parallelism.fsdp_reshard_after_forward": features.reshard_after_forward,
         "metrics.log_freq": 1,
-        "checkpoint.enable": False,
+        "checkpoint.enable": bool(case.resume or case.last_step),
+        "checkpoint.load_only": True,  # but for `save`
+        "checkpoint.folder": f"none_of_{os.getpid()}",
         "validator.enable": False,
         "comm.trace_buf_size": 0,
         "debug.enable_structured_logging": False,

@@ -32,8 +32,9 @@ class Era:
     fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits
     that lie apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
-    chooses: features that it has its own way with. replicates_by: its wrapper where only dp_replicate is above 1.
-    wraps_alone: it has FSDP2 around a model without data ranks as well. preload: packages that it imports.
+    resumes: it is asked for checkpoints. chooses: features that it has its own way with.
+    replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: it has FSDP2 around a model without data ranks too.
+    preload: packages that it imports.
     unasked: keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not.
     """
 
@@ -51,6 +52,7 @@ class Era:
     own_parallel_loss: bool = False
     flat: bool = False
     cp_by_types: bool = False
+    resumes: bool = False
     unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")
     preload: tuple[str, ...] = DATA_AND_LOGS
     renamed: tuple[tuple[str, str], ...] = ()
@@ -118,13 +120,14 @@ LATER = Era(
         "reshard_after_forward": ("always", "never"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
-    training=EARLY.training,
+    training=(*EARLY.training, "decay"),
     chooses={"ac_early_stop": False, "cp_heads": "key_value", "own_model": True},
     replicates_by="fsdp2",
     wraps_alone=True,
     displays=("loss", "grad_norm"),
-    unasked=("compile", "async_tp", "quantize", "document_mask", "decay", "tied_embeddings", "rope_scaling"),
+    unasked=("compile", "async_tp", "quantize", "document_mask", "tied_embeddings", "rope_scaling"),
     preload=(*DATA_AND_LOGS, *COMPILERS),
+    resumes=True,
     fed_microbatches=True,
     own_parallel_loss=True,
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
@@ -134,6 +137,8 @@ BETWEEN = dataclasses.replace(
     name="this torchtitan of 2026",
     axes=("dp_replicate", "dp_shard", "tp"),
     features=LATER.features | {"wrapper": ("fsdp2", "replicate")},
+    training=EARLY.training,
+    resumes=False,
     replicates_by="replicate",
     wraps_alone=False,
     fed_microbatches=False,
@@ -272,8 +277,8 @@ class Source:
         for key, value in _unusual(case.model, ModelConfig()):
             if key not in MODEL:
                 yield f"{key} {value}: the model of {era.without(key)}"
-        if case.resume or case.last_step:
-            yield "resume: this adapter does not let torchtitan write checkpoints"
+        if (case.resume or case.last_step) and not era.resumes:
+            yield f"resume: this adapter does not let {era.name} write checkpoints"
 
 
 def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
