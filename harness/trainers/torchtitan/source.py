@@ -33,7 +33,7 @@ class Era:
     that lie apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     resumes: it is asked for checkpoints. chooses: features that it has its own way with.
-    replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: it has FSDP2 around a model without data ranks too.
+    replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
     preload: packages that it imports.
     unasked: keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not.
     """
