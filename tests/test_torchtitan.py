@@ -20,7 +20,7 @@ from harness.plan import fsdp_units
 from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.job import stages
 from harness.trial import Verdict
-from reference.config import ModelConfig, TrainingConfig
+from reference.config import ModelConfig, RopeScaling, TrainingConfig
 
 REPO = os.environ.get("TORCHTITAN_REPO")
 HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
@@ -172,6 +172,18 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
             "sequence_parallel False: torchtitan 0.3.0 then moves three to four times what backward needs; see"
             " torch_bugs/torchtitan_tp_without_sequence_parallel.py",
         ),
+        (
+            case(ParallelDims(tp=2), model=ModelConfig(tied_embeddings=True)),
+            "tied_embeddings with tp: torchtitan 0.3.0 gathers the one weight twice; see"
+            " torch_bugs/torchtitan_tied_under_tp.py",
+        ),
+        (
+            case(training=TrainingConfig(document_mask=True)),
+            "document_mask: the masks of torchtitan 0.3.0 are made of positions that begin anew in every document, not"
+            " counting on",
+        ),
+        (case(model=ModelConfig(tied_embeddings=True, rope_scaling=RopeScaling())), None),
+        (case(training=TrainingConfig(decay="matrices")), None),
         (case(ParallelDims(tp=2)), None),
         (case(ParallelDims(dp_replicate=2)), None),
         (case(ParallelDims(pp=2, dp_shard=2, cp=2, tp=2), features=Features(activation_checkpointing="full")), None),

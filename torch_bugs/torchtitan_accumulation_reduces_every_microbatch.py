@@ -55,7 +55,8 @@ class Batches:
         return {}
 
 
-def build() -> Any:
+def configured() -> Any:
+    """Small, on CPU, of random tokens; the rest as torchtitan has it."""
     config = llama3_debugmodel()
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -69,11 +70,11 @@ def build() -> Any:
     config.training.global_batch_size = 2 * MICROBATCHES
     config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float32"
     config.comm.trace_buf_size = 0
-    return config.build()
+    return config
 
 
 def main() -> int:
-    trainer = build()
+    trainer = configured().build()
     (model,) = trainer.model_parts
     trainer.step = 1
     with profile(activities=[ProfilerActivity.CPU]) as seen:

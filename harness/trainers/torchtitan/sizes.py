@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.case import Case
+from reference.config import ModelConfig
 
 
 def known(make: Callable[..., Any], **given: Any) -> Any:
@@ -45,7 +46,7 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
         max_context_length=case.training.seq_len,
         theta=sizes.rope_theta,
         backend="complex",
-        scaling="none",
+        **rescaled(sizes),
     )
     layers = known(
         llama3._build_llama3_layers,
@@ -71,6 +72,7 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
         llama3.Llama3Model.Config,
         dim=sizes.dim,
         vocab_size=sizes.vocab_size,
+        enable_weight_tying=sizes.tied_embeddings,
         tok_embeddings=llama3.Embedding.Config(
             num_embeddings=sizes.vocab_size, embedding_dim=sizes.dim, param_init=llama3._EMBEDDING_INIT
         ),
@@ -80,6 +82,19 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
         rope=rope,
         layers=layers,
     )
+
+
+def rescaled(sizes: ModelConfig) -> dict[str, Any]:
+    scaling = sizes.rope_scaling
+    if scaling is None:
+        return {"scaling": "none"}
+    return {
+        "scaling": "llama",
+        "scaling_factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
 
 
 def of_one_layer(llama3: Any, case: Case) -> Any:

@@ -20,6 +20,7 @@ class NotThere(Exception):
     """No torchtitan where it was looked for. The message says how to get it."""
 
 
+MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
 COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
 
@@ -52,6 +53,7 @@ class Era:
     own_parallel_loss: bool = False
     flat: bool = False
     cp_by_types: bool = False
+    model: tuple[str, ...] = MODEL
     resumes: bool = False
     unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")
     preload: tuple[str, ...] = DATA_AND_LOGS
@@ -125,8 +127,9 @@ LATER = Era(
     replicates_by="fsdp2",
     wraps_alone=True,
     displays=("loss", "grad_norm"),
-    unasked=("compile", "async_tp", "quantize", "document_mask", "tied_embeddings", "rope_scaling"),
+    unasked=("compile", "async_tp", "quantize"),
     preload=(*DATA_AND_LOGS, *COMPILERS),
+    model=(*MODEL, "rope_scaling", "tied_embeddings"),
     resumes=True,
     fed_microbatches=True,
     own_parallel_loss=True,
@@ -138,6 +141,7 @@ BETWEEN = dataclasses.replace(
     axes=("dp_replicate", "dp_shard", "tp"),
     features=LATER.features | {"wrapper": ("fsdp2", "replicate")},
     training=EARLY.training,
+    model=MODEL,
     resumes=False,
     replicates_by="replicate",
     wraps_alone=False,
@@ -215,9 +219,6 @@ def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
-
-
 @dataclass(frozen=True)
 class Source:
     """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one.
@@ -266,6 +267,14 @@ class Source:
             yield f"sequence_parallel False: {era.name} then {why}"
         if era.fed_microbatches and not case.features.loss_parallel:
             yield f"loss_parallel False: {era.name} always computes the loss in parallel"
+        if case.model.tied_embeddings and case.dims.tp > 1 and "tied_embeddings" in era.model:
+            why = "gathers the one weight twice; see torch_bugs/torchtitan_tied_under_tp.py"
+            yield f"tied_embeddings with tp: {era.name} {why}"
+        if case.model.tied_embeddings and case.dims.pp > 1 and "tied_embeddings" in era.model:
+            yield f"tied_embeddings with pp: {era.name} refuses that"
+        if era.fed_microbatches and case.training.document_mask:
+            why = "positions that begin anew in every document, not counting on"
+            yield f"document_mask: the masks of {era.name} are made of {why}"
         if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
@@ -275,7 +284,7 @@ class Source:
             if key not in era.training:
                 yield f"{key} {value}: {era.without(key)}"
         for key, value in _unusual(case.model, ModelConfig()):
-            if key not in MODEL:
+            if key not in era.model:
                 yield f"{key} {value}: the model of {era.without(key)}"
         if (case.resume or case.last_step) and not era.resumes:
             yield f"resume: this adapter does not let {era.name} write checkpoints"
