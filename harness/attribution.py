@@ -51,9 +51,9 @@ class Weights:
         return middle if np.allclose(self.values, middle, rtol=self.close, atol=self.close) else None
 
 
-def sample_weights(trial: Trial, ranks: list[int], fqns: list[str] | None = None) -> Weights | None:
-    """Fitted to the step-1 gradients that `ranks` hold of `fqns` (default: all). None if they hold too little."""
-    return _fit(trial, trial.reference.sample_gradients, trial.reference.samples[0], ranks, fqns)
+def sample_weights(trial: Trial, ranks: list[int]) -> Weights | None:
+    """Fitted to the step-1 gradients that `ranks` hold. None if they hold too little."""
+    return _fit(trial, trial.reference.sample_gradients, trial.reference.samples[0], ranks)
 
 
 def part_weights(trial: Trial, ranks: list[int]) -> Weights | None:
@@ -68,39 +68,34 @@ def part_weights(trial: Trial, ranks: list[int]) -> Weights | None:
 
 def _eighths(trial: Trial, place: int) -> list[int] | None:
     """Which eighths of the sequence the cp rank of that place is fed; None if it is not fed whole ones."""
-    at = plan.positions(trial.case, place * trial.case.dims.tp, trial.case.seq_len(1))  # cp is next to tp
-    eighth = trial.case.seq_len(1) // 8
-    counts = np.bincount(at // eighth, minlength=8)
-    return [int(i) for i in np.flatnonzero(counts)] if set(counts) <= {0, eighth} else None
+    length = trial.case.seq_len(1)
+    at = plan.positions(trial.case, place * trial.case.dims.tp, length)  # cp is next to tp
+    found, counts = np.unique(at // (length // 8), return_counts=True)
+    return found.tolist() if set(counts) == {length // 8} else None
 
 
-def _fit(
-    trial: Trial,
-    parts: dict[str, np.ndarray],
-    names: tuple[int, ...],
-    ranks: list[int],
-    fqns: list[str] | None = None,
-) -> Weights | None:
+def _fit(trial: Trial, parts: dict[str, np.ndarray], names: tuple[int, ...], ranks: list[int]) -> Weights | None:
     """parts: by fqn [names, k], at the positions that the reference keeps."""
     rows, targets = [], []
     for rank in ranks:
-        for fqn, gradient in next((s.gradients for s in trial.ranks[rank].steps if s.step == 1), {}).items():
+        seen = {f: g for s in trial.ranks[rank].steps if s.step == 1 for f, g in s.gradients.items()}
+        for fqn, gradient in seen.items():
             part = trial.slice_of(rank, fqn)
-            if (fqns is None or fqn in fqns) and part is not None and fqn in parts:
+            if part is not None and fqn in parts:
                 known = _within(trial, parts[fqn], fqn, part, gradient)
-                scale = float(np.max(np.abs(trial.reference.steps[0].gradients[fqn]), initial=0.0)) or 1.0
+                scale = float(np.max(np.abs(trial.reference.steps[0].gradients[fqn]))) or 1.0
                 rows.append(known[0].T / scale)
                 targets.append(known[1] / scale)
-    if not rows or sum(map(len, targets)) < len(names):
+    if sum(map(len, targets)) <= len(names):  # as many numbers as unknowns are always explained
         return None
     matrix, target = np.concatenate(rows), np.concatenate(targets)
     counted = np.any(matrix != 0, axis=0)
     fitted, *_ = np.linalg.lstsq(matrix[:, counted], target, rcond=None)
     size = float(np.linalg.norm(target)) or 1.0
     residual = float(np.linalg.norm(matrix[:, counted] @ fitted - target)) / size
-    ids = [id_ for id_, counts in zip(names, counted, strict=True) if counts]
+    ids = np.array(names)[counted].tolist()
     noise = EXPLAINED if trial.case.exact else trial.bounds.gradient[1]
-    return Weights(dict(zip(ids, map(float, fitted), strict=True)), residual, noise)
+    return Weights(dict(zip(ids, fitted.tolist(), strict=True)), residual, noise)
 
 
 def _within(
@@ -133,9 +128,14 @@ def heard_of(trial: Trial) -> dict[int, list[int]] | None:
 
 def speakers(trial: Trial) -> list[int]:
     """The ranks that heard_of can hear: those that were fed a valid token."""
-    reference = trial.reference
-    valid = {id_ for id_, labels in zip(reference.sample_ids, reference.labels, strict=True) if (labels >= 0).any()}
+    valid = {id_ for id_, count in valid_tokens(trial).items() if count}
     return [rank for rank, ids in shares_of_samples(trial, 1).items() if valid & set(ids)]
+
+
+def valid_tokens(trial: Trial) -> dict[int, int]:
+    """By sample, how many of its labels count."""
+    counts = (trial.reference.labels >= 0).sum(axis=1)
+    return dict(zip(trial.reference.sample_ids, counts.tolist(), strict=True))
 
 
 UNITS = ("rank", "microbatch of each rank", "microbatch", "sample")
@@ -144,21 +144,20 @@ UNITS = ("rank", "microbatch of each rank", "microbatch", "sample")
 def local_average(trial: Trial, weights: Weights, unit: str) -> float | None:
     """The factor k if each `unit` divided by its own number of valid tokens (and k times); None if not so."""
     expected = _weights_if_averaged(trial, _pieces(trial, unit))
-    pairs = [(weight, expected.get(id_, 0.0)) for id_, weight in weights.by_sample.items()]
-    if any(not wanted for _, wanted in pairs):
+    if any(not expected.get(id_) for id_ in weights.by_sample):
         return None
-    ratios = np.array([weight / wanted for weight, wanted in pairs])
+    ratios = np.array([weight / expected[id_] for id_, weight in weights.by_sample.items()])
     factor = float(np.median(ratios))
     return factor if np.allclose(ratios, factor, rtol=weights.close) and factor > 0 else None
 
 
 def _weights_if_averaged(trial: Trial, pieces: list[list[int]]) -> dict[int, float]:
     """The weights of samples if each piece divides by its own number of valid tokens and pieces count alike."""
-    tokens = dict(zip(trial.reference.sample_ids, (trial.reference.labels >= 0).sum(axis=1), strict=True))
-    total = sum(int(tokens[i]) for i in trial.reference.samples[0])
+    tokens = valid_tokens(trial)
+    total = sum(tokens[i] for i in trial.reference.samples[0])
     weights: dict[int, float] = {}
     for piece in pieces:
-        own = sum(int(tokens[i]) for i in piece)
+        own = sum(tokens[i] for i in piece)
         weights |= {i: total / (len(pieces) * own) if own else 0.0 for i in piece}
     return weights
 

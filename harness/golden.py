@@ -135,16 +135,16 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
     """Rewrites the golden and returns what changed, old, new and largest difference. Raises GoldenError in CI."""
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
-    new = from_reference(reference)
+    new, path = from_reference(reference), path_of(case, folder)
     if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
-        raise GoldenError(f"{path_of(case, folder)}: the reference has a loss or norm that is no number, not accepted")
+        raise GoldenError(f"{path}: the reference has a loss or norm that is no number, not accepted")
     old: Golden | None
     try:
         old = load(case, folder)
     except GoldenError:
         old = None
-    write_text(path_of(case, folder), render(case, new))
-    return describe(path_of(case, folder).name, old, new)
+    write_text(path, render(case, new))
+    return describe(path.name, old, new)
 
 
 def describe(name: str, old: Golden | None, new: Golden) -> str:
@@ -163,7 +163,7 @@ def describe(name: str, old: Golden | None, new: Golden) -> str:
 
 def largest_difference(old: Golden, new: Golden) -> float:
     if len(old.losses) != len(new.losses):
-        return float("inf")
+        return math.inf
     pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)
     return max((_relative(before, after) for before, after in pairs), default=0.0)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -130,7 +130,8 @@ class Trial:
 
     def one_rank_per_share(self) -> list[int]:
         """The ranks that between them were fed each sample once: first stages at cp 0 and tp 0."""
-        return [rank for rank in self.first_stages() if self._at(rank, cp=0, tp=0)]
+        places = {rank: coordinate(self.case.dims, rank) for rank in self.first_stages()}
+        return [rank for rank, place in places.items() if (place["cp"], place["tp"]) == (0, 0)]
 
     def first_stages(self) -> list[int]:
         """The ranks that are fed tokens."""
@@ -144,14 +145,11 @@ class Trial:
         """The rank of the same pipeline that runs the first stage, so that is fed the tokens whose loss `rank` computes."""
         return next(peer for peer in self.plan.peers(rank, "pp") if 0 in self.plan.stages[peer])
 
-    def _at(self, rank: int, **place: int) -> bool:
-        return coordinate(self.case.dims, rank).items() >= place.items()
-
 
 def as_planned(trial: Trial) -> Trial:
     """The same trial; the reference's rows in the trainer's order, and every tensor as a vector where the plan cuts flattened
     parameters, so that no law need know."""
-    rows = next((evidence.rows for evidence in trial.ranks.values()), {})
+    rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
     if rows:
         trial = dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows))
     if not trial.plan.flat:
@@ -196,7 +194,7 @@ def _flattened_run(run: Run) -> Run:
 
 
 def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
-    parameters = tuple(dataclasses.replace(t, value=t.value.reshape(-1)) for t in evidence.parameters)
+    parameters = tuple(dataclasses.replace(t, value=t.value.ravel()) for t in evidence.parameters)
     steps = tuple(_flattened_step(step) for step in evidence.steps)
     resumed = evidence.resumed and _flattened_state(evidence.resumed)
     return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
@@ -213,7 +211,7 @@ def _flattened_state(record: State) -> State:
 
 def _flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Not an optimizer's step counter, which has no dims."""
-    return {name: array.reshape(-1) if array.ndim else array for name, array in arrays.items()}
+    return {name: array.ravel() if array.ndim else array for name, array in arrays.items()}
 
 
 def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
@@ -222,16 +220,23 @@ def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> S
         return None
     if value.size == 0:
         return guess if guess is not None and numel(guess) == 0 else tuple((0, size) for size in value.shape)
-    if guess is not None and _is_at(value, full, tuple(start for start, _ in guess)):
-        return tuple((start, start + size) for (start, _), size in zip(guess, value.shape, strict=True))
-    for corner in np.argwhere(full == value.flat[0]):
-        if _is_at(value, full, tuple(corner)):
-            return tuple((int(start), int(start) + size) for start, size in zip(corner, value.shape, strict=True))
-    return None
+    places = (_from(corner, value.shape) for corner in _corners(value, full, guess))
+    return next((place for place in places if _is_at(value, full, place)), None)
 
 
-def _is_at(value: np.ndarray, full: np.ndarray, corner: tuple[int, ...]) -> bool:
-    region = full[tuple(slice(start, start + size) for start, size in zip(corner, value.shape, strict=True))]
+def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
+    """Where the value may begin."""
+    if guess is not None:
+        yield [start for start, _ in guess]
+    yield from np.argwhere(full == value.flat[0])
+
+
+def _from(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
+    return tuple((int(start), int(start) + size) for start, size in zip(corner, shape, strict=True))
+
+
+def _is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
+    region = take(full, place)
     return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
 
 

@@ -65,6 +65,7 @@ TESTS = (
     "first_wrong_input",
     "golden",
     "trial",
+    "attribution",
 )
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 CPU_SECONDS = 8  # of tests that one mutant gets: what lives on after that has survived
@@ -251,7 +252,7 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
         found = [mutant for mutant in found if asked.k in mutant.name]
         counts[str(module)] = len(found)
         mutants += draw.sample(found, asked.n) if 0 < asked.n < len(found) else found
-    if all(module.parent.name in ("checks", "diagnose") for module in chosen):
+    if all(module.parent.name in ("checks", "diagnose") or module.stem == "attribution" for module in chosen):
         keep_trials()
     runner = Runner(mutants, asked.j)
     tests = [str(path) for name in asked.tests for path in sorted(Path("tests").glob(f"test_{name}.py"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,9 +78,9 @@ def test_another_number_of_steps_is_infinitely_far() -> None:
     assert describe("x", old, new) == "x: largest relative difference inf\n  2 -> 1 steps"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
-def test_the_difference_from_zero_or_to_no_number_is_infinite(value: float) -> None:
-    assert largest_difference(Golden((0.0, 1.0), (1.0, 1.0), {}), Golden((value, 1.0), (1.0, 1.0), {})) == float("inf")
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (0.0, math.nan), (1.0, math.nan), (1.0, math.inf)])
+def test_the_difference_from_zero_or_to_no_number_is_infinite(before: float, after: float) -> None:
+    assert largest_difference(Golden((before, 1.0), (1.0, 1.0), {}), Golden((after, 1.0), (1.0, 1.0), {})) == math.inf
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -103,6 +104,11 @@ def test_measured_noise_is_read_back_in_two_digits_and_told_when_nothing_else_ch
     told = accept(CASE, replace(REFERENCE, noise=noise), tmp_path)
     assert told == f"{recipe_name(CASE)}.json: unchanged, its noise measured anew"
     assert read.environment == REFERENCE.environment
+
+
+def test_a_golden_with_fewer_norms_than_losses_is_not_written() -> None:
+    with pytest.raises(ValueError):
+        render(CASE, Golden((1.0, 2.0), (1.0,), {}))
 
 
 def test_curves_of_no_step_do_not_differ_and_curves_of_different_lengths_are_never_compared() -> None:

@@ -6,13 +6,23 @@ import dataclasses
 
 import numpy as np
 import pytest
-from literal import ADAMW, TINY, reference_of, tiny_case, trial_of
+from literal import ADAMW, TINY, reference_of, tiny_case, trial_of, with_parameter
 
 from harness.case import ParallelDims, Saved
 from harness.checks import judge
 from harness.evidence import RankEvidence, Resumed, Run
 from harness.plan import make_plan
-from harness.trial import Trial, Verdict, as_planned, bytes_text, locate, reordered_reference
+from harness.trial import (
+    Finding,
+    Trial,
+    Verdict,
+    as_planned,
+    bytes_text,
+    locate,
+    ranks_text,
+    reordered_reference,
+    worst_first,
+)
 
 TWO_LAYERS = dataclasses.replace(TINY, n_layers=2)
 
@@ -62,14 +72,25 @@ def test_everything_that_has_rows_is_put_in_the_trainers_order_and_nothing_else(
 
 def test_vectors_and_what_was_resumed_are_flattened_with_all_else() -> None:
     whole = {"layers.0.attention.wq.weight": np.arange(16.0).reshape(4, 4)}
+    square_step = {"parameters": whole, "gradients": whole}
     trial = trial_of(tiny_case("fsdp_2", ADAMW, wrapper="fsdp1"))
     evidence = trial.ranks[0]
     (first, *_) = evidence.parameters
     square = dataclasses.replace(first, value=first.value.reshape(-1, 4))
     counter = {"step": np.array(2.0), "exp_avg": np.ones((2, 2))}
-    held = dataclasses.replace(evidence, parameters=(square,), resumed=Resumed(whole, {"a": counter}))
+    steps = tuple(dataclasses.replace(step, **square_step) for step in evidence.steps)
+    held = dataclasses.replace(evidence, parameters=(square,), steps=steps, resumed=Resumed(whole, {"a": counter}))
     run = dataclasses.replace(trial.run, ranks={0: held})
-    shapes = as_planned(dataclasses.replace(trial, run=run, reference=trial.reference)).ranks[0]
+    flat = as_planned(dataclasses.replace(trial, run=run, repeat=run, reference=trial.reference))
+    shapes = flat.ranks[0]
+    assert {
+        value.shape
+        for step in shapes.steps
+        for arrays in (step.parameters, step.gradients)
+        for value in arrays.values()
+    } == {(16,)}
+    assert flat.repeat is not None
+    assert flat.repeat.ranks[0].steps[0].gradients["layers.0.attention.wq.weight"].shape == (16,)
     assert [t.value.shape for t in shapes.parameters] == [first.value.shape]
     assert shapes.resumed is not None
     assert shapes.resumed.parameters["layers.0.attention.wq.weight"].shape == (16,)
@@ -87,6 +108,20 @@ def test_a_slice_is_found_where_its_bytes_are_and_an_empty_one_where_it_is_plann
     assert locate(full[:0], full, ((0, 6), (0, 2))) == ((0, 0), (0, 2))
     assert locate(full[2:4] + 0.5, full) is None
     assert locate(full.ravel(), full) is None
+    with pytest.raises(ValueError):
+        locate(full[2:4], full, ((2, 4),))  # a plan of fewer dims
+
+
+def test_a_parameter_that_the_reference_does_not_know_lies_nowhere() -> None:
+    trial = with_parameter(trial_of(tiny_case("ddp_2")), 0, "norm.weight", fqn="norm.scale")
+    assert trial.holdings[0]["norm.scale"] is None
+    assert trial.holdings[1]["norm.weight"] == ((0, 4),)
+
+
+def test_a_run_without_any_rank_has_no_rows_to_put_in_order() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    nobody = dataclasses.replace(trial, run=dataclasses.replace(trial.run, ranks={}))
+    assert as_planned(nobody) is nobody
 
 
 def test_a_last_stage_is_fed_by_the_first_stage_of_its_own_pipeline() -> None:
@@ -108,3 +143,17 @@ def test_launches_are_told_in_order_and_the_first_step_is_the_launchs_own() -> N
 )
 def test_bytes_are_told_in_thousands(count: int, text: str) -> None:
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3, 2], "[2,3]"), ((4, 2, 3), "[2-4]"), ([0, 1, 2], "[0-2]"), ([0, 2, 4], "[0,2,4]"), ([], "[]")],
+)
+def test_three_neighbours_are_told_as_a_range(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_the_worst_findings_are_kept_and_the_others_counted() -> None:
+    findings = [Finding(str(number), "this", "that") for number in range(9)]
+    assert worst_first(findings[:8]) == tuple(findings[:8])
+    assert worst_first(findings) == (*findings[:8], Finding("and 1 more", "", ""))
