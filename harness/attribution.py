@@ -70,8 +70,8 @@ def _eighths(trial: Trial, place: int) -> list[int] | None:
     """Which eighths of the sequence the cp rank of that place is fed; None if it is not fed whole ones."""
     length = trial.case.seq_len(1)
     at = plan.positions(trial.case, place * trial.case.dims.tp, length)  # cp is next to tp
-    found, counts = np.unique(at // (length // 8), return_counts=True)
-    return found.tolist() if set(counts) == {length // 8} else None
+    eighths, counts = np.unique(at * 8 // length, return_counts=True)
+    return eighths.tolist() if set(counts) == {length / 8} else None
 
 
 def _fit(trial: Trial, parts: dict[str, np.ndarray], names: tuple[int, ...], ranks: list[int]) -> Weights | None:

@@ -95,8 +95,11 @@ def test_noise_is_that_of_step_1() -> None:
 
 
 def test_cp_ranks_hold_eighths_of_the_length_of_step_1() -> None:
-    case = tiny_case(ParallelDims(cp=2), replace(EIGHT, seq_len=16, variable_length=True))
-    assert [attribution._eighths(trial_of(case), place) for place in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    eight = trial_of(tiny_case(ParallelDims(cp=2), replace(EIGHT, variable_length=True)))  # of 4 tokens in step 2
+    twelve, sixteen = (trial_of(tiny_case(ParallelDims(cp=2), replace(EIGHT, seq_len=n))) for n in (12, 16))
+    for trial in (eight, sixteen):
+        assert [attribution._eighths(trial, place) for place in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert attribution._eighths(twelve, 0) is None
 
 
 # ---- who divided by what
@@ -146,7 +149,8 @@ def test_a_sample_of_nobody_is_nobodys_average() -> None:
     labels = DDP_2.reference.labels.copy()
     labels[4:8] = -100
     silent = with_reference(DDP_2, labels=labels)
-    assert local_average(silent, Weights(dict.fromkeys(range(8), 0.5), 0.0), "rank") is None
+    weights = dict.fromkeys(range(4), 0.5) | dict.fromkeys(range(4, 8), 1.0)
+    assert local_average(silent, Weights(weights, 0.0), "rank") is None
 
 
 def test_the_samples_of_one_microbatch_have_one_weight_or_it_has_none() -> None:

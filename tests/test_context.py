@@ -219,6 +219,31 @@ def test_whole_parameters_on_cp_ranks_and_no_reduction_are_named() -> None:
     assert cause(trial) == f"FSDP ran as DDP: {held}; gradient reduction missing over cp"
 
 
+def with_labels(trial: Trial, masked: dict[int, tuple[int, ...]]) -> Trial:
+    """Ranks that are fed no label at some places of their part."""
+    for rank, places in masked.items():
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        labels = batch.labels.copy()
+        labels[:, places] = -100
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=labels),))
+    return trial
+
+
+def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
+    cut = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
+    wider = ": masked, where they should be trained on"
+    balanced, contiguous = cp_trial(), cp_trial(cp_load_balance=False)  # of rank 0: 0, 1, 6, 7; and 0 to 3
+    for trial, masked, hint in (
+        (balanced, {0: (1, 3), 1: (3,)}, cut),
+        (balanced, {0: (1,), 1: (0,)}, wider),
+        (balanced, {0: (2,)}, wider),
+        (contiguous, {0: (3,)}, cut),
+        (contiguous, {0: (1, 3)}, wider),
+        (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, wider),
+    ):
+        assert cause(with_labels(trial, masked)).endswith(f"are not those of their sample{hint}"), masked
+
+
 # ---- what a cp rank counts for
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from literal import (
+    ADAMW,
     EIGHT,
     TINY,
     judged,
+    optimize,
     tiny_case,
     trial_of,
     with_every_rank,
@@ -24,6 +26,7 @@ from literal import (
     without_rank,
 )
 from test_diagnose import (
+    LOW_CLIP,
     NORM,
     dims,
     fed,
@@ -32,6 +35,7 @@ from test_diagnose import (
     in_noise,
     ran_as,
     reference_gradient,
+    shows,
     told,
     waited,
     with_exits,
@@ -56,6 +60,7 @@ from harness.diagnose.rest import out_of_order, wrong_display, wrong_structure
 from harness.diagnose.words import groups_text
 from harness.evidence import Exit
 from harness.trial import Finding, Result, Trial, Verdict
+from reference.config import TrainingConfig
 
 THREE = replace(TINY, n_layers=3)
 PP_2 = tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4)
@@ -191,7 +196,7 @@ def test_ranks_without_a_valid_token_are_named(silent: tuple[int, ...], told: st
 
 
 def test_a_label_of_token_0_is_a_valid_one() -> None:
-    assert _mask_is_off([(0, 3)]) == _mask_is_off([(3, 0)]) == ""
+    assert _mask_is_off([(1, 0, 3)]) == _mask_is_off([(1, 3, 0)]) == ""
     trial = fsdp_4()
     labels = np.where(trial.reference.labels >= 0, 0, -100)
     assert _mean_over_none(replace(trial, reference=replace(trial.reference, labels=labels))) == ""
@@ -229,6 +234,104 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
     assert cause(wrong_display(trial, law)) == told
     shown = with_every_rank(trial, lambda t, rank: with_step(t, rank, 3, grad_norm=9.0))
     assert cause(wrong_display(shown, law)).startswith("the displayed gradient norm is wrong")
+
+
+def shown_instead(trial: Trial, what: str) -> str:
+    found = wrong_display(trial, {what: judged(what, trial)})
+    return cause(found).removeprefix("the displayed ").partition(" is wrong, the training itself is right: ")[2]
+
+
+@pytest.mark.parametrize(("what", "kind"), [("reported_loss", "loss"), ("grad_norm", "grad_norm")])
+def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(what: str, kind: str) -> None:
+    trial = fsdp_4()
+    right = {step.step: getattr(step, kind) for step in trial.reference.steps}
+    assert shown_instead(shows(trial, what, lambda s: right[max(s.step - 1, 1)]), what) == (
+        "each rank shows that of the step before"
+    )
+    assert shown_instead(shows(trial, what, lambda s: right.get(s.step - 1, 0.0)), what) == (
+        "each rank shows that of the step before"
+    )
+    assert shown_instead(with_step(trial, 3, 2, **{what: right[1]}), what) == "rank 3 shows that of the step before"
+    assert shown_instead(shows(trial, what, lambda s: right[1]), what) == "each rank shows another number"
+    assert shown_instead(with_step(trial, 3, 1, **{what: 2.5}), what).startswith("rank 3 shows 2.5 once, where ")
+
+
+def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere() -> None:
+    trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
+    told = "each rank shows the norm after clipping (0.25), asked for that before it"
+    assert shown_instead(shows(trial, "grad_norm", lambda s: min(s.grad_norm, 0.25)), "grad_norm") == told
+    assert shown_instead(shows(trial, "grad_norm", lambda s: 0.25 * (1 - 1e-6)), "grad_norm") == told
+    alone = with_every_rank(trial, lambda t, rank: with_step(t, 1, rank + 1, grad_norm=0.25))
+    assert shown_instead(alone, "grad_norm") == "rank 1 shows another number"
+    never = trial_of(tiny_case("fsdp_2", replace(LOW_CLIP, max_norm=9.0)))
+    off = shows(never, "grad_norm", lambda s: s.grad_norm * (1 + 1e-6))
+    assert shown_instead(off, "grad_norm") == "each rank shows 1 times the right one"
+
+
+# ---- what the optimizer is fed
+
+
+def optimizing(trial: Trial, feed: Any, training: TrainingConfig) -> Trial:
+    """What AdamW of that recipe leaves if it is fed feed(fqn, gradient, parameter before)."""
+    for rank, evidence in trial.ranks.items():
+        starts = {t.fqn: t.value for t in evidence.parameters}
+        given: dict[str, list[np.ndarray]] = {fqn: [] for fqn in starts}
+        before, state = starts, {}
+        for step in evidence.steps:
+            for fqn, gradient in step.gradients.items():
+                given[fqn].append(feed(fqn, gradient, before[fqn], trial.reference.steps[step.step - 1].grad_norm))
+            made = {fqn: optimize(start, given[fqn], training) for fqn, start in starts.items()}
+            before, state = {f: value for f, (value, _) in made.items()}, {f: s for f, (_, s) in made.items()}
+            kept = state if step.step == 3 else {}
+            trial = with_step(trial, rank, step.step, parameters=before, optimizer_state=kept)
+    return trial
+
+
+NO_DECAY = replace(ADAMW, weight_decay=0.0)
+
+
+def test_weight_decay_in_the_gradients_is_told_from_another_weight_decay() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+
+    def adding(decay: float, spared: str = "-") -> Trial:
+        def feed(fqn: str, gradient: np.ndarray, before: np.ndarray, norm: float) -> np.ndarray:
+            return gradient / (norm + 1e-6) + (0 if spared in fqn else decay) * before
+
+        return optimizing(trial, feed, NO_DECAY)
+
+    told = "weight decay is added to the gradients (L2, as Adam does), asked for decoupled (AdamW)"
+    assert first_line(adding(0.1)) == told
+    assert first_line(adding(0.05)).startswith("the optimizer step is wrong")
+    asked = replace(trial.case, training=replace(ADAMW, decay="matrices"))
+    assert first_line(replace(adding(0.1, spared="norm"), case=asked)) == told
+    assert first_line(replace(adding(0.1), case=asked)).startswith("the optimizer step is wrong")
+
+
+@pytest.mark.parametrize("limit", [0.25, 1.6])
+def test_a_coefficient_without_the_1e_6_is_told_from_no_clipping(limit: float) -> None:
+    """Of the norms of these steps one is above 1.6, two below."""
+    training = replace(ADAMW, max_norm=limit)
+
+    def feed(fqn: str, gradient: np.ndarray, before: np.ndarray, norm: float) -> np.ndarray:
+        return min(1.0, limit / norm) * gradient
+
+    trial = trial_of(tiny_case("fsdp_2", training))
+    told = "clipping multiplies by max_norm / norm, asked for max_norm / (norm + 1e-6), as torch does"
+    assert first_line(optimizing(trial, feed, training)) == told
+
+
+def test_a_largest_second_moment_is_blamed_only_where_updates_are_wrong() -> None:
+    def keeping(trial: Trial, name: str) -> Trial:
+        state = trial.ranks[0].steps[2].optimizer_state
+        kept = {fqn: arrays | {name: arrays["exp_avg_sq"]} for fqn, arrays in state.items()}
+        return with_step(trial, 0, 3, optimizer_state=kept)
+
+    right = trial_of(tiny_case("fsdp_2"))
+    wrong = with_value(right, 1, 2, "parameters", NORM, lambda value: value + 1e-3)
+    told = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), asked for AdamW without it"
+    assert first_line(keeping(wrong, "max_exp_avg_sq")) == told
+    assert first_line(keeping(wrong, "exp_inf")).startswith("the optimizer step is wrong")
+    assert diagnose(keeping(right, "max_exp_avg_sq"), judge(keeping(right, "max_exp_avg_sq"))) is None
 
 
 @pytest.mark.parametrize("law", ["loss", "gradients", "grad_norm", "reported_loss"])

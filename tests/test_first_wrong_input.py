@@ -71,9 +71,10 @@ def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:
     assert cause(wrong_forward({"layers.0": (0.0, 8.0)})) == ": what goes into layers.0 is not"
 
 
-def test_what_keeps_its_length_turns_or_changes_places() -> None:
+def test_where_every_length_is_right_it_is_the_loss_or_something_turns_or_changes_places() -> None:
     assert cause(wrong_forward({})) == (
-        ": what goes into each module is as long as it should be: something turns, or changes places"
+        ": what goes into each module is as long as it should be: it is the loss itself (smoothing, scale of logits),"
+        " or something turns or changes places"
     )
 
 

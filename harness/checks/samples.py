@@ -151,8 +151,8 @@ def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
     ]
 
 
-def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int]]]:
-    """The labels of a step that are not those of the samples fed, each beside the sample's own, by last stage."""
+def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]]]:
+    """The labels of a step that are not those of the samples fed, by last stage: (position, label, the sample's own)."""
     fed, reference = fed_samples(trial, step), trial.reference
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
     found = {}
@@ -161,8 +161,9 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int]]]:
         ids = iter(fed.get(trial.feeder(rank), []))
         seen = [row for labels in _labels(trial.ranks[rank], step, trial.case.local_batch) for row in labels]
         pairs = [(row, id_) for row, id_ in zip(seen, ids, strict=False) if id_ is not None and row.shape == at.shape]
-        both = [zip(row.tolist(), reference.labels[row_of[id_]][at].tolist(), strict=True) for row, id_ in pairs]
-        found[rank] = [(label, own) for labels in both for label, own in labels if label != own]
+        own = [(row, reference.labels[row_of[id_]][at]) for row, id_ in pairs]
+        told = [zip(at.tolist(), row.tolist(), wanted.tolist(), strict=True) for row, wanted in own]
+        found[rank] = [label for labels in told for label in labels if label[1] != label[2]]
     return found
 
 

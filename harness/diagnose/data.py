@@ -17,6 +17,7 @@ from harness.evidence import Microbatch
 from harness.trial import Trial, take
 
 Fed = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
+Label = tuple[int, int, int]  # position, the label fed, the sample's own
 
 
 # ---- weights
@@ -246,19 +247,30 @@ def _wrong_microbatches(trial: Trial, fed: Fed, step: int) -> str | None:
 
 
 def _wrong_labels(trial: Trial, step: int) -> str | None:
-    wrong = {rank: pairs for rank, pairs in wrong_labels(trial, step).items() if pairs}
+    wrong = {rank: labels for rank, labels in wrong_labels(trial, step).items() if labels}
     if not wrong:
         return None
-    pairs = [pair for of_rank in wrong.values() for pair in of_rank]
-    told = f"{len(pairs)} labels of step {step} are not those of their sample{_mask_is_off(pairs)}"
+    labels = [label for of_rank in wrong.values() for label in of_rank]
+    hint = _shifted_after_the_cut(trial, step, wrong) or _mask_is_off(labels)
+    told = f"{len(labels)} labels of step {step} are not those of their sample{hint}"
     return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {told}"
 
 
-def _mask_is_off(pairs: list[tuple[int, int]]) -> str:
+def _shifted_after_the_cut(trial: Trial, step: int, wrong: dict[int, list[Label]]) -> str:
+    """A label is the next token. At the end of a rank's part that is another rank's, and only there all are wrong."""
+    for rank, labels in wrong.items():
+        at = plan.positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        ends = {place for place, following in zip(at, [*at[1:], None], strict=True) if following != place + 1}
+        if trial.case.dims.cp == 1 or not {place for place, _, _ in labels} <= ends:
+            return ""
+    return ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
+
+
+def _mask_is_off(labels: list[Label]) -> str:
     """A mask that is too wide or too narrow leaves all other labels alone; a shift does not."""
-    if all(label < 0 for label, _ in pairs):
+    if all(label < 0 for _, label, _ in labels):
         return ": masked, where they should be trained on"
-    return ": trained on, where they should be masked" if all(own < 0 for _, own in pairs) else ""
+    return ": trained on, where they should be masked" if all(own < 0 for _, _, own in labels) else ""
 
 
 # ---- positions

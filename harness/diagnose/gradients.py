@@ -480,7 +480,8 @@ def _first_wrong_input(trial: Trial) -> str:
             before = f"what goes into {right} is as long as it should be, " if right else ""
             return f": {before}what goes into {fqn} is not{_in_attention(right, fqn)}"
         right = fqn
-    same = "what goes into each module is as long as it should be: something turns, or changes places"
+    same = "what goes into each module is as long as it should be: it is the loss itself (smoothing, scale of logits),"
+    same += " or something turns or changes places"
     return f": {same}" if right else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.case import Case
@@ -17,6 +17,7 @@ from harness.diagnose.updates import own_norm
 from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words, traffic_lines
 from harness.evidence import RankEvidence, StepEvidence
 from harness.plan import groups, make_plan
+from harness.tolerance import clip_coefficient
 from harness.trial import Trial, Verdict
 
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see different tokens
@@ -53,9 +54,11 @@ def _length(trial: Trial) -> float | None:
 
 def _shown_loss(trial: Trial) -> str:
     right = {step.step: step.loss for step in trial.reference.steps}
-    seen = [(rank, step.reported_loss, right[step.step], _own_loss(step)) for rank, step, _ in trial.steps()]
+    seen = [_Shown(rank, step.step, step.reported_loss, _own_loss(step)) for rank, step, _ in trial.steps()]
     left_out = _axes_left_out(trial)
-    return f"it is not reduced over {left_out}" if left_out else _shown(trial, seen, "the loss of its own samples")
+    return (
+        f"it is not reduced over {left_out}" if left_out else _shown(trial, seen, right, "the loss of its own samples")
+    )
 
 
 def _axes_left_out(trial: Trial) -> str | None:
@@ -81,8 +84,11 @@ def _is_sum_over(trial: Trial, reduced: list[str], rank: int, step: StepEvidence
 
 def _shown_norm(trial: Trial) -> str:
     right = {step.step: step.grad_norm for step in trial.reference.steps}
-    seen = [(rank, step.grad_norm, right[step.step], own_norm(step)) for rank, step, _ in trial.steps()]
-    return _shown(trial, seen, "the norm of its own shards")
+    seen = [_Shown(rank, step.step, step.grad_norm, own_norm(step)) for rank, step, _ in trial.steps()]
+    after = {step: norm * clip_coefficient(norm, trial.case.training.max_norm) for step, norm in right.items()}
+    if after != right and all(math.isclose(one.number or 0.0, after[one.step], rel_tol=1e-5) for one in seen):
+        return f"each rank shows the norm after clipping ({seen[0].number:.6g}), asked for that before it"
+    return _shown(trial, seen, right, "the norm of its own shards")
 
 
 def _own_loss(step: StepEvidence) -> float:
@@ -90,18 +96,30 @@ def _own_loss(step: StepEvidence) -> float:
     return math.fsum(m.loss_sum or 0.0 for m in step.microbatches) / tokens if tokens else math.nan
 
 
-def _shown(trial: Trial, seen: list[tuple[int, float | None, float, float]], own_words: str) -> str:
-    """seen: (rank, what it shows, what is right, what its own share alone gives). What it shows instead, in words."""
-    odd = [
-        (rank, shown, right, own) for rank, shown, right, own in seen if shown is not None and not _near(shown, right)
-    ]
-    ranks = sorted({rank for rank, *_ in odd})
+@dataclass(frozen=True)
+class _Shown:
+    """What a rank displays in a step, and what its own share alone gives."""
+
+    rank: int
+    step: int
+    number: float | None
+    own: float
+
+
+def _shown(trial: Trial, seen: list[_Shown], right: dict[int, float], own_words: str) -> str:
+    """What is displayed instead of what is right, in words."""
+    odd = [(one, one.number) for one in seen if one.number is not None and not _near(one.number, right[one.step])]
+    ranks = sorted({one.rank for one, _ in odd})
     who = "each rank shows" if len(ranks) == len(trial.ranks) else f"{rank_words(ranks)} show{'s' * (len(ranks) == 1)}"
-    ratios = [shown / right for _, shown, right, _ in odd if right]
-    if len(trial.ranks) > 1 and all(_near(shown, own) for _, shown, _, own in odd):
+    ratios = [number / right[one.step] for one, number in odd if right[one.step]]
+    if len(trial.ranks) > 1 and all(_near(number, one.own) for one, number in odd):
         return f"{who} {own_words}"
+    later = [(right[one.step - 1], number) for one, number in odd if one.step > trial.first_step]
+    if later and all(_near(number, before) for before, number in later):
+        return f"{who} that of the step before"
     if len(odd) == 1:
-        return f"{who} {odd[0][1]:.6g} once, where {odd[0][2]:.6g} is right"
+        (one, number), *_ = odd
+        return f"{who} {number:.6g} once, where {right[one.step]:.6g} is right"
     if ratios and all(_near(ratio, ratios[0]) for ratio in ratios):
         return f"{who} {times_text(ratios[0])} the right one{factor_text(trial, ratios[0])}"
     return f"{who} another number"

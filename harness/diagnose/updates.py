@@ -29,7 +29,7 @@ def wrong_update(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     explanations: tuple[Callable[[Trial], str | None], ...] = (
         _not_finite, _wrong_lr, _nothing_moves, _not_clipped, _enlarged, _clipped_by_another_norm, _another_decay,
-        _another_recipe, _another_rate, _another_rate_for_some,
+        _another_recipe, _fed_otherwise, _amsgrad, _another_rate, _another_rate_for_some,
     )  # fmt: skip
     line = finding_line("update", broken["update"])
     for explain in explanations:
@@ -266,6 +266,50 @@ def _suspects(training: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
             if value != getattr(training, name):
                 change: dict[str, Any] = {name: value}
                 yield name, replace(training, **change)
+
+
+def _fed_otherwise(trial: Trial) -> str | None:
+    """The optimizer is fed something else than clipped gradients."""
+    training = trial.case.training
+    limit, no_decay = training.max_norm, replace(training, weight_decay=0.0)
+
+    def decaying(norm: float, fqn: str, gradient: np.ndarray, before: np.ndarray) -> np.ndarray:
+        return clip_coefficient(norm, limit) * gradient + update.recipe_of(trial, fqn).weight_decay * before
+
+    def barely_clipped(norm: float, fqn: str, gradient: np.ndarray, before: np.ndarray) -> np.ndarray:
+        return gradient if limit is None or norm <= limit else limit / norm * gradient
+
+    if _would_pass(_feeding(trial, decaying, no_decay)):
+        return "weight decay is added to the gradients (L2, as Adam does), asked for decoupled (AdamW)"
+    if _would_pass(_feeding(trial, barely_clipped, training)):
+        return "clipping multiplies by max_norm / norm, asked for max_norm / (norm + 1e-6), as torch does"
+    return None
+
+
+Feed = Callable[[float, str, np.ndarray, np.ndarray], np.ndarray]  # norm, fqn, gradient, parameter before the step
+
+
+def _feeding(trial: Trial, feed: Feed, training: TrainingConfig) -> Trial:
+    """The same evidence, as if what the optimizer is fed were the gradients seen, and nothing clipped them."""
+    ranks = {}
+    for rank, evidence in trial.ranks.items():
+        before, steps = trial.start_of(rank), []
+        for step in evidence.steps:
+            norm = update.observed_norm(trial, step.step)
+            fed = {fqn: feed(norm, fqn, gradient, before[fqn]) for fqn, gradient in step.gradients.items()}
+            steps.append(replace(step, gradients=fed))
+            before = step.parameters
+        ranks[rank] = replace(evidence, steps=tuple(steps))
+    case = replace(trial.case, training=replace(training, max_norm=None))
+    return replace(trial, case=case, run=replace(trial.run, ranks=ranks))
+
+
+def _amsgrad(trial: Trial) -> str | None:
+    """It keeps, and divides by, the largest second moment so far."""
+    states = [state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values()]
+    if not any("max_exp_avg_sq" in state for state in states):
+        return None
+    return "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), asked for AdamW without it"
 
 
 def _would_pass(trial: Trial) -> bool:

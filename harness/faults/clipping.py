@@ -146,3 +146,44 @@ def overflow_goes_into_the_weights(fired: Fired) -> None:
         return overflowing
 
     replace(trainer, "scaled", make)
+
+
+@fault(
+    breaks="the displayed gradient norm is that after clipping",
+    bug="of the family of C02 pytorch/torchtitan #766: another norm is displayed than the one that is asked for",
+    case="fsdp_2",
+    caught_by="grad_norm",
+    named="each rank shows the norm after clipping (1), asked for that before it",
+)
+def displayed_norm_after_clipping(fired: Fired) -> None:
+    from harness.trainers.llama3 import clip
+
+    def make(original: Any) -> Any:
+        def after(parameters: Any, max_norm: Any, groups: Any = ()) -> float:
+            fired()
+            original(parameters, max_norm, groups)
+            return original(parameters, None, groups)
+
+        return after
+
+    replace(clip, "clip_gradients", make)
+
+
+@fault(
+    breaks="clipping multiplies by max_norm / norm, without the 1e-6 that torch adds to the norm",
+    bug="of the family of C05 deepspeedai/DeepSpeed #5150: another coefficient than torch's",
+    case="fsdp_2",
+    caught_by="update",
+    named="clipping multiplies by max_norm / norm, asked for max_norm / (norm + 1e-6), as torch does",
+)
+def clipped_without_the_1e_6(fired: Fired) -> None:
+    import torch
+
+    def make(original: Any) -> Any:
+        def clip(parameters: Any, max_norm: float, total_norm: Any, **kwargs: Any) -> None:
+            fired()
+            original(parameters, max_norm, total_norm - 1e-6, **kwargs)
+
+        return clip
+
+    replace(torch.nn.utils, "clip_grads_with_norm_", make)

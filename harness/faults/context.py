@@ -340,3 +340,27 @@ def ring_merges_in_float32(fired: Fired) -> None:
         return rounded
 
     replace(context, "teach_cpu_attention", make)
+
+
+@fault(
+    breaks="labels are shifted on each cp rank after the sequence was cut: the last token of each part has none",
+    bug="of the family of K04 pytorch/torchtitan #4075: the last token of a piece has another piece's label, or none",
+    case="cp_2",
+    caught_by="samples loss gradients",
+    named="each is the last of a cp rank's part, as if labels were shifted after the sequence was cut",
+)
+def labels_shifted_after_the_cut(fired: Fired) -> None:
+    import torch
+
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def shifted(*args: Any) -> Any:
+            part = original(*args)
+            fired()
+            following = torch.nn.functional.pad(part.tokens[:, 1:], (0, 1), value=-100)
+            return part._replace(labels=torch.where(part.labels < 0, part.labels, following))
+
+        return shifted
+
+    replace(trainer, "sequence_part", make)

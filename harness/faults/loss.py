@@ -170,3 +170,47 @@ def prompt_mask_one_too_long(fired: Fired) -> None:
         return masked
 
     replace(data.TokenDataset, "__getitem__", make)
+
+
+@fault(
+    breaks="the displayed loss is that of the step before, as by a display that does not wait for the device",
+    bug="of the family of L10 pytorch/torchtitan #2990: what is logged is wrong beside a training that is right",
+    case="fsdp_2",
+    caught_by="reported_loss",
+    named="each rank shows that of the step before",
+)
+def displayed_loss_of_the_step_before(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    shown: list[float] = []
+
+    def make(original: Any) -> Any:
+        def late(*args: Any) -> float:
+            shown.append(original(*args))
+            if len(shown) > 1:
+                fired()
+            return shown[-2:][0]
+
+        return late
+
+    replace(trainer, "reported_loss", make)
+
+
+@fault(
+    breaks="labels are smoothed by 0.1, which the recipe does not ask for",
+    bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
+    case="fsdp_2",
+    caught_by="loss gradients reported_loss",
+    named="what goes into each module is as long as it should be: it is the loss itself (smoothing",
+)
+def labels_smoothed(fired: Fired) -> None:
+    import torch
+
+    def make(original: Any) -> Any:
+        def smooth(*args: Any, **kwargs: Any) -> Any:
+            fired()
+            return original(*args, **kwargs, label_smoothing=0.1)
+
+        return smooth
+
+    replace(torch.nn.functional, "cross_entropy", make)

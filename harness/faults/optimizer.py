@@ -276,3 +276,41 @@ def gradients_never_zeroed(fired: Fired) -> None:
         fired()
 
     replace(Optimizer, "zero_grad", lambda original: keep)
+
+
+def _with_option(fired: Fired, **option: Any) -> None:
+    """AdamW is made with an option that nobody asked for."""
+    from torch.optim import AdamW
+
+    def make(original: Any) -> Any:
+        def chosen(self: Any, *args: Any, **kwargs: Any) -> None:
+            fired()
+            original(self, *args, **kwargs)
+            for group in self.param_groups:
+                group.update(option)
+
+        return chosen
+
+    replace(AdamW, "__init__", make)
+
+
+@fault(
+    breaks="weight decay is added to the gradients, as Adam's is, so that AdamW's averages hold it too",
+    bug="of the family of E04 huggingface/transformers #35927: weight decay where it does not belong",
+    case="fsdp_2",
+    caught_by="update",
+    named="weight decay is added to the gradients (L2, as Adam does), asked for decoupled (AdamW)",
+)
+def weight_decay_in_the_gradients(fired: Fired) -> None:
+    _with_option(fired, decoupled_weight_decay=False)
+
+
+@fault(
+    breaks="AdamW divides by the largest second moment so far, not by the present one",
+    bug="of the family of E04: an optimizer with another option than the recipe's",
+    case="fsdp_2",
+    caught_by="update memory",
+    named="the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), asked for AdamW without it",
+)
+def amsgrad_not_asked_for(fired: Fired) -> None:
+    _with_option(fired, amsgrad=True)
