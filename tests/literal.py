@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from harness import golden
 from harness.case import Case, Features, ParallelDims
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
+from harness.diagnose import Diagnosis
 from harness.evidence import (
     Activity,
     AfterForward,
@@ -303,6 +305,27 @@ def microbatch_of(reference: ReferenceRun, ids: Iterable[int], at: np.ndarray | 
     rows, at = list(ids), np.arange(reference.tokens.shape[1]) if at is None else at
     labels, total = reference.labels[rows][:, at], math.fsum(sample_loss(id_) / cp for id_ in rows)
     return Microbatch(reference.tokens[rows][:, at], labels, total, int((labels != -100).sum()))
+
+
+# ---- what is said of it
+
+WORDS = {"contents", "shard groups", "replicate groups", "tp groups", "weights", "why", "stack", "not to blame", "also"}
+ALL_IN_ONE_LINE = (  # nothing more is known where these are said
+    "did not|do not|does not|has no|holds|trained|launched|left no evidence|too slow|raised|vanished|NaN"
+    "|another shape|different bytes|memory held|wrappers or placements"
+)
+
+
+def cause_of(found: Diagnosis | None) -> str:
+    """The first line. What stands below it begins with a law's name or one of a few words, and is there."""
+    assert found is not None, "no law is broken"
+    known = {*all_checks(), *WORDS, *(f"rank {rank}" for rank in range(16))}
+    below = [label for label, text in found.evidence if label in known and text]
+    rest = {label for label, _ in found.evidence if label not in known}
+    assert rest <= {"", "also broken", "groups", "loss, gradients", "not diagnosed"}, rest
+    plain = found.cause.partition(":")[0] in known  # no rule knows it
+    assert below or plain or re.search(ALL_IN_ONE_LINE, found.cause), found.cause
+    return found.cause
 
 
 # ---- altering one thing

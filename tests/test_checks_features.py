@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
+from literal import ADAMW, TINY, cause_of, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 
 from harness.checks.features import QUANTIZED_PRODUCTS
 from harness.diagnose import diagnose
@@ -20,7 +20,7 @@ def found(trial: Trial) -> list[Finding]:
 
 def cause(trial: Trial) -> str:
     told = diagnose(trial, [judged("features", trial)])
-    return told.cause if told else ""
+    return cause_of(told) if told else ""
 
 
 def with_activity(trial: Trial, rank: int, step: int, **changes: Any) -> Trial:

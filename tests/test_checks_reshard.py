@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from literal import UNEVEN, judged, tiny_case, trial_of, with_collectives, with_every_rank, with_step
+from literal import UNEVEN, cause_of, judged, tiny_case, trial_of, with_collectives, with_every_rank, with_step
 
 from harness.case import ParallelDims
 from harness.checks import all_checks, judge
@@ -124,8 +124,7 @@ def test_a_unit_that_stays_gathered_is_named() -> None:
     trial = trial_of(asked, ran)
     where = "rank 0, step 1, tok_embeddings.weight after forward"
     assert first_finding(trial) == Finding(where, "freed", "gathered")
-    found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause == (
+    assert cause_of(diagnose(trial, judge(trial))) == (
         "after forward: tok_embeddings, layers.0 still gathered, should be freed;"
         " reshard_after_forward default is asked for, never is in force"
     )
@@ -140,8 +139,7 @@ def test_a_number_that_is_ignored_is_named() -> None:
     trial = trial_of(tiny_case(FSDP_4, reshard_after_forward=2), tiny_case(FSDP_4, reshard_after_forward="always"))
     where = "rank 0, step 1, tok_embeddings.weight after forward"
     assert first_finding(trial) == Finding(where, "sharded over 2 ranks", "freed")
-    found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause.endswith("reshard_after_forward 2 is asked for, always is in force")
+    assert cause_of(diagnose(trial, judge(trial))).endswith("reshard_after_forward 2 is asked for, always is in force")
 
 
 def test_memory_that_no_parameter_shows_is_a_finding() -> None:
@@ -169,8 +167,7 @@ def test_what_is_freed_on_one_rank_only_is_named_with_the_rank() -> None:
     record: AfterForward = other.ranks[1].steps[0].after_forward[0]
     trial = after_forward(trial, 1, bytes=record.bytes, storage=record.storage)
     assert first_finding(trial) == Finding("rank 1, step 1, norm.weight after forward", "gathered", "freed")
-    found = diagnose(trial, judge(trial))
-    assert found is not None and "norm, output freed, should be gathered on rank 1;" in found.cause
+    assert "norm, output freed, should be gathered on rank 1;" in cause_of(diagnose(trial, judge(trial)))
 
 
 def test_a_gathering_that_is_missing_in_backward_is_a_finding() -> None:
@@ -191,14 +188,12 @@ def test_a_rank_that_says_nothing_does_not_pass() -> None:
 def test_fsdp1_that_ran_over_all_ranks_is_named() -> None:
     asked, ran = tiny_case("hsdp_2x2", wrapper="fsdp1"), tiny_case(FSDP_4, wrapper="fsdp1")
     trial = trial_of(asked, ran)
-    found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause.startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks")
+    assert cause_of(diagnose(trial, judge(trial))).startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks")
 
 
 def test_another_wrapper_than_asked_for_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", wrapper="fsdp1"))
-    found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause == "wrapper fsdp2 is asked for, fsdp1 is in force"
+    assert cause_of(diagnose(trial, judge(trial))) == "wrapper fsdp2 is asked for, fsdp1 is in force"
 
 
 def test_offloading_that_no_wrapper_knows_of_is_a_finding() -> None:
@@ -221,8 +216,7 @@ def test_buckets_are_smaller_than_their_size_and_one_parameter_more() -> None:
     trial = trial_of(tiny_case("ddp_2", bucket_mb=128 / 2**20))  # and the largest parameter has 256 bytes
     whole = Finding("rank 0, bytes reduced at once", "buckets of 128", "up to 1880")
     assert judged("features", trial).findings[0] == whole
-    found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause.endswith("is asked for, up to 1880 bytes are reduced at once")
+    assert cause_of(diagnose(trial, judge(trial))).endswith("is asked for, up to 1880 bytes are reduced at once")
     for size, verdict in ((376, Verdict.PASS), (384, Verdict.FAIL)):
         pieces = with_every_rank(trial, lambda trial, rank, size=size: in_buckets(trial, rank, size))
         assert judged("features", pieces).verdict == verdict

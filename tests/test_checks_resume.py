@@ -12,6 +12,7 @@ from literal import (
     ADAMW,
     SGD,
     UNEVEN,
+    cause_of,
     judged,
     microbatch_of,
     tiny_case,
@@ -59,9 +60,7 @@ def everywhere(trial: Trial, what: str, change: Callable[[dict[str, Any]], dict[
 
 
 def cause(trial: Trial) -> str:
-    found = diagnose(trial, judge(trial))
-    assert found is not None
-    return found.cause
+    return cause_of(diagnose(trial, judge(trial)))
 
 
 # ---- right

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from literal import judged, reference_of, tiny_case
+from literal import cause_of, judged, reference_of, tiny_case
 
 from harness.case import Case, ParallelDims
 from harness.checks import schedule
@@ -41,8 +41,7 @@ def with_actions(trial: Trial, rank: int, actions: tuple[str, ...]) -> Trial:
 
 def named(trial: Trial) -> str:
     found = wrong_schedule(trial, {"schedule": schedule.check(trial)})
-    assert found is not None
-    return found.cause
+    return cause_of(found)
 
 
 def test_what_the_schedule_prescribes_passes() -> None:

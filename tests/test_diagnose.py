@@ -20,6 +20,7 @@ from literal import (
     SGD,
     TINY,
     UNEVEN,
+    cause_of,
     judged,
     microbatch_of,
     sum_of_samples,
@@ -59,7 +60,7 @@ def dims(replicate: int = 1, shard: int = 1, tp: int = 1) -> ParallelDims:
 def told(trial: Trial) -> str:
     """The first line, then the evidence."""
     found = diagnose(trial, judge(trial))
-    assert found is not None, "no law is broken"
+    assert cause_of(found) and found is not None
     return "\n".join([found.cause, *(f"  {label}: {text}" for label, text in found.evidence)])
 
 

@@ -13,6 +13,7 @@ from literal import (
     ADAMW,
     EIGHT,
     TINY,
+    cause_of,
     judged,
     optimize,
     tiny_case,
@@ -66,11 +67,6 @@ THREE = replace(TINY, n_layers=3)
 PP_2 = tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4)
 
 
-def cause(found: Any) -> str:
-    assert found is not None
-    return found.cause
-
-
 def broken(*laws: str) -> dict[str, Result]:
     return {law: Result(law, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for law in laws}
 
@@ -92,15 +88,16 @@ def recomputing(*blocks: int, asked: str = "layer") -> Trial:
 def test_blocks_recomputed_in_the_place_of_others_are_named_beside_those_asked_for() -> None:
     told = "activation checkpointing layer is in the wrong place: recomputed are"
     assert (
-        cause(wrong_features(recomputing(0, 2), broken("features"))) == f"{told} layers.0, layers.2, asked for layers.1"
+        cause_of(wrong_features(recomputing(0, 2), broken("features")))
+        == f"{told} layers.0, layers.2, asked for layers.1"
     )
-    assert cause(wrong_features(recomputing(2), broken("features"))) == f"{told} layers.2, asked for layers.1"
+    assert cause_of(wrong_features(recomputing(2), broken("features"))) == f"{told} layers.2, asked for layers.1"
 
 
 def test_a_rank_that_recomputes_other_blocks_than_its_peers_is_named() -> None:
     trial, odd = recomputing(1), recomputing(0)
     trial = with_rank(trial, 1, steps=odd.ranks[1].steps)
-    assert cause(wrong_features(trial, broken("features"))) == (
+    assert cause_of(wrong_features(trial, broken("features"))) == (
         "activation checkpointing layer is in the wrong place on rank 1: recomputed are layers.0, asked for layers.1"
     )
 
@@ -115,7 +112,7 @@ def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradien
 
     other = drawing({"forward": 2, "backward": 2, "other state layers.0": 1, "other state layers.0.attention": 1})
     told = "recomputation of layers.0 began with another random state than forward: its masks are not those that the loss was computed with"
-    assert cause(wrong_masks(other, broken("gradients"))) == told
+    assert cause_of(wrong_masks(other, broken("gradients"))) == told
     assert wrong_masks(other, broken("features")) is None
     assert wrong_masks(drawing({"forward": 2, "other state layers.0": 1}), broken("gradients")) is None
     assert wrong_masks(drawing({"forward": 2, "backward": 2}), broken("gradients")) is None
@@ -208,7 +205,7 @@ def test_a_loss_that_is_off_beside_right_gradients_shows_both_numbers() -> None:
         (batch,) = trial.ranks[rank].steps[0].microbatches
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
     found = wrong_loss(trial, {"loss": judged("loss", trial)})
-    assert cause(found) == "the loss of step 1 is off by 1.0e-02 although its gradients are right"
+    assert cause_of(found) == "the loss of step 1 is off by 1.0e-02 although its gradients are right"
     assert [label for label, _ in found.evidence] == ["loss"]
 
 
@@ -231,14 +228,14 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
     assert judged("gradients", trial).verdict is Verdict.PASS
     law = {"grad_norm": judged("grad_norm", trial)}
     told = "gradients are 1.02 times as long as the reference's, though no entry is beyond its noise"
-    assert cause(wrong_display(trial, law)) == told
+    assert cause_of(wrong_display(trial, law)) == told
     shown = with_every_rank(trial, lambda t, rank: with_step(t, rank, 3, grad_norm=9.0))
-    assert cause(wrong_display(shown, law)).startswith("the displayed gradient norm is wrong")
+    assert cause_of(wrong_display(shown, law)).startswith("the displayed gradient norm is wrong")
 
 
 def shown_instead(trial: Trial, what: str) -> str:
     found = wrong_display(trial, {what: judged(what, trial)})
-    return cause(found).removeprefix("the displayed ").partition(" is wrong, the training itself is right: ")[2]
+    return cause_of(found).removeprefix("the displayed ").partition(" is wrong, the training itself is right: ")[2]
 
 
 @pytest.mark.parametrize(("what", "kind"), [("reported_loss", "loss"), ("grad_norm", "grad_norm")])
@@ -337,7 +334,7 @@ def test_a_largest_second_moment_is_blamed_only_where_updates_are_wrong() -> Non
 @pytest.mark.parametrize("law", ["loss", "gradients", "grad_norm", "reported_loss"])
 def test_collectives_in_another_order_explain_numbers_of_any_kind(law: str) -> None:
     found = out_of_order(fsdp_4(), broken("collective_order", law))
-    assert cause(found) == "ranks of a group do not issue the same collectives: here: that, this"
+    assert cause_of(found) == "ranks of a group do not issue the same collectives: here: that, this"
     assert found.evidence == (("collective_order", "here: expected this, observed that"),)
     assert out_of_order(fsdp_4(), broken(law)) is None
     assert out_of_order(fsdp_4(), broken("collective_order", "memory")) is None
@@ -356,7 +353,7 @@ def test_collectives_in_another_order_explain_numbers_of_any_kind(law: str) -> N
 def test_a_structure_that_no_feature_explains_is_told_by_its_law(law: str, told: str) -> None:
     trial = fsdp_4()
     doubled = with_rank(trial, 0, collectives=trial.ranks[0].collectives * 3)
-    assert cause(wrong_structure(doubled, broken(law))) == f"{told}: here: expected this, observed that"
+    assert cause_of(wrong_structure(doubled, broken(law))) == f"{told}: here: expected this, observed that"
 
 
 # ---- layout and processes
@@ -367,7 +364,7 @@ def test_slices_of_no_known_layout_are_told_with_their_ranks_and_the_first_of_th
     full = trial.reference.weights["output.weight"]
     trial = with_parameter(trial, 2, "output.weight", value=full[1:3])
     found = wrong_contents(trial, broken("shard_contents"))
-    assert cause(found) == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
+    assert cause_of(found) == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
     assert found.evidence == (
         (
             "contents",
@@ -381,7 +378,7 @@ def test_flattened_slices_are_told_in_elements() -> None:
     trial = trial_of(tiny_case(dims(shard=4), wrapper="fsdp1"))
     value = next(t.value for t in trial.ranks[2].parameters if t.fqn == NORM)
     found = wrong_contents(with_parameter(trial, 1, NORM, value=value), broken("shard_contents"))
-    assert cause(found) and found.evidence[0][1].endswith(
+    assert cause_of(found) and found.evidence[0][1].endswith(
         "expected 1/2 of its elements [0:2], observed 1/2 of its elements [2:4]"
     )
 
@@ -406,7 +403,7 @@ def test_where_nobody_can_be_blamed_the_first_ones_stack_is_shown() -> None:
         Exit(rank, "killed", signal="SIGKILL", error="no answer", stack=f"{rank}:1\n {rank}:2") for rank in (1, 2)
     ]
     found = process_failed(with_exits(fsdp_4(), *killed), {})
-    assert cause(found) == "ranks [1,2] did not finish, and nothing tells which of them is the cause"
+    assert cause_of(found) == "ranks [1,2] did not finish, and nothing tells which of them is the cause"
     assert found.evidence == (
         ("rank 1", "killed: no answer"),
         ("rank 2", "killed: no answer"),
@@ -414,7 +411,7 @@ def test_where_nobody_can_be_blamed_the_first_ones_stack_is_shown() -> None:
         ("", "1:2"),
     )
     alone = process_failed(with_exits(fsdp_4(), killed[0]), {})
-    assert cause(alone).startswith("rank 1 did not finish")
+    assert cause_of(alone).startswith("rank 1 did not finish")
 
 
 def test_ranks_that_take_themselves_for_others_are_not_said_to_be_alone() -> None:
@@ -444,7 +441,7 @@ def test_a_step_of_another_length_is_looked_for_at_its_own_positions() -> None:
     full = np.arange(4, 8)
     trial = with_step(trial, 1, 2, positions=(full,))
     found = wrong_positions(trial, {"positions": judged("positions", trial)})
-    assert cause(found) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-3"
+    assert cause_of(found) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-3"
 
 
 def test_three_groups_are_shown_and_of_more_the_first_two_and_the_last() -> None:
@@ -465,7 +462,7 @@ def test_what_else_is_broken_is_told_where_no_rule_knows_the_cause() -> None:
 
 
 def test_a_law_that_is_broken_without_saying_where_is_told() -> None:
-    assert cause(diagnose(fsdp_4(), [Result("loss", Verdict.FAIL, 1)])) == "loss is broken and does not say where"
+    assert cause_of(diagnose(fsdp_4(), [Result("loss", Verdict.FAIL, 1)])) == "loss is broken and does not say where"
 
 
 def test_a_listing_of_groups_passes_where_only_placements_are_wrong() -> None:
@@ -480,7 +477,7 @@ def test_rules_of_the_caller_are_those_of_earlier_launches_too() -> None:
     before = with_value(trial.saved[0], 0, 1, "gradients", NORM, lambda g: 2 * g)
     trial = replace(trial, saved=(before,))
     assert first_line(trial).startswith("saved_1: gradients are 2 times")
-    assert cause(diagnose(trial, judge(trial), ())).startswith("saved_1: gradients: ")
+    assert cause_of(diagnose(trial, judge(trial), ())).startswith("saved_1: gradients: ")
 
 
 # ---- what happens to weights after the optimizer
