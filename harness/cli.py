@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, catalogue, coverage, golden, matrix, trainers, versions
+from harness import ROOT, catalogue, coverage, drawn, golden, matrix, trainers, versions
 from harness.bisect import BisectError, bisect
 from harness.bisect_report import bisect_report
 from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
@@ -27,7 +27,16 @@ from harness.faults import FaultError, faults_of_file, load_fault
 from harness.golden import GoldenError
 from harness.launch import LaunchError, preload
 from harness.launch.torchrun import join
-from harness.line import Judgement, Options, Unsupported, judge_folder, reference_folder, run_case, store_report
+from harness.line import (
+    Judgement,
+    Options,
+    Unsupported,
+    judge_folder,
+    reference_folder,
+    run_case,
+    store_report,
+    unsupported,
+)
 from harness.plan import make_plan
 from harness.plan_text import plan_text
 from harness.progress import Progress
@@ -76,7 +85,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    case, options = find_case(args.case, load_all(args.cases)), options_of(args)
+    case, options = case_of(args), options_of(args)
     judgement = run_case(case if args.seed is None else reseeded(case, args.seed), options)
     print(case_report(judgement))
     return exit_code(judgement)
@@ -114,9 +123,7 @@ def check(args: argparse.Namespace) -> int:
 def run_matrix(args: argparse.Namespace) -> int:
     if args.all:
         return show_pairs(load_all(args.cases), args.trainer, accept=args.accept)
-    selected = matrix.matching(load_all(args.cases), args.expression)
-    cases = matrix.of_tier(selected, args.tier)
-    cases = cases if args.seed is None else [reseeded(case, args.seed) for case in cases]
+    cases, more = cases_of_matrix(args)
     if args.list:
         print(listing(cases))
         return PASSED
@@ -126,8 +133,8 @@ def run_matrix(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         abandon(progress, "cases")
     print(matrix.matrix_report(outcomes, progress.elapsed()))
-    if len(selected) > len(cases):
-        print(f"{len(selected) - len(cases)} more of other tiers were not run: --tier all")
+    if more:
+        print(f"{more} more of other tiers were not run: --tier all")
     return matrix_code(outcomes)
 
 
@@ -207,12 +214,26 @@ def goldens(args: argparse.Namespace) -> int:
 
 
 def show_plan(args: argparse.Namespace) -> int:
-    case = find_case(args.case, load_all(args.cases))
+    case = case_of(args)
     print(plan_text(case, make_plan(case)))
     return PASSED
 
 
 # ---- their parts
+
+
+def case_of(args: argparse.Namespace) -> Case:
+    return drawn.named(args.case) or find_case(args.case, load_all(args.cases))
+
+
+def cases_of_matrix(args: argparse.Namespace) -> tuple[list[Case], int]:
+    """And how many more there are in other tiers."""
+    if args.random:
+        options = options_of(args)
+        return drawn.first(args.random, args.seed or 1, lambda case: unsupported(case, options)), 0
+    selected = matrix.matching(load_all(args.cases), args.expression)
+    cases = matrix.of_tier(selected, args.tier)
+    return [case if args.seed is None else reseeded(case, args.seed) for case in cases], len(selected) - len(cases)
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -274,7 +295,7 @@ def listing(cases: Sequence[Case]) -> str:
     width = max(len(case.name) for case in cases)
     lines = []
     for file in dict.fromkeys(case.file for case in cases):
-        lines.append(file)
+        lines += [file] if file else []
         lines += [
             f"  {case.name:<{width}}  {case.dims.world_size:>2} ranks  {case.why}"
             for case in cases
@@ -386,6 +407,12 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("--tier", choices=tiers, default="default", help="which cases; all but default are for the night")
     many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; default {JOBS}")
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
+    many.add_argument(
+        "--random",
+        type=_positive_int,
+        metavar="N",
+        help="instead, N cases of options drawn at random; --seed draws others",
+    )
     many.add_argument("--list", action="store_true", help="only list the cases")
     many.add_argument("--all", action="store_true", help="only list every pair of options, with its case or its reason")
     many.add_argument(

@@ -64,7 +64,7 @@ def pairs(cases: Sequence[Case], trainer: Adapter) -> list[Pair]:
 
 def _reason(one: Option, other: Option, trainer: Adapter) -> str:
     """Why nobody can ask for both."""
-    fragment = _join(one.fragment, other.fragment)
+    fragment = join(one.fragment, other.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)
     except CaseError as error:
@@ -74,11 +74,12 @@ def _reason(one: Option, other: Option, trainer: Adapter) -> str:
     return trainer.unsupported(case) or MISSING
 
 
-def _join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two fragments as one; where both say something, the other's."""
     joined = dict(one)
     for key, value in other.items():
         mine = joined.get(key)
-        joined[key] = _join(mine, value) if isinstance(mine, Mapping) and isinstance(value, Mapping) else value
+        joined[key] = join(mine, value) if isinstance(mine, Mapping) and isinstance(value, Mapping) else value
     return joined
 
 

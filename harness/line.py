@@ -362,10 +362,12 @@ def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
 
 
 def _made(options: Options) -> dict[str, str]:
+    name, _, source = options.trainer.partition("@")
+    own = str(Path(name).parent) if name.endswith(".py") else str(ROOT)
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
-        "commit": _commit(options.trainer.partition("@")[2] or str(ROOT)),
+        "commit": _commit(source or own),
         "device": options.device,
         "launcher": options.launcher,
     }

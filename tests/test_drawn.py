@@ -1,0 +1,58 @@
+"""Random cases: a name is a case, all that was drawn is in it, and what a trainer cannot run is passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.case import CaseError
+from harness.coverage import options
+from harness.drawn import LARGEST_WORLD, LEFT_OUT, draw, first, named
+
+DRAWN = [draw(3, number) for number in range(1, 201)]
+
+
+def test_a_name_says_which_case_it_is() -> None:
+    case = draw(3, 17)
+    assert named("random_3_17") == case and case.name == "random_3_17"
+    assert [named(name) for name in ("hsdp_2x2", "random_3", "my_random_3_17")] == [None, None, None]
+
+
+def test_other_seeds_and_numbers_draw_other_cases() -> None:
+    assert len({case.why for case in DRAWN}) > 190
+    assert [case.why for case in DRAWN] != [draw(4, number).why for number in range(1, 201)]
+
+
+def test_a_case_has_all_that_its_why_says() -> None:
+    known = {option.name: option for option in options()}
+    for case in DRAWN:
+        told = [name for name in known if name in case.why]
+        assert any(known[name].holds(case) for name in told)
+        assert case.dims.world_size <= LARGEST_WORLD and not case.file
+
+
+def test_every_option_is_drawn_but_those_left_out() -> None:
+    every = [draw(5, number) for number in range(1, 601)]
+    never = {option.name for option in options() if not any(map(option.holds, every))}
+    assert never == {option.name for option in options() if option.kind in LEFT_OUT}
+
+
+def test_what_cannot_run_is_passed_over_and_keeps_its_number() -> None:
+    chosen = first(2, 3, lambda case: "no pipelines" if case.dims.pp > 1 else None)
+    assert [case.name for case in chosen] == [case.name for case in DRAWN if case.dims.pp == 1][:2]
+
+
+def test_a_trainer_that_runs_none_is_told() -> None:
+    with pytest.raises(CaseError, match="--random 1: of 100 drawn this trainer runs 0; ask for fewer"):
+        first(1, 3, lambda case: "nothing runs")
+
+
+def test_random_cases_run_and_one_is_repeated_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["matrix", "--random", "2", "--seed", "10", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 PASS" in shown
+    name = next(line.split()[0] for line in shown.splitlines() if line.startswith("random_10_"))
+    assert cli.main(["run", name, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"PASS {name}\n")
