@@ -36,9 +36,10 @@ from harness.trial import Result, Trial, Verdict
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 
-PROCESS_RULES: tuple[Rule, ...] = (process_failed, started_elsewhere, incomplete)
 RULES: tuple[Rule, ...] = (
-    *PROCESS_RULES,
+    process_failed,
+    started_elsewhere,
+    incomplete,
     wrong_layout,
     wrong_wrapper,
     wrong_weights,
@@ -72,15 +73,11 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return Diagnosis(f"{failed[0].check} is broken and does not say where") if failed else None
-    found, skipped = _first_answer(trial, broken, rules if _all_told(trial) else PROCESS_RULES)
+    found, skipped = _first_answer(trial, broken, rules)
     found = found or _plain_summary(broken)
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, cause=f"{launch_label(trial)}{found.cause}")
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
-
-
-def _all_told(trial: Trial) -> bool:
-    return set(trial.ranks) == set(trial.plan.slices) and all(evidence.steps for evidence in trial.ranks.values())
 
 
 def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[Diagnosis | None, Lines]:

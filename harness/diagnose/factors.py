@@ -47,7 +47,7 @@ def _axes(trial: Trial, value: float) -> list[str]:
 def _counts(trial: Trial, value: float) -> list[str]:
     training, valid = trial.case.training, trial.reference.steps[0].valid_tokens
     counts = {"valid tokens": valid, "all tokens": _positions(trial), "samples": training.global_batch}
-    return [f"the number of {name}" for name, number in counts.items() if number > 1 and _near(value, number)]
+    return [f"the number of {name}" for name, number in counts.items() if _near(value, number)]
 
 
 def _near(one: float, other: float) -> bool:

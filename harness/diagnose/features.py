@@ -34,7 +34,7 @@ def _quantization(trial: Trial) -> str | None:
     """Modules that ran in 8 bits and should not, or that should and did not."""
     recipe, wanted = trial.case.training.quantize, set(trial.plan.quantized)
     keys = {key for evidence in trial.ranks.values() for step in evidence.steps for key in step.activity.quantized}
-    ran = {key.split(" ")[1]: key.split(" ")[2] for key in sorted(keys)}
+    ran = {fqn: kind for _, fqn, kind in map(str.split, sorted(keys))}
     if trial.case.features.compile or set(ran) == wanted:
         return None
     if not ran:

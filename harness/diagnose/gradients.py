@@ -63,7 +63,7 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         cause = explain(trial, wrong)
         if cause:
             return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
-    cause = _unexplained(trial, broken, wrong)
+    cause = _unexplained(trial, wrong)
     return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong)))
 
 
@@ -448,7 +448,7 @@ def _deaf(trial: Trial, heard: dict[int, list[int]], rank: int, axis: str) -> bo
     return not set(trial.plan.group_of(rank, axis)) - {rank} & set(heard[rank])
 
 
-def _unexplained(trial: Trial, broken: Broken, wrong: list[Pair]) -> str:
+def _unexplained(trial: Trial, wrong: list[Pair]) -> str:
     where, largest = _where(trial, wrong), max(_distance(trial, rank, fqn) for rank, fqn in wrong)
     off = _loss_is_off(trial)
     if largest < 1e-6 and (off or 0.0) < 1e-6:

@@ -1,0 +1,313 @@
+"""What is said beside a cause, and where one stops: small functions of harness/diagnose on literal evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal import (
+    ADAMW,
+    SGD,
+    TINY,
+    cause_of,
+    judged,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_rank,
+    with_step,
+    with_step_1_gradients,
+)
+from test_diagnose import NORM, dims, first_line, fsdp_4, ran_as
+from test_diagnose_apart import broken, recomputing
+
+from harness.case import Case, ParallelDims, Saved
+from harness.diagnose import _what_weaker_tests_say
+from harness.diagnose.factors import factor_text
+from harness.diagnose.features import _compile, wrong_features
+from harness.diagnose.gradients import _kept, _less_than_planned, wrong_gradients, wrong_later_gradients, wrong_pairs
+from harness.diagnose.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced
+from harness.diagnose.pipeline import _others
+from harness.diagnose.processes import incomplete, process_failed
+from harness.diagnose.rest import _reduced_too_often, replicas_drift, wrong_display
+from harness.diagnose.updates import _enlarged, _not_clipped, _wrong_lr
+from harness.evidence import Exit
+from harness.trial import Result, Trial, Verdict
+
+DDP_2 = trial_of(tiny_case("ddp_2"))
+
+
+# ---- what weaker tests say
+
+
+def said(*results: tuple[str, Verdict, str]) -> dict[str, str]:
+    return dict(_what_weaker_tests_say([Result(name, verdict, 1, note=note) for name, verdict, note in results]))
+
+
+def test_the_larger_difference_of_loss_and_gradients_is_told_as_a_number_not_as_a_word() -> None:
+    loss, gradients = (
+        ("loss", Verdict.PASS, "largest difference 3e-16"),
+        ("gradients", Verdict.PASS, "largest difference 1e-15"),
+    )
+    update = ("update", Verdict.FAIL, "")
+    assert said(loss, gradients, update) == {
+        "loss, gradients": "equal to the reference within 1e-15: a loss-curve test passes here"
+    }
+    assert said(gradients, update) == {"gradients": "equal to the reference within 1e-15"}
+    assert said(loss, gradients, ("golden", Verdict.FAIL, "")) == {}
+    assert list(said(("golden", Verdict.FAIL, ""), update)) == ["golden"]
+
+
+# ---- factors
+
+
+def test_a_factor_is_named_within_a_millionth_and_one_of_1_is_no_factor() -> None:
+    trial = trial_of(tiny_case(dims(shard=4)))
+    assert factor_text(trial, 4 * (1 + 5e-7)) == ": not divided by dp_shard (4)"
+    assert factor_text(trial, 4 * (1 + 5e-6)) == ""
+    assert factor_text(trial, 1.0) == ""
+    labels = np.abs(trial.reference.labels)
+    steps = [replace(step, valid_tokens=32) for step in trial.reference.steps]
+    assert factor_text(replace(trial, reference=replace(trial.reference, labels=labels, steps=tuple(steps))), 1.0) == ""
+
+
+def test_a_number_of_tokens_is_named_only_of_what_is_everywhere() -> None:
+    trial = trial_of(tiny_case("single"))
+    valid = trial.reference.steps[0].valid_tokens
+    assert factor_text(trial, valid) == f": not divided by the number of valid tokens ({valid})"
+    assert factor_text(trial, valid, everywhere=False) == ""
+    all_tokens = ": divided by the number of all tokens, not of the valid ones"
+    assert factor_text(trial, valid / 32 * (1 + 5e-7)) == all_tokens
+    assert factor_text(trial, valid / 32, everywhere=False) == ""
+
+
+# ---- features
+
+
+def test_what_was_compiled_as_asked_is_not_blamed() -> None:
+    trial = trial_of(tiny_case("ddp_2", compile=True))
+    assert _compile(trial) is None
+    alone = with_rank(trial, 1, compiler={})
+    assert _compile(alone) == "compile is asked for, no block ran compiled on rank 1"
+    assert _compile(replace(alone, case=DDP_2.case)) == "compiled code ran on rank 0, compile is not asked for"
+
+
+def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
+    five = trial_of(tiny_case("ddp_2", model=replace(TINY, n_layers=12), activation_checkpointing="layer"))
+    for rank, evidence in five.ranks.items():
+        for step in evidence.steps:
+            calls = {key: 1 for key in step.activity.calls if key.startswith("forward")}
+            again = {f"backward layers.{block}.ffn_norm": 1 for block in (0, 2, 4, 6, 8)}
+            five = with_step(five, rank, step.step, activity=replace(step.activity, calls=calls | again))
+    told = cause_of(wrong_features(five, broken("features"))).partition("recomputed are ")[2]
+    assert told == (
+        "layers.0, layers.2, layers.4, layers.6 and 1 more, asked for layers.1, layers.11, layers.3, layers.5 and 2 more"
+    )
+    nothing = with_rank(recomputing(1), 1, steps=recomputing().ranks[1].steps)
+    told = cause_of(wrong_features(nothing, broken("features"))).partition("recomputed are ")[2]
+    assert told == "none, asked for layers.1"
+
+
+# ---- gradients
+
+
+def test_a_gradient_is_as_wrong_as_the_law_says_relative_to_the_whole_parameter() -> None:
+    small = {
+        f: g * np.where(np.arange(g.shape[0]) < g.shape[0] // 2, 1.0, 1e-12).reshape(-1, *[1] * (g.ndim - 1))
+        for f, g in DDP_2.reference.steps[0].gradients.items()
+    }
+    trial = trial_of(tiny_case("fsdp_2"))
+    steps = (replace(trial.reference.steps[0], gradients=small), *trial.reference.steps[1:])
+    trial = replace(trial, reference=replace(trial.reference, steps=steps))
+    trial = with_step_1_gradients(trial, lambda rank, fqn: small[fqn] * (1 + 1e-3 * rank))
+    assert wrong_pairs(trial, 1) == []
+    assert judged("gradients", trial).verdict is Verdict.PASS
+
+
+def test_two_parameters_that_are_wrong_on_one_rank_alone_are_told_with_it() -> None:
+    def noisy(rank: int, fqn: str) -> np.ndarray:
+        gradient = DDP_2.reference.steps[0].gradients[fqn]
+        return np.cos(99 * gradient) if rank == 1 and fqn in (NORM, "output.weight") else gradient
+
+    trial = with_step_1_gradients(DDP_2, noisy)
+    found = wrong_gradients(trial, broken("gradients"))
+    assert cause_of(found).startswith(
+        "gradients are wrong in 2 of 12 parameters (norm.weight, output.weight) on rank 1:"
+    )
+
+
+def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf_everywhere() -> None:
+    assert _less_than_planned(DDP_2) == ""
+    silent = with_collectives(DDP_2, 0, lambda call: [call] if call.phase != "backward" else [])
+    assert _less_than_planned(silent) == ", a sum over dp_replicate"
+
+
+def test_a_layout_is_blamed_only_where_what_was_resumed_is_right() -> None:
+    trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
+    for rank in (0, 1):
+        seen = trial.ranks[rank].steps[0].gradients
+        trial = with_step(trial, rank, 2, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
+    told = "gradients are wrong from step 2 on, the first after resuming, in 1 of 12 parameters (norm.weight)"
+    layout = ": what was resumed is right, so it is this layout, not the checkpoint"
+    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told + layout
+    assert cause_of(wrong_later_gradients(trial, broken("gradients", "resume"))) == told
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (tiny_case("fsdp_2"), " (gathered parameters)"),
+        (tiny_case("fsdp_2", wrapper="fsdp1"), " (gathered parameters)"),
+        (tiny_case("ddp_2"), ""),
+        (tiny_case("ddp_2", replace(ADAMW, document_mask=True)), " (the document mask)"),
+        (
+            tiny_case("fsdp_2", replace(ADAMW, variable_length=True)),
+            " (gathered parameters or what depends on the length)",
+        ),
+    ],
+)
+def test_what_a_forward_pass_may_keep_is_what_there_is(case: Case, told: str) -> None:
+    assert _kept(replace(DDP_2, case=case)) == told
+
+
+# ---- layout
+
+
+def test_a_part_that_is_nothing_or_all_is_told_as_such() -> None:
+    trial = fsdp_4()
+    assert _part_text(trial, NORM, ((0, 0),)) == "nothing"
+    assert _part_text(trial, NORM, ((0, 4),)) == "all"
+    assert _part_text(trial, NORM, ((1, 2),)) == "1/4 of dim 0 [1:2]"
+    assert _part_text(trial, NORM, None) == "bytes that are nowhere in it"
+
+
+def test_what_is_held_otherwise_by_some_parameters_only_is_named_by_what_was_left_out() -> None:
+    trial, asked = ran_as(dims(shard=2, tp=2), dims(shard=2, tp=2)), dims(shard=2, tp=2)
+    two = ["norm.weight", "output.weight"]
+    where = "2 of 12 parameters (norm.weight, output.weight)"
+    whole = "every rank of a group holds them whole"
+    for layout, told in (
+        (Layout(asked, sharded_by=()), f"FSDP is not applied to {where}: {whole}"),
+        (Layout(asked, tensor_parallel=False), f"TP is not applied to {where}: {whole}"),
+        (Layout(asked, sharded_by=("dp_shard", "tp")), f"{where} are sharded otherwise than all others"),
+        (
+            Layout(asked, order=("pp", "dp_replicate", "tp", "cp", "dp_shard")),
+            f"{where} are cut by dp_shard first and by tp inside, asked for tp first (strided shards)",
+        ),
+    ):
+        assert _name_partial(layout, trial, two).cause == told
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (dims(tp=2), "tp 2"),
+        (dims(shard=2, tp=2), "2 and tp 2"),
+        (dims(replicate=2, tp=2), "whole parameters on each of 2 ranks and tp 2"),
+        (ParallelDims(dp_shard=2, cp=2, tp=2), "4 and tp 2"),
+        (ParallelDims(cp=2, tp=2), "2 and tp 2"),
+    ],
+)
+def test_what_was_asked_for_in_place_of_fsdp_over_tp(asked: ParallelDims, told: str) -> None:
+    text = _fsdp_over_tp(Layout(asked, sharded_by=("dp_shard", "cp", "tp"), tensor_parallel=False))
+    assert text.endswith(f", asked for {told}")
+
+
+def test_only_sums_of_gradients_in_backward_are_reductions() -> None:
+    assert list(_unreduced(DDP_2, broken("gradients"))) == []
+    for change in ({"phase": "forward"}, {"op": "all_gather"}, {"dtype": "int64"}):
+        other = with_collectives(DDP_2, 0, lambda call, change=change: [replace(call, **change)])
+        assert list(_unreduced(other, broken("gradients"))) == ["gradient reduction missing over dp_replicate"]
+        assert list(_unreduced(other, broken("loss"))) == []
+
+
+# ---- pipeline
+
+
+def test_other_schedules_are_tried_with_any_number_of_microbatches_the_right_one_first() -> None:
+    case = tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4, model=replace(TINY, n_layers=2))
+    tried = [(other.features.schedule, other.microbatches) for other in _others(case)]
+    assert tried[:2] == [("GPipe", 4), ("1F1B", 4)]
+    assert {number for name, number in tried if name == "GPipe"} == set(range(1, 9))
+
+
+# ---- processes
+
+
+def test_of_many_that_failed_four_are_told_and_of_a_stack_four_lines() -> None:
+    stack = "\n".join(f"line {number}" for number in range(6))
+    exits = tuple(Exit(rank, "killed", signal="SIGKILL", error="no answer", stack=stack) for rank in range(6))
+    trial = fsdp_4()
+    found = process_failed(replace(trial, run=replace(trial.run, exits=exits)), {})
+    assert found is not None
+    assert [label for label, _ in found.evidence] == [*(f"rank {rank}" for rank in range(4)), "stack", "", "", ""]
+    assert [text for _, text in found.evidence[4:]] == [f"line {number}" for number in range(4)]
+
+
+def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_asked_for() -> None:
+    trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
+    short = with_rank(trial, 1, steps=trial.ranks[1].steps[:1])
+    assert cause_of(incomplete(short, broken("completed"))) == "rank 1 trained steps 2 only, asked for steps 2 to 3"
+
+
+# ---- samples
+
+
+def test_tokens_of_no_sample_on_all_ranks_are_another_order() -> None:
+    trial = fsdp_4()
+    for rank in trial.ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, tokens=5 + (batch.tokens + rank) % 3),))
+    assert first_line(trial).endswith(": another seed, order or data set")
+    alone = with_step(fsdp_4(), 2, 1, microbatches=trial.ranks[2].steps[0].microbatches)
+    assert first_line(alone).endswith("on rank 2")
+
+
+# ---- updates
+
+
+def test_a_norm_below_the_limit_leaves_nothing_to_clip() -> None:
+    below = trial_of(tiny_case("ddp_2", replace(ADAMW, max_norm=9.0)))
+    assert _not_clipped(below) is None and _enlarged(below) is None
+    none = trial_of(tiny_case("ddp_2", replace(ADAMW, max_norm=None)))
+    assert _not_clipped(none) is None and _enlarged(none) is None
+
+
+def test_a_rate_is_told_with_the_ranks_that_have_it_in_that_step() -> None:
+    trial = trial_of(tiny_case("ddp_2", SGD))
+    rate = trial.reference.steps[2].lr
+    late = with_step(with_step(trial, 1, 2, lr=0.1234), 0, 3, lr=rate)
+    assert _wrong_lr(late) == "learning rate of step 2 is 0.1234, asked for 0.05 on rank 1"
+    near = with_step(trial, 1, 2, lr=rate * (1 + 1e-10))
+    assert _wrong_lr(near) == f"learning rate of step 2 is {rate:.6g}, asked for 0.05 on rank 1"
+
+
+# ---- the rest
+
+
+def test_replicas_that_drift_beside_other_mistakes_are_not_explained_by_rounding() -> None:
+    told = "within rounding of the reference"
+    for laws, alone in ((("replica_agreement",), True), (("replica_agreement", "gradients"), False)):
+        found = replicas_drift(DDP_2, broken(*laws))
+        assert found is not None and any(told in text for _, text in found.evidence) == alone
+
+
+@pytest.mark.parametrize("law", ["loss", "gradients", "update"])
+def test_a_display_is_not_blamed_where_the_training_is_wrong(law: str) -> None:
+    wrong = with_step(DDP_2, 1, 2, grad_norm=3.0)
+    assert wrong_display(wrong, broken("grad_norm")) is not None
+    assert wrong_display(wrong, broken("grad_norm", law)) is None
+
+
+def test_reductions_after_every_microbatch_are_counted_on_rank_0_and_there_must_be_some() -> None:
+    trial = trial_of(tiny_case("ddp_2", accumulation=2))
+
+    def often(trial: Trial, rank: int) -> Trial:
+        return with_collectives(trial, rank, lambda call: [call] * (2 if call.phase == "backward" else 1))
+
+    told = "gradients are reduced after every microbatch (2 times a step), once a step is asked for"
+    assert _reduced_too_often(often(trial, 0)) == told
+    assert _reduced_too_often(often(trial, 1)) is None
+    assert _reduced_too_often(trial_of(tiny_case("single", accumulation=2))) is None
+    assert _reduced_too_often(often(DDP_2, 0)) is None
