@@ -30,6 +30,7 @@ from harness.diagnose.gradients import _kept, _less_than_planned, wrong_gradient
 from harness.diagnose.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced
 from harness.diagnose.pipeline import _others
 from harness.diagnose.processes import incomplete, process_failed
+from harness.diagnose.reshard import _other_policies, wrong_resharding, wrong_wrapper
 from harness.diagnose.rest import _reduced_too_often, replicas_drift, wrong_display
 from harness.diagnose.updates import _enlarged, _not_clipped, _wrong_lr
 from harness.evidence import Exit
@@ -220,6 +221,36 @@ def test_only_sums_of_gradients_in_backward_are_reductions() -> None:
         other = with_collectives(DDP_2, 0, lambda call, change=change: [replace(call, **change)])
         assert list(_unreduced(other, broken("gradients"))) == ["gradient reduction missing over dp_replicate"]
         assert list(_unreduced(other, broken("loss"))) == []
+
+
+# ---- wrappers and what they free
+
+
+def test_a_wrapper_is_blamed_only_where_one_is_there_and_features_are_wrong() -> None:
+    asked = tiny_case("fsdp_2", wrapper="fsdp1")
+    other = replace(trial_of(tiny_case("fsdp_2")), case=asked)
+    assert cause_of(wrong_wrapper(other, broken("features"))) == "wrapper fsdp1 is asked for, fsdp2 is in force"
+    assert wrong_wrapper(other, broken("traffic")) is None
+    assert wrong_wrapper(trial_of(tiny_case("fsdp_2")), broken("features")) is None
+    bare = trial_of(tiny_case("single"))
+    assert wrong_wrapper(bare, broken("features")) is None
+
+
+def test_other_policies_are_the_three_words_and_what_divides_the_shards() -> None:
+    shards = ParallelDims(dp_shard=8)
+    assert list(_other_policies(tiny_case(shards))) == ["always", "never", 2, 4]
+    assert list(_other_policies(tiny_case(shards, reshard_after_forward=2))) == ["default", "always", "never", 4]
+    assert list(_other_policies(tiny_case(shards, wrapper="fsdp1"))) == ["always", "never"]
+
+
+def test_a_model_that_is_one_unit_is_told_as_such() -> None:
+    trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="never"))
+    for rank, evidence in trial.ranks.items():
+        trial = with_rank(trial, rank, structure={"": evidence.structure["layers.0"]})
+    assert cause_of(wrong_resharding(trial, broken("reshard"))) == (
+        "after forward: tok_embeddings, layers.0 still gathered, should be freed: the whole model is one fsdp2 unit,"
+        " no block is one of its own; reshard_after_forward default is asked for, never is in force"
+    )
 
 
 # ---- pipeline
