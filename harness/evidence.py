@@ -88,7 +88,7 @@ class Microbatch:
     """What one forward pass of this rank was fed, and the loss it computed from it.
 
     tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage is fed tokens, its last
-    labels (flat, where no tokens say how many samples they belong to). loss_sum: sum over this rank's valid tokens.
+    labels (as they came, where they do not fit the tokens or there are none). loss_sum: over this rank's valid tokens.
     """
 
     tokens: np.ndarray | None
@@ -158,6 +158,15 @@ class StepEvidence:
 
 
 @dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of floating-point numbers; bytes: of the storage behind it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Resumed:
     """What a rank holds once it has resumed, by fqn: parameters before its first forward pass, and the optimizer's state
     (whatever tensors it keeps, such as exp_avg, exp_avg_sq, step) as the optimizer enters its first step."""
@@ -174,6 +183,7 @@ class RankEvidence:
     compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
     resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all.
+    held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
     rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
     """
 
@@ -190,6 +200,7 @@ class RankEvidence:
     resumed: Resumed | None = None
     displays: tuple[str, ...] = ("loss", "grad_norm")
     rows: dict[str, np.ndarray] = field(default_factory=dict)
+    held: tuple[HeldTensor, ...] | None = None
 
 
 AT_WORK = "still at work"

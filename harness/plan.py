@@ -95,6 +95,7 @@ class Plan:
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes: the most it may move in a step
     outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
+    spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep.
     quantized: the modules whose products run in 8 bits.
     """
 
@@ -108,6 +109,7 @@ class Plan:
     even_flows: dict[int, tuple[Flow, ...]]
     parameter_bytes: dict[int, tuple[int, int]]
     outside_bytes: int
+    spare_bytes: dict[int, int]
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
@@ -168,6 +170,7 @@ def make_plan(case: Case) -> Plan:
         even_flows=_flows_of_ranks(case, case.seq_len(2)) if case.training.variable_length else flows,
         outside_bytes=_outside_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
+        spare_bytes={rank: _spare_bytes(case, slices[rank]) for rank in slices},
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
         after_forward={rank: _after_forward(case, rank, slices[rank]) for rank in slices},
@@ -623,6 +626,13 @@ def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[
         return least, sum(unit.part(ways) for unit in flat) * size
     most = sum(_padded_numel(case, fqn, tp_index) // ways for fqn in held) * size
     return least, max(least, most)
+
+
+def _spare_bytes(case: Case, held: dict[str, Slice]) -> int:
+    """A cosine and a sine for each position and entry of a head, and with DDP one copy of the gradients, in buckets."""
+    tables = 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
+    buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
+    return tables + (buckets if case.wrapper in ("ddp", "replicate") else 0)
 
 
 def _after_forward(case: Case, rank: int, held: dict[str, Slice]) -> dict[str, Kept]:

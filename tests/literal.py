@@ -187,6 +187,7 @@ def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -
         steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps if step.step in ran.steps),
         structure=_structure(ran, rank),
         compiler={"graphs": 2} if ran.features.compile else {},
+        held=(),
         resumed=_resumed(reference.steps[ran.steps.start - 2], part) if ran.resume else None,
     )
 

@@ -23,8 +23,8 @@ from literal import (
 )
 
 from harness.case import ParallelDims
-from harness.evidence import Collective, Exit, Group
-from harness.trial import Finding, Result, Verdict, locate
+from harness.evidence import Collective, Exit, Group, HeldTensor
+from harness.trial import Finding, Result, Trial, Verdict, locate
 
 EMBEDDING = "tok_embeddings.weight"
 
@@ -434,3 +434,39 @@ def test_a_rank_that_could_not_save_its_evidence_is_no_mistake_of_the_trainer() 
     exits = (Exit(0, "ok"), Exit(1, "raised", code=1, blamed=True, error=full))
     result = judged("completed", replace(trial, run=replace(trial.run, exits=exits)))
     assert result == Result("completed", Verdict.UNKNOWN, 2, note=f"rank 1 could not leave its evidence: {full}")
+
+
+def keeping(trial: Trial, rank: int, *held: HeldTensor) -> Trial:
+    return with_rank(trial, rank, held=held)
+
+
+def test_a_copy_of_weights_kept_anywhere_is_found() -> None:
+    copies = (HeldTensor((64, 4), "float64", 2048), HeldTensor((64,), "float32", 256))
+    trial = keeping(trial_of(tiny_case("fsdp_2")), 1, *copies)
+    most = trial.plan.spare_bytes[1]
+    assert most == 2 * 4 * 2 * 8  # cosine and sine of 4 positions, for the 2 entries of a head
+    observed = "2.304 kB in 2 tensors: float64 [64, 4], float32 [64]"
+    expected = Finding("rank 1, after the last step, beside them", "at most 128 B", observed)
+    assert findings("memory", trial) == (expected,)
+
+
+def test_tables_of_positions_single_numbers_and_activations_are_no_copies() -> None:
+    table, number = HeldTensor((4, 4), "float64", 128), HeldTensor((1,), "float64", 8)
+    activation = HeldTensor((8, 4, 4), "float64", 1024)
+    trial = keeping(trial_of(tiny_case("fsdp_2")), 0, activation, table, number, number)
+    assert judged("memory", trial).verdict == Verdict.PASS
+
+
+@pytest.mark.parametrize(("layout", "verdict"), [("ddp_2", Verdict.PASS), ("hsdp_2x2", Verdict.FAIL)])
+def test_only_ddp_has_buckets_of_all_its_gradients(layout: str, verdict: Verdict) -> None:
+    trial = trial_of(tiny_case(layout))
+    held = sum(tensor.value.nbytes for tensor in trial.ranks[0].parameters)
+    assert judged("memory", keeping(trial, 0, HeldTensor((held // 8,), "float64", held))).verdict == verdict
+    twice = HeldTensor((held // 4,), "float64", 2 * held)
+    assert judged("memory", keeping(trial, 0, twice)).verdict == Verdict.FAIL
+
+
+def test_without_a_look_at_what_is_kept_memory_is_unknown() -> None:
+    result = judged("memory", with_rank(trial_of(tiny_case("ddp_2")), 1, held=None))
+    told = "nobody looked what rank 1 keeps besides parameters, gradients and optimizer state"
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)

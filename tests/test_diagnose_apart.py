@@ -59,7 +59,7 @@ from harness.diagnose.layout import wrong_contents
 from harness.diagnose.processes import process_failed
 from harness.diagnose.rest import out_of_order, wrong_display, wrong_structure
 from harness.diagnose.words import groups_text
-from harness.evidence import Exit
+from harness.evidence import Exit, HeldTensor
 from harness.trial import Finding, Result, Trial, Verdict
 from reference.config import TrainingConfig
 
@@ -516,3 +516,23 @@ def test_gradients_that_were_wrong_before_come_first() -> None:
     for rank in (0, 1):
         trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient: 2 * gradient)
     assert first_line(trial).startswith("gradients are 2 times")
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize(
+    ("shapes", "told"),
+    [
+        (((8, 4), (4, 4)), "whole parameters"),
+        (((4, 4), (2, 4)), "its slices"),
+        (((300,),), "no parameter's shape"),
+    ],
+)
+def test_copies_are_told_by_whose_shapes_they_have(shapes: tuple[tuple[int, ...], ...], told: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    held = tuple(HeldTensor(shape, "float32", 600) for shape in shapes)
+    line = first_line(with_rank(trial, 1, held=held))
+    size = "600 B" if len(shapes) == 1 else "1.2 kB"
+    kept = f"{size} of float32 are kept beside parameters, gradients and optimizer state on rank 1"
+    assert line.startswith(kept) and line.endswith(told)

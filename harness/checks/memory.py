@@ -1,12 +1,18 @@
 """Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
 
-The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter.
+The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter. When training
+has ended, no other matrices or vectors of floating-point numbers are kept anywhere in the process than tables of positions,
+and the buckets in which DDP reduces gradients. Tensors of three dims and more, which a pipeline's stages receive into, are
+activations, and of no weight.
 """
 
 from __future__ import annotations
 
+import math
+
 from harness.checks import verdict_of
-from harness.trial import Finding, Result, Trial, bytes_text
+from harness.evidence import HeldTensor, RankEvidence
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text
 
 STAGE = "structure"
 
@@ -27,4 +33,29 @@ def check(trial: Trial) -> Result:
                 if not low <= held <= high:
                     planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
                     findings.append(Finding(f"rank {rank}, step {step.step}, {kind}", planned, bytes_text(held)))
+        findings += _beside(trial, rank)
+    unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
+    if unseen and not findings:
+        note = f"nobody looked what rank {unseen[0]} keeps besides parameters, gradients and optimizer state"
+        return Result("memory", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("memory", findings, examined)
+
+
+def _beside(trial: Trial, rank: int) -> list[Finding]:
+    held, most = copies_kept(trial.ranks[rank]), trial.plan.spare_bytes[rank]
+    if not kept_beside(trial, rank):
+        return []
+    shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
+    observed = (
+        f"{bytes_text(sum(tensor.bytes for tensor in held))} in {len(held)} tensors: {shown}{', ..' * (len(held) > 3)}"
+    )
+    return [Finding(f"rank {rank}, after the last step, beside them", f"at most {bytes_text(most)}", observed)]
+
+
+def kept_beside(trial: Trial, rank: int) -> bool:
+    return sum(tensor.bytes for tensor in copies_kept(trial.ranks[rank])) > trial.plan.spare_bytes[rank]
+
+
+def copies_kept(evidence: RankEvidence) -> list[HeldTensor]:
+    """What may hold weights: not one number, and no activations."""
+    return [t for t in evidence.held or () if len(t.shape) in (1, 2) and math.prod(t.shape) > 1]

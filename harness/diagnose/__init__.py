@@ -22,6 +22,7 @@ from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
 from harness.diagnose.reshard import wrong_resharding, wrong_wrapper
 from harness.diagnose.rest import (
+    copies_kept,
     not_deterministic,
     out_of_order,
     reference_moved,
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     wrong_update,
     wrong_later_gradients,
     replicas_drift,
+    copies_kept,
     wrong_structure,
     wrong_display,
     not_deterministic,

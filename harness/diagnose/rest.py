@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.case import Case
-from harness.checks import traffic
+from harness.checks import memory, traffic
 from harness.checks.loss import losses
 from harness.checks.update import observed_norm
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.updates import own_norm
-from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words, traffic_lines
+from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, rank_words, traffic_lines
 from harness.evidence import RankEvidence, StepEvidence
 from harness.plan import groups, make_plan
 from harness.tolerance import clip_coefficient
-from harness.trial import Trial, Verdict
+from harness.trial import Trial, Verdict, bytes_text
 
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see different tokens
 
@@ -152,6 +152,27 @@ def out_of_order(trial: Trial, broken: Broken) -> Diagnosis | None:
     first = broken["collective_order"].findings[0]
     told = f"{STRUCTURE['collective_order']}: {first.where}: {first.observed}, {first.expected}"
     return Diagnosis(told, (finding_line("collective_order", broken["collective_order"]),))
+
+
+def copies_kept(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Matrices as large as weights are, which are none, nor gradients, nor the optimizer's."""
+    ranks = [rank for rank in sorted(trial.ranks) if memory.kept_beside(trial, rank)]
+    if "memory" not in broken or not ranks:
+        return None
+    held = memory.copies_kept(trial.ranks[ranks[0]])
+    size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
+    cause = f"{size} of {dtypes} are kept beside parameters, gradients and optimizer state{on_ranks(trial, ranks)}"
+    return Diagnosis(cause + _as_large_as(trial, ranks[0]), (finding_line("memory", broken["memory"]),))
+
+
+def _as_large_as(trial: Trial, rank: int) -> str:
+    """Whole or as this rank holds them, shapes of how many parameters are found among what is kept."""
+    shapes = [tensor.shape for tensor in memory.copies_kept(trial.ranks[rank])]
+    whole = [fqn for fqn, shape in trial.case.model.parameter_shapes().items() if shape in shapes]
+    own = [tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.shape in shapes]
+    if not whole and not own:
+        return f": {len(shapes)} tensors of no parameter's shape"
+    return f": {len(shapes)} tensors of the shapes of {'whole parameters' if len(whole) >= len(own) else 'its slices'}"
 
 
 def wrong_structure(trial: Trial, broken: Broken) -> Diagnosis | None:

@@ -75,6 +75,55 @@ def freed_on_paper_only(fired: Fired) -> None:
 
 
 @fault(
+    breaks="a hook keeps a copy of all weights that were gathered (an average, a debugger), on every rank for ever",
+    bug="of the family of P15 pytorch #164756: gathered parameters linger",
+    case="fsdp_2",
+    caught_by="memory",
+    named="1.051 MB of float64 are kept beside parameters, gradients and optimizer state: 21 tensors of the shapes of whole",
+)
+def whole_weights_kept(fired: Fired) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    kept = {}
+
+    def make(original: Any) -> Any:
+        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(self, *args, **kwargs)
+            for parameter in self.fsdp_params:
+                fired()
+                kept[id(parameter)] = parameter._unsharded_param.detach().clone()
+            return done
+
+        return wait
+
+    replace(FSDPParamGroup, "wait_for_unshard", make)
+
+
+@fault(
+    breaks="gradients are also kept in a float32 buffer of the whole model, as one makes for accumulation",
+    bug="of the family of G11 NVIDIA/Megatron-LM #3023: a buffer of gradients beside the gradients",
+    case="hsdp_2x2",
+    caught_by="memory",
+    named="525.6 kB of float32 are kept beside parameters, gradients and optimizer state: 1 tensors of no parameter's shape",
+)
+def whole_buffer_of_gradients(fired: Fired) -> None:
+    import torch
+
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            fired()
+            numbers = sum(parameter.numel() for part in self.model_parts for parameter in part.parameters())
+            self.gradient_buffer = torch.zeros(numbers, dtype=torch.float32)
+
+        return init
+
+    replace(Trainer, "__init__", make)
+
+
+@fault(
     breaks="the bucket size asked for is not passed on, so DDP reduces in buckets of its usual size",
     bug="of the family of G11 NVIDIA/Megatron-LM #3023: buckets are not what they should be",
     case="ddp_2_bucket",

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from harness.evidence import Collective, RankEvidence, StepEvidence, TensorEvidence
-from harness.probe import activity, structure
+from harness.evidence import Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
+from harness.probe import activity, held, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
@@ -53,6 +53,7 @@ class Probe:
         self.quantized = QuantizedRecorder(self.clock)
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
+        self._held: tuple[HeldTensor, ...] | None = None
 
     def install(self) -> None:
         self.collectives.install()
@@ -77,6 +78,7 @@ class Probe:
     def trained(self) -> None:
         """What follows belongs to no step."""
         self.clock.finish()
+        self._held = held.beside(self._parts, self.values.optimizers, self.samples.tensors())
 
     def remove(self) -> None:
         self.pipeline.remove()
@@ -104,6 +106,7 @@ class Probe:
             compiler=activity.compiler(),
             fault=fault,
             resumed=self.values.resumed,
+            held=self._held,
         )
 
     def _step(

@@ -107,6 +107,10 @@ class SampleRecorder:
         loss = _Loss(local(target), local(value), options.get("reduction", "mean"), options.get("ignore_index", -100))
         self._losses.setdefault(self._clock.step, []).append(loss)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept to be read when all is done, so as not to wait for it in a step."""
+        return [tensor for losses in self._losses.values() for loss in losses for tensor in (loss.labels, loss.value)]
+
     def positions(self, step: int) -> tuple[np.ndarray, ...]:
         return tuple(self._positions.get(step, {}).values())
 
@@ -126,4 +130,4 @@ def _read_loss(loss: _Loss, shape: tuple[int, ...]) -> tuple[np.ndarray | None, 
     total = float(value.sum()) if loss.reduction != "mean" else (float(value) * valid if valid else 0.0)
     labels = loss.labels.to("cpu", torch.int64).numpy()
     fits = shape == (-1,) or labels.size == np.prod(shape)
-    return (labels.reshape(shape) if fits else None), total, valid
+    return (labels.reshape(shape) if fits else labels), total, valid

@@ -39,7 +39,8 @@ def as_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
     """A copy on the host. bfloat16, which numpy lacks, becomes float32, which holds each of its values exactly."""
     tensor = local(tensor)
     tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    return tensor.to("cpu", copy=copy).contiguous().numpy()
+    held = tensor.cpu().contiguous().numpy()
+    return held.copy() if copy else held  # numpy's own memory, so that no tensor is kept for it
 
 
 def parameter_evidence(parts: Iterable[nn.Module]) -> tuple[TensorEvidence, ...]:

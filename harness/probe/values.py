@@ -42,6 +42,7 @@ class ValueRecorder:
         self.steps: dict[int, StepValues] = {}
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
+        self.optimizers: set[Optimizer] = set()
         self._clock = clock
         clock.between_steps = self._see_what_was_left
         self._hooks: list[Any] = []
@@ -109,6 +110,7 @@ class ValueRecorder:
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._clock.leave_optimizer()
+        self.optimizers.add(optimizer)
         step = self._step()
         owned = self._owned(optimizer)
         for fqn, parameter in owned:
