@@ -175,7 +175,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_number
         "grad_norm": "PASS",
         "gradients": "PASS",
         "loss": "PASS",
-        "replica_agreement": "NOT APPLICABLE",
+        "replica_agreement": "UNKNOWN",
         "reported_loss": "PASS",
         "update": "PASS",
     }

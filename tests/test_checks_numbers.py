@@ -360,6 +360,40 @@ def test_a_replica_without_a_gradient_does_not_agree() -> None:
     )
 
 
+def test_replicas_that_hold_other_slices_than_planned_were_not_compared() -> None:
+    result = judged("replica_agreement", trial_of(tiny_case("ddp_2"), tiny_case("fsdp_2")))
+    assert result.verdict == Verdict.UNKNOWN
+    assert result.note.startswith(
+        f"ranks [0,1] should hold the same slice of {EMBEDDING} and do not (12 of 12 such slices)"
+    )
+
+
+def test_replicas_are_not_judged_where_the_plan_has_none() -> None:
+    assert judged("replica_agreement", trial_of(tiny_case("fsdp_2"))).verdict == Verdict.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize(
+    "labels", [None, np.zeros(3, np.int64), np.zeros((8, 3), np.int64)], ids=["none", "few", "short"]
+)
+def test_labels_that_are_not_one_a_token_are_not_passed_over(labels: np.ndarray | None) -> None:
+    trial = trial_of(tiny_case("single"))
+    (microbatch,) = trial.ranks[0].steps[1].microbatches
+    trial = with_step(trial, 0, 2, microbatches=(replace(microbatch, labels=labels),))
+    observed = f"[{0 if labels is None else labels.size}] labels"
+    assert findings("samples", trial) == (
+        Finding("rank 0, step 2", "labels for microbatches of [32] tokens", observed),
+    )
+
+
+def test_a_tp_peer_that_computes_fewer_losses_is_found() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    (microbatch,) = trial.ranks[1].steps[1].microbatches
+    silent = replace(microbatch, labels=None, loss_sum=None, valid_tokens=None)
+    assert findings("loss", with_step(trial, 1, 2, microbatches=(silent,))) == (
+        Finding("rank 1, step 2", "tp peer 0's for the same tokens: 1 losses", "0"),
+    )
+
+
 # ---- update
 
 

@@ -88,6 +88,14 @@ def test_positions_are_not_judged_where_the_model_is_told_none() -> None:
     assert judged("positions", trial_of(tiny_case("fsdp_2"))).verdict == Verdict.NOT_APPLICABLE
 
 
+def test_a_rank_that_is_told_no_positions_while_others_are_is_found() -> None:
+    trial = cp_trial()
+    wanted = positions_text(positions(trial.case, 1, 8))
+    assert judged("positions", with_step(trial, 1, 2, positions=())).findings == (
+        Finding("rank 1, step 2", wanted, "told none"),
+    )
+
+
 def test_positions_of_another_cp_rank_are_found_also_in_one_row_of_many() -> None:
     trial = cp_trial(cp_load_balance=False)
     rows = np.stack([np.arange(4, 8), np.arange(4)])

@@ -18,6 +18,8 @@ def check(trial: Trial) -> Result:
     findings = []
     for rank, step, _ in trial.steps():
         wanted = plan.positions(trial.case, rank, trial.case.seq_len(step.step))
+        if not step.positions:  # others are told
+            findings.append(Finding(f"rank {rank}, step {step.step}", positions_text(wanted), "told none"))
         findings += [
             Finding(f"rank {rank}, step {step.step}", positions_text(wanted), positions_text(row))
             for row in wrong_rows(step.positions, wanted)[:1]

@@ -1,24 +1,29 @@
 """Ranks that hold the same slice of a parameter hold the same bytes of it after every step, and of its gradient.
 
-Who holds the same slice is found from contents, so replicas of any kind are compared: dp_replicate, and tp for norms.
+Who holds the same slice is found from contents, so replicas of any kind are compared: dp_replicate, and tp for norms. Who
+should is said by the plan: what is planned and not found was not compared, and is not a PASS.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
 from harness.checks import not_applicable, verdict_of
 from harness.plan import Slice, numel
-from harness.trial import Finding, Result, Trial, ranks_text
+from harness.trial import Finding, Result, Trial, Verdict, ranks_text
 
 STAGE = "numbers"
 
+Replicated = tuple[str, Slice]
+"""A parameter's fqn, and a slice of it."""
+
 
 def check(trial: Trial) -> Result:
-    families = replica_families(trial)
-    if not families:
+    families, planned = replica_families(trial), planned_families(trial)
+    if not families and not planned:
         return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
     findings, examined = [], 0
     for step in trial.case.steps:
@@ -26,15 +31,27 @@ def check(trial: Trial) -> Result:
             for (fqn, _), ranks in families.items():
                 examined += len(ranks) - 1
                 findings += _differing(trial, step, what, fqn, ranks)
+    apart = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
+    if apart and not findings:
+        told = f"ranks {ranks_text(planned[apart[0]])} should hold the same slice of {apart[0][0]} and do not"
+        note = f"{told} ({len(apart)} of {len(planned)} such slices); see `shard_contents`"
+        return Result("replica_agreement", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("replica_agreement", findings, examined)
 
 
-def replica_families(trial: Trial) -> dict[tuple[str, Slice], list[int]]:
+def planned_families(trial: Trial) -> dict[Replicated, list[int]]:
+    return _shared({rank: trial.plan.slices[rank] for rank in sorted(trial.ranks)})
+
+
+def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
+    return _shared({rank: {f: trial.slice_of(rank, f) for f in trial.holdings[rank]} for rank in sorted(trial.ranks)})
+
+
+def _shared(held: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, list[int]]:
     """By parameter and slice, the ranks that hold it, where there are several."""
-    families: dict[tuple[str, Slice], list[int]] = defaultdict(list)
-    for rank in sorted(trial.ranks):
-        for fqn in trial.holdings[rank]:
-            part = trial.slice_of(rank, fqn)
+    families: dict[Replicated, list[int]] = defaultdict(list)
+    for rank, slices in held.items():
+        for fqn, part in slices.items():
             if part is not None and numel(part):
                 families[fqn, part].append(rank)
     return {key: ranks for key, ranks in families.items() if len(ranks) > 1}

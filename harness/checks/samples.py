@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.checks import verdict_of
 from harness.checks.positions import positions_text
-from harness.evidence import RankEvidence
+from harness.evidence import Microbatch, RankEvidence
 from harness.plan import positions
 from harness.trial import Finding, Result, Trial
 
@@ -28,7 +28,7 @@ def check(trial: Trial) -> Result:
         examined += sum(len(ids) for ids in fed.values())
         findings += _not_a_partition(trial, fed, step, wanted) + _wrong_microbatches(trial, step)
         findings += _wrong_positions(trial, step) or _strangers(fed, step)
-        findings += _differing_peers(trial, fed, step) + _wrong_labels(trial, step)
+        findings += _differing_peers(trial, fed, step) + _misshapen_labels(trial, step) + _wrong_labels(trial, step)
     return verdict_of("samples", findings, examined)
 
 
@@ -140,6 +140,24 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
             if record.step == step and sizes != wanted:
                 findings.append(Finding(f"rank {rank}, step {step}", f"microbatches of {wanted} samples", f"{sizes}"))
     return findings
+
+
+def _misshapen_labels(trial: Trial, step: int) -> list[Finding]:
+    """Every loss that was seen was computed from a label for each token of the microbatch fed to its pipeline."""
+    findings = []
+    for rank in trial.last_stages():
+        fed = [part.tokens.size for part in _parts(trial, trial.feeder(rank), step) if part.tokens is not None]
+        losses = [part for part in _parts(trial, rank, step) if part.loss_sum is not None]
+        seen = [0 if part.labels is None else part.labels.size for part in losses]
+        if seen and seen != fed:
+            findings.append(
+                Finding(f"rank {rank}, step {step}", f"labels for microbatches of {fed} tokens", f"{seen} labels")
+            )
+    return findings
+
+
+def _parts(trial: Trial, rank: int, step: int) -> list[Microbatch]:
+    return [part for record in trial.ranks[rank].steps if record.step == step for part in record.microbatches]
 
 
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
