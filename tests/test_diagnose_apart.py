@@ -47,14 +47,14 @@ from harness.checks import judge
 from harness.diagnose import diagnose
 from harness.diagnose.data import _mask_is_off, wrong_positions
 from harness.diagnose.features import wrong_features, wrong_masks
+from harness.diagnose.forward import documents_see_each_other
 from harness.diagnose.gradients import (
-    _documents_see_each_other,
     _lost_before,
     _mean_over_none,
     _missing_reduction,
     _scaled_by_stage,
-    wrong_loss,
 )
+from harness.diagnose.later import wrong_loss
 from harness.diagnose.layout import wrong_contents
 from harness.diagnose.processes import process_failed
 from harness.diagnose.rest import out_of_order, wrong_display, wrong_structure
@@ -210,7 +210,7 @@ def test_a_loss_that_is_off_beside_right_gradients_shows_both_numbers() -> None:
 
 
 def test_without_a_document_mask_nobody_is_said_to_look_past_it() -> None:
-    assert _documents_see_each_other(fsdp_4(), []) is None
+    assert documents_see_each_other(fsdp_4(), []) is None
 
 
 # ---- what is displayed, and the way to right numbers

@@ -24,9 +24,11 @@ from test_diagnose_apart import broken, recomputing
 
 from harness.case import Case, ParallelDims, Saved
 from harness.diagnose import _what_weaker_tests_say
+from harness.diagnose.differences import wrong_pairs
 from harness.diagnose.factors import factor_text
 from harness.diagnose.features import _compile, wrong_features
-from harness.diagnose.gradients import _kept, _less_than_planned, wrong_gradients, wrong_later_gradients, wrong_pairs
+from harness.diagnose.gradients import _less_than_planned, wrong_gradients
+from harness.diagnose.later import _kept, wrong_later_gradients
 from harness.diagnose.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced
 from harness.diagnose.pipeline import _others
 from harness.diagnose.processes import incomplete, process_failed

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from harness.checks import judge, launch_label
 from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnose.features import wrong_features, wrong_masks
-from harness.diagnose.gradients import wrong_gradients, wrong_later_gradients, wrong_loss
+from harness.diagnose.gradients import wrong_gradients
+from harness.diagnose.later import wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed

@@ -5,7 +5,6 @@ Judged in step 1, where all ranks still start from the same weights, so that not
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -13,26 +12,26 @@ from collections.abc import Iterator
 import numpy as np
 
 from harness import attribution, tolerance
-from harness.case import AXES
-from harness.checks.loss import global_loss, losses
-from harness.checks.samples import fed_samples, shares_of_samples
+from harness.checks.loss import losses
+from harness.checks.samples import shares_of_samples
 from harness.checks.traffic import observed as observed_traffic
-from harness.diagnose.factors import factor_text, times_text
-from harness.diagnose.words import (
-    Broken,
-    Diagnosis,
-    finding_line,
-    groups_text,
-    in_parameters,
-    on_ranks,
-    rank_words,
-    some,
-    traffic_lines,
+from harness.diagnose.differences import (
+    Pair,
+    common_factor,
+    expected_gradient,
+    factor_of,
+    fqns_of,
+    loss_off,
+    seen_gradients,
+    where_text,
+    wrong_pairs,
 )
+from harness.diagnose.factors import factor_text, times_text
+from harness.diagnose.forward import documents_see_each_other, unexplained
+from harness.diagnose.words import Broken, Diagnosis, groups_text, rank_words, some, traffic_lines
 from harness.plan import coordinate, parameters_of_stage
-from harness.trial import Trial, ranks_text, take
+from harness.trial import Trial, ranks_text
 
-Pair = tuple[int, str]  # rank, fqn
 DATA_AXES = ("dp_replicate", "dp_shard")
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
 
@@ -47,13 +46,13 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _misshapen,
         _not_finite,
         _nothing_goes_round,
-        _documents_see_each_other,
+        documents_see_each_other,
         _scaled,
         _scaled_by_stage,
         _missing_reduction,
         _norms_not_summed,
         _untied,
-        _scaled_by_powers,
+        scaled_by_powers,
         _lost_before,
         _unequal_parts,
         _unequal_samples,
@@ -63,41 +62,8 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         cause = explain(trial, wrong)
         if cause:
             return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
-    cause = _unexplained(trial, wrong)
+    cause = unexplained(trial, wrong)
     return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong)))
-
-
-def _observed(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
-    return next((record.gradients for record in trial.ranks[rank].steps if record.step == step), {})
-
-
-def _expected(trial: Trial, rank: int, fqn: str, step: int = 1) -> np.ndarray | None:
-    part = trial.slice_of(rank, fqn)
-    full = trial.reference.steps[step - 1].gradients.get(fqn)
-    return None if part is None or full is None else take(full, part)
-
-
-def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
-    """(rank, fqn) whose gradient in a step is off by more than the law allows, in the model's order."""
-    bound = trial.bounds.gradient[step]
-    found = []
-    for rank in sorted(trial.ranks):
-        for fqn, seen in _observed(trial, rank, step).items():
-            expected = _expected(trial, rank, fqn, step)
-            if expected is not None:
-                largest = float(np.max(np.abs(trial.reference.steps[step - 1].gradients[fqn]), initial=0.0))
-                if not tolerance.relative_difference(seen, expected, largest) <= bound:
-                    found.append((rank, fqn))
-    return found
-
-
-def _fqns(trial: Trial, wrong: list[Pair]) -> list[str]:
-    names = {fqn for _, fqn in wrong}
-    return [fqn for fqn in trial.plan.shapes if fqn in names]
-
-
-def _where(trial: Trial, wrong: list[Pair]) -> str:
-    return in_parameters(trial, _fqns(trial, wrong)) + on_ranks(trial, [rank for rank, _ in wrong])
 
 
 # ---- the kinds of mistakes, each None if it is not that
@@ -107,24 +73,22 @@ def _misshapen(trial: Trial, wrong: list[Pair]) -> str | None:
     held = {
         (rank, fqn): part for rank, e in trial.ranks.items() for fqn, part in ((t.fqn, t.value) for t in e.parameters)
     }
-    bad = [(rank, fqn) for rank, fqn in wrong if _observed(trial, rank, 1)[fqn].shape != held[rank, fqn].shape]
+    bad = [(rank, fqn) for rank, fqn in wrong if seen_gradients(trial, rank, 1)[fqn].shape != held[rank, fqn].shape]
     if not bad:
         return None
     rank, fqn = bad[0]
-    seen = f"rank {rank}, {fqn}: gradient {_observed(trial, rank, 1)[fqn].shape} of a parameter {held[rank, fqn].shape}"
-    return f"gradients have another shape than their parameters {_where(trial, bad)}: {seen}"
+    seen = f"rank {rank}, {fqn}: gradient {seen_gradients(trial, rank, 1)[fqn].shape} of a parameter {held[rank, fqn].shape}"
+    return f"gradients have another shape than their parameters {where_text(trial, bad)}: {seen}"
 
 
 def _not_finite(trial: Trial, wrong: list[Pair]) -> str | None:
-    bad = [(rank, fqn) for rank, fqn in wrong if not np.isfinite(_observed(trial, rank, 1)[fqn]).all()]
+    bad = [(rank, fqn) for rank, fqn in wrong if not np.isfinite(seen_gradients(trial, rank, 1)[fqn]).all()]
     if not bad:
         return None
     seen = [m.loss_sum for e in trial.ranks.values() for m in e.steps[0].microbatches if m.loss_sum is not None]
     finite = all(map(math.isfinite, seen))
     what = "gradients are" if finite else "loss and gradients are"
-    told = (
-        f"{what} NaN or infinite in step 1 {_where(trial, bad)}{', the losses are finite' if finite and seen else ''}"
-    )
+    told = f"{what} NaN or infinite in step 1 {where_text(trial, bad)}{', the losses are finite' if finite and seen else ''}"
     return told + (_mean_over_none(trial) if finite else "")
 
 
@@ -132,25 +96,6 @@ def _mean_over_none(trial: Trial) -> str:
     empty = [rank for rank in trial.one_rank_per_share() if rank not in attribution.speakers(trial)]
     have = "has" if len(empty) == 1 else "have"
     return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
-
-
-def _documents_see_each_other(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Ranks whose losses are those that the reference has without a document mask."""
-    ranks = [rank for rank in trial.last_stages() if _looks_past_separators(trial, rank)]
-    if not ranks:
-        return None
-    told = "the losses of step 1 are those without a document mask, which is asked for"
-    return f"documents see each other{on_ranks(trial, ranks)}: {told}"
-
-
-def _looks_past_separators(trial: Trial, rank: int) -> bool:
-    unmasked, ids = trial.reference.unmasked_losses, fed_samples(trial, 1).get(trial.feeder(rank), [])
-    if unmasked is None or None in ids:
-        return False
-    by_id = dict(zip(trial.reference.samples[0], unmasked.tolist(), strict=True))
-    expected = math.fsum(by_id.get(id_, math.nan) for id_ in ids if id_ is not None)
-    seen = math.fsum(total for total, _ in losses(trial, rank, 1))
-    return expected != 0 and math.isclose(seen, expected, rel_tol=trial.bounds.loss[1])
 
 
 def _nothing_goes_round(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -174,15 +119,15 @@ CP_ROLES = {
 
 def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
     """All that is wrong is one and the same multiple of what it should be."""
-    factor = _common_factor(trial, wrong, 1)
+    factor = common_factor(trial, wrong, 1)
     if factor is None:
         return None
-    where = _where(trial, wrong)
+    where = where_text(trial, wrong)
     if abs(factor) < 1e-12:
         return f"gradients are zero {where}"
-    everywhere = len(_fqns(trial, wrong)) == len(trial.plan.shapes)
+    everywhere = len(fqns_of(trial, wrong)) == len(trial.plan.shapes)
     name = factor_text(trial, factor, everywhere)
-    if trial.case.model.tied_embeddings and _fqns(trial, wrong) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
+    if trial.case.model.tied_embeddings and fqns_of(trial, wrong) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
         name = f": counted for the embedding and again for the output, which share it{name.replace(':', ', or', 1)}"
     return f"gradients are {times_text(factor)} what they should be {where}{name}"
 
@@ -193,7 +138,7 @@ def _scaled_by_stage(trial: Trial, wrong: list[Pair]) -> str | None:
     for stage in range(trial.case.n_stages) if trial.case.dims.pp > 1 else ():
         fqns = set(parameters_of_stage(trial.case, stage))
         mine = [(rank, fqn) for rank, fqn in wrong if fqn in fqns]
-        factor = _common_factor(trial, mine, 1) if mine else 1.0
+        factor = common_factor(trial, mine, 1) if mine else 1.0
         if factor is None:
             return None
         by_stage[stage] = factor
@@ -201,24 +146,6 @@ def _scaled_by_stage(trial: Trial, wrong: list[Pair]) -> str | None:
         return None
     shown = ", ".join(f"{factor:.6g} in stage {stage}" for stage, factor in by_stage.items())
     return f"gradients are off by stage, times {shown}: what a stage sends back, or its own part, is scaled"
-
-
-def _common_factor(trial: Trial, wrong: list[Pair], step: int) -> float | None:
-    factors = [_factor(trial, rank, fqn, step) for rank, fqn in wrong]
-    known = [factor for factor in factors if factor is not None]
-    if len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-7, atol=1e-12):
-        return None
-    return float(np.median(known))
-
-
-def _factor(trial: Trial, rank: int, fqn: str, step: int) -> float | None:
-    """The number that makes what is observed of what is expected; None if it is no constant."""
-    seen, expected = _observed(trial, rank, step)[fqn], _expected(trial, rank, fqn, step)
-    if expected is None or seen.shape != expected.shape or not np.any(expected):
-        return None
-    factor = float(np.sum(seen * expected) / np.sum(expected * expected))
-    left = float(np.max(np.abs(seen - factor * expected)))
-    return factor if left <= 1e-9 * max(1.0, abs(factor)) * float(np.max(np.abs(expected))) else None
 
 
 def _missing_reduction(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -246,34 +173,37 @@ def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
 
 def _norms_not_summed(trial: Trial, wrong: list[Pair]) -> str | None:
     """Weights that are whole on every tp rank: each rank's gradient is a share; the shares sum to the reference's."""
-    fqns = _fqns(trial, wrong)
+    fqns = fqns_of(trial, wrong)
     if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
         return None
     for group in trial.plan.groups["tp"]:
         for fqn in fqns:
-            total, expected = sum(_observed(trial, rank, 1)[fqn] for rank in group), _expected(trial, group[0], fqn)
+            total, expected = (
+                sum(seen_gradients(trial, rank, 1)[fqn] for rank in group),
+                expected_gradient(trial, group[0], fqn),
+            )
             if expected is None or tolerance.relative_difference(np.asarray(total), expected) > 1e-9:
                 return None
     return f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
 
 
-def _scaled_by_powers(trial: Trial, wrong: list[Pair], step: int = 1) -> str | None:
+def scaled_by_powers(trial: Trial, wrong: list[Pair], step: int = 1) -> str | None:
     """Each parameter is a multiple of what it should be, but not all the same one: some were scaled more often."""
-    factors = {(rank, fqn): _factor(trial, rank, fqn, step) for rank, fqn in wrong}
+    factors = {(rank, fqn): factor_of(trial, rank, fqn, step) for rank, fqn in wrong}
     by_fqn: dict[str, float] = {fqn: factor for (_, fqn), factor in factors.items() if factor is not None}
     if None in factors.values() or len({round(factor, 9) for factor in by_fqn.values()}) < 2:
         return None
     kinds = sorted({round(factor, 9) for factor in by_fqn.values()})
     told = [f"{kind:.4g} ({some([fqn for fqn, f in by_fqn.items() if round(f, 9) == kind], 1)})" for kind in kinds[:4]]
     causes = "some are scaled more often than others, by bucket, by stage or by wrapper"
-    return f"gradients are scaled by different factors {_where(trial, wrong)}: {', '.join(told)}: {causes}"
+    return f"gradients are scaled by different factors {where_text(trial, wrong)}: {', '.join(told)}: {causes}"
 
 
 def _lost_before(trial: Trial, wrong: list[Pair]) -> str | None:
     """Right down to some place that backward passes, and wrong in all that it reaches later."""
-    bad = set(_fqns(trial, wrong))
+    bad = set(fqns_of(trial, wrong))
     right = [fqn for fqn in trial.plan.shapes if fqn not in bad]
-    if not right or _loss_is_off(trial) or not max(map(_depth, bad)) < min(map(_depth, right)):
+    if not right or loss_off(trial) or not max(map(_depth, bad)) < min(map(_depth, right)):
         return None
     first = [fqn for fqn in right if _depth(fqn) == min(map(_depth, right))]
     cause = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}"
@@ -369,11 +299,11 @@ def _divided_by_own_tokens(trial: Trial, weights: attribution.Weights) -> float 
 
 def _untied(trial: Trial, wrong: list[Pair]) -> str | None:
     """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only."""
-    if not trial.case.model.tied_embeddings or _fqns(trial, wrong) != [TIED]:
+    if not trial.case.model.tied_embeddings or fqns_of(trial, wrong) != [TIED]:
         return None
     read = np.unique(trial.reference.tokens[[trial.reference.sample_ids.index(i) for i in trial.reference.samples[0]]])
     for rank, _ in wrong:
-        part, seen = trial.slice_of(rank, TIED), _observed(trial, rank, 1)[TIED]
+        part, seen = trial.slice_of(rank, TIED), seen_gradients(trial, rank, 1)[TIED]
         if part is None or np.any(seen[~np.isin(np.arange(*part[0]), read)]):
             return None
     return "the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only"
@@ -448,92 +378,6 @@ def _deaf(trial: Trial, heard: dict[int, list[int]], rank: int, axis: str) -> bo
     return not set(trial.plan.group_of(rank, axis)) - {rank} & set(heard[rank])
 
 
-def _unexplained(trial: Trial, wrong: list[Pair]) -> str:
-    where, largest = _where(trial, wrong), max(_distance(trial, rank, fqn) for rank, fqn in wrong)
-    off = _loss_is_off(trial)
-    if largest < 1e-6 and (off or 0.0) < 1e-6:
-        what = f"gradients are off by {largest:.0e} {where}" + (f", the loss of step 1 by {off:.0e}" if off else "")
-        return f"{what}: as by arithmetic in float32, asked for {trial.case.training.dtype}"
-    if off and (again := _counted_again(trial)):
-        return again
-    if off:
-        told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
-        told += _first_wrong_input(trial)
-        return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    dims, told = trial.case.dims, f"gradients are wrong {where}: the loss of step 1 is right"
-    if dims.cp > 1 and (dims.dp > 1 or trial.case.passes > 1):  # whose tokens count for what cannot be told then
-        told = f"{told} before anybody divides it, so the mistake is in what each rank divides it by,"
-        return _paired_wrongly(trial, wrong) or f"{told} in backward or after it"
-    return _paired_wrongly(trial, wrong) or f"{told}, so the mistake is in backward or after it"
-
-
-def _first_wrong_input(trial: Trial) -> str:
-    """The first module in forward's order into which something of another length goes, and the last before it."""
-    right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
-    for fqn, wanted in trial.reference.inputs.items():
-        seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
-        if not seen:
-            continue
-        if not math.isclose(
-            sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=close
-        ):
-            before = f"what goes into {right} is as long as it should be, " if right else ""
-            return f": {before}what goes into {fqn} is not{_in_attention(right, fqn)}"
-        right = fqn
-    same = "what goes into each module is as long as it should be: it is the loss itself (smoothing, scale of logits),"
-    same += " or something turns or changes places"
-    return f": {same}" if right else ""
-
-
-def _in_attention(right: str, wrong: str) -> str:
-    """Between queries, keys and values and what attention makes of them there is little that can be wrong."""
-    block = right.removesuffix(".inner_attention")
-    return ": angles, mask, scale or the order of tokens" if block != right and wrong == f"{block}.wo" else ""
-
-
-def _paired_wrongly(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Wrong on the members of one reducing group only, others of which are right: what is common to them is the group."""
-    ranks = sorted({rank for rank, _ in wrong})
-    axes = {flow.axis for flow in trial.plan.flows[ranks[0]] if flow.role == "gradients"}
-    for axis in sorted(axes):
-        group = trial.plan.group_of(ranks[0], axis)
-        if tuple(ranks) == group and len(group) < len(trial.ranks) and len(_fqns(trial, wrong)) > 1:
-            return (
-                f"gradients are wrong {_where(trial, wrong)}, one group of {axis}: its members reduce different tensors"
-                " with each other, in another order or not all, or one of them passes a wrong one"
-            )
-    return None
-
-
-def _counted_again(trial: Trial) -> str | None:
-    """The loss of step 1 is too large by the logarithm of a degree: exp(logit) is summed over ranks that hold the same."""
-    extra = (global_loss(trial, 1) or 0.0) - trial.reference.steps[0].loss
-    for axis in trial.plan.groups:
-        if axis in AXES and math.isclose(extra, math.log(getattr(trial.case.dims, axis)), rel_tol=1e-6):
-            told = f"too large by {extra:.6g} a token, the logarithm of {axis} {getattr(trial.case.dims, axis)}"
-            return f"the loss of step 1 is {told}: its normaliser counts each logit once for every rank along {axis}"
-    return None
-
-
-def _distance(trial: Trial, rank: int, fqn: str) -> float:
-    expected = _expected(trial, rank, fqn)
-    largest = float(np.max(np.abs(trial.reference.steps[0].gradients[fqn]), initial=0.0))
-    return (
-        math.inf
-        if expected is None
-        else tolerance.relative_difference(_observed(trial, rank, 1)[fqn], expected, largest)
-    )
-
-
-def _loss_is_off(trial: Trial, step: int = 1) -> float | None:
-    """By how much the loss of a step is off, None if it is right or was not seen."""
-    seen, wanted = global_loss(trial, step), trial.reference.steps[step - 1].loss
-    if seen is None:
-        return None
-    off = abs(seen - wanted) / abs(wanted)
-    return off if not off <= trial.bounds.loss[step] else None
-
-
 # ---- evidence
 
 
@@ -567,84 +411,7 @@ def _gradient_lines(trial: Trial, wrong: list[Pair]) -> Iterator[tuple[str, str]
     """The first parameter that is wrong, on two ranks: one number that a person can check."""
     fqn = wrong[0][1]
     for rank in [rank for rank, other in wrong if other == fqn][:2]:
-        seen, expected = _observed(trial, rank, 1)[fqn], _expected(trial, rank, fqn)
+        seen, expected = seen_gradients(trial, rank, 1)[fqn], expected_gradient(trial, rank, fqn)
         if expected is not None and seen.shape == expected.shape and np.any(expected) and np.isfinite(seen).all():
             ratio = float(np.sum(seen * expected) / np.sum(expected * expected))
             yield "gradients", f"rank {rank}, step 1, {fqn}: {ratio:.4g} times the reference's by best fit"
-
-
-# ---- later steps, and the loss alone
-
-
-def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Right in step 1, and parameters are what the optimizer makes of them: the mistake carries over between steps."""
-    if "gradients" not in broken or "update" in broken:
-        return None
-    step = next((step for step in trial.case.steps if step > 1 and wrong_pairs(trial, step)), None)
-    if step is None:
-        return None
-    wrong, line = wrong_pairs(trial, step), finding_line("gradients", broken["gradients"])
-    if step == trial.first_step:
-        told = f"gradients are wrong from step {step} on, the first after resuming, {_where(trial, wrong)}"
-        why = "" if "resume" in broken else ": what was resumed is right, so it is this layout, not the checkpoint"
-        return Diagnosis(told + why, (line,))
-    if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
-        return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
-    where, factor = _where(trial, wrong), _common_factor(trial, wrong, step)
-    if factor is not None:
-        told = f"gradients are right in step {trial.first_step} and from step {step} on {times_text(factor)}"
-        told += f" what they should be {where}"
-        return Diagnosis(told + _count_of_another_step(trial, step, factor), (line,))
-    powers = _scaled_by_powers(trial, wrong, step)
-    if powers:
-        return Diagnosis(f"from step {step} on {powers}", (line,))
-    off = _loss_is_off(trial, step)
-    if off:
-        told = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
-        return Diagnosis(f"{told}: something of an earlier step is kept{_kept(trial)}", (line,))
-    return Diagnosis(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
-
-
-def _kept(trial: Trial) -> str:
-    """What there is of a step, besides its samples, that a forward pass may keep; evidence does not tell which."""
-    things = {
-        "the document mask": trial.case.training.document_mask,
-        "gathered parameters": trial.case.wrapper in ("fsdp2", "fsdp1"),
-        "what depends on the length": trial.case.training.variable_length,
-    }
-    return f" ({' or '.join(chosen)})" if (chosen := [thing for thing, there in things.items() if there]) else ""
-
-
-def _count_of_another_step(trial: Trial, step: int, factor: float) -> str:
-    counts = {other.step: other.valid_tokens for other in trial.reference.steps}
-    for other, count in counts.items():
-        if other != step and math.isclose(factor, counts[step] / count, rel_tol=1e-6):
-            return f": divided by the number of valid tokens of step {other} ({count}, not {counts[step]})"
-    return ""
-
-
-def _is_sum_of_steps(trial: Trial, rank: int, fqn: str, step: int) -> bool:
-    parts = [_expected(trial, rank, fqn, number) for number in range(1, step + 1)]
-    if any(part is None for part in parts):
-        return False
-    limit = trial.case.training.max_norm
-    clips = [tolerance.clip_coefficient(trial.reference.steps[i].grad_norm, limit) for i in range(step - 1)]
-    seen = _observed(trial, rank, step)[fqn]
-    for weights in ([*clips, 1.0], [1.0] * step):  # clipping works in place
-        total = functools.reduce(np.add, [w * part for w, part in zip(weights, parts, strict=True) if part is not None])
-        if tolerance.relative_difference(seen, total) < 1e-7:
-            return True
-    return False
-
-
-def wrong_loss(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Gradients of step 1 are right, its loss is not: what was seen of the loss contradicts itself."""
-    if "loss" not in broken or wrong_pairs(trial, 1):
-        return None
-    off, line = _loss_is_off(trial), finding_line("loss", broken["loss"])
-    if off:
-        return Diagnosis(f"the loss of step 1 is off by {off:.1e} although its gradients are right", (line,))
-    first = broken["loss"].findings[0]
-    if first.where.startswith("rank") and first.where.endswith("step 1"):
-        return Diagnosis(f"ranks compute different losses from the same tokens: {first.where}", (line,))
-    return None

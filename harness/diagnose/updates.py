@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from harness.checks import update
+from harness.diagnose.differences import wrong_pairs
 from harness.diagnose.factors import times_text
-from harness.diagnose.gradients import wrong_pairs
 from harness.diagnose.words import Broken, Diagnosis, finding_line, in_parameters, on_ranks, some
 from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
 from harness.tolerance import clip_coefficient
