@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import pickle
 import threading
 from collections import Counter
 from pathlib import Path
@@ -66,20 +68,50 @@ def known_sequence(options: dict[str, Any]) -> None:
     _leave(options, [dataclasses.asdict(record) for record in recorder.records])
 
 
-def beside_the_profiler(options: dict[str, Any]) -> None:
-    """A whole training run, counted by the recorder and by torch's own profiler."""
+def beside_other_witnesses(options: dict[str, Any]) -> None:
+    """A whole training run, as told by the recorder, by torch's profiler and by gloo's own flight recorder."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100000"
+    flown()  # makes it, before anybody changes its size
     case, adapter = from_json(options["case"]), trainers.load(options.get("trainer", "llama3"))
     probe = Probe(_rank(), case.dims.world_size)
     trainer = adapter.start(case, None, "cpu")
     probe.install()
     probe.attach(trainer.model_parts)
+    before = len(flown())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         trainer.train(case.training.steps)
     names = (event.name.removeprefix("c10d::") for event in profiler.events() if event.name.startswith("c10d::"))
-    witnessed = Counter(OPERATORS[name][0] for name in names if name in OPERATORS)
-    recorded = Counter(record.op for record in probe.collectives.records)
+    records = probe.collectives.records
+    found = {
+        "profiler": Counter(OPERATORS[name][0] for name in names if name in OPERATORS),
+        "recorder": Counter(record.op for record in records),
+        "moved": [
+            (r.ranks, ON_GLOO.get(r.op, r.op), r.dtype if r.bytes else "none", r.bytes)
+            for r in records
+            if r.op not in ("send", "recv")
+        ],
+        "flown": flown()[before:],
+    }
     probe.remove()
-    _leave(options, {"profiler": witnessed, "recorder": recorded})
+    _leave(options, found)
+
+
+ON_GLOO = {"reduce_scatter": "all_reduce"}  # how gloo does it, and so calls it
+DTYPES = {"Float": torch.float32, "Double": torch.float64, "Long": torch.int64, "Int": torch.int32, "Byte": torch.uint8}
+
+
+def flown() -> list[tuple[str, str, str, int]]:
+    """Group, operation, dtype and bytes of what this rank gave, of every collective that gloo was handed; it leaves out
+    what goes from one rank to one other."""
+    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False)).get("entries", ())
+    return [(e["process_group"][0], e["profiling_name"].removeprefix("gloo:"), *_given(e)) for e in entries]
+
+
+def _given(entry: dict[str, Any]) -> tuple[str, int]:
+    if entry["profiling_name"] == "gloo:barrier":
+        return "none", 0
+    dtype = DTYPES[entry["input_dtypes"][0]]
+    return str(dtype).removeprefix("torch."), sum(map(math.prod, entry["input_sizes"])) * dtype.itemsize
 
 
 def seen_from_outside(options: dict[str, Any]) -> None:

@@ -51,25 +51,40 @@ def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> 
         assert of_half == list(range(9))
 
 
-@pytest.mark.parametrize(
-    "dims", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str
-)
-def test_a_second_witness_counts_the_same_collectives(tmp_path: Path, dims: dict[str, int]) -> None:
+HSDP, FSDP_TP = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
+
+
+@pytest.mark.parametrize("dims", [{"dp_replicate": 2}, HSDP, {"tp": 2}, FSDP_TP], ids=str)
+def test_other_witnesses_tell_of_the_same_collectives(tmp_path: Path, dims: dict[str, int]) -> None:
     case = from_json({"name": "witness", "why": "a test", "dims": dims, "features": {"accumulation": 2}})
-    for counts in on_ranks(case.dims.world_size, "beside_the_profiler", tmp_path, case=to_json(case)):
-        assert sum(counts["recorder"].values()) > 5
-        assert counts["recorder"] == counts["profiler"]
+    assert_same_told(on_ranks(case.dims.world_size, "beside_other_witnesses", tmp_path, case=to_json(case)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {HOW_TO_GET_IT}")
-@pytest.mark.parametrize("dims", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_it_counts_the_same_collectives_of_torchtitan(tmp_path: Path, dims: dict[str, int]) -> None:
-    case = from_json({"name": "witness", "why": "a test", "dims": dims})
-    for counts in on_ranks(
-        case.dims.world_size, "beside_the_profiler", tmp_path, case=to_json(case), trainer="torchtitan"
-    ):
-        assert sum(counts["recorder"].values()) > 5
-        assert counts["recorder"] == counts["profiler"]
+@pytest.mark.parametrize("dims", [HSDP, FSDP_TP, {"dp_shard": 2, "cp": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+def test_other_witnesses_tell_of_the_same_collectives_of_torchtitan(tmp_path: Path, dims: dict[str, int]) -> None:
+    case = to_json(from_json({"name": "witness", "why": "a test", "dims": dims}))
+    assert_same_told(on_ranks(4, "beside_other_witnesses", tmp_path, case=case, trainer="torchtitan"))
+
+
+def assert_same_told(ranks: list[Any]) -> None:
+    """The profiler as many of each kind. gloo as many over the same ranks, of the same dtype and bytes: it knows its
+    groups by name, and those who used one are its ranks."""
+    users: dict[str, list[int]] = {}
+    for rank, told in enumerate(ranks):
+        for group in {group for group, *_ in told["flown"]}:
+            users.setdefault(group, []).append(rank)
+    for told in ranks:
+        assert sum(told["recorder"].values()) > 5
+        assert told["recorder"] == told["profiler"]
+        flown = [(users[group], *rest) for group, *rest in told["flown"]]
+        assert sorted(map(whole, flown)) == sorted(tuple(map(str, record)) for record in told["moved"])
+
+
+def whole(flown: tuple[Any, ...]) -> tuple[str, ...]:
+    """With the bytes of what all gave, where that is what comes out."""
+    ranks, op, dtype, size = flown
+    return str(ranks), op, dtype, str(size * (len(ranks) if op == "all_gather" else 1))
 
 
 def test_what_only_contains_optimizers_hides_no_state_of_theirs() -> None:

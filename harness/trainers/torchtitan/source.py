@@ -127,7 +127,7 @@ LATER = Era(
     replicates_by="fsdp2",
     wraps_alone=True,
     displays=("loss", "grad_norm"),
-    unasked=("compile", "async_tp", "quantize"),
+    unasked=("async_tp", "quantize"),
     preload=(*DATA_AND_LOGS, *COMPILERS),
     model=(*MODEL, "rope_scaling", "tied_embeddings"),
     resumes=True,
@@ -272,6 +272,8 @@ class Source:
             yield f"tied_embeddings with tp: {era.name} {why}"
         if case.model.tied_embeddings and case.dims.pp > 1 and "tied_embeddings" in era.model:
             yield f"tied_embeddings with pp: {era.name} refuses that"
+        if case.features.compile and "compile" not in era.unasked:
+            yield f"compile: {era.name} casts to float32 within what it compiles, where this adapter keeps no float64"
         if era.fed_microbatches and case.training.document_mask:
             why = "positions that begin anew in every document, not counting on"
             yield f"document_mask: the masks of {era.name} are made of {why}"
