@@ -1,8 +1,9 @@
 """Who is to blame, from literal accounts of how the ranks of a job ended."""
 
 from harness.evidence import Exit
-from harness.launch.blame import Fate, describe, judge, parse_stack, render, useful
+from harness.launch.blame import Fate, describe, judge, last_words, parse_stack, render, useful
 from harness.launch.inflight import Issued
+from harness.launch.supervise import tail_of
 
 RESET = {"type": "RuntimeError", "message": "[/x/gloo/tcp/pair.cc:5] Connection reset by peer [::1]", "time": 2.0}
 TIMED_OUT = {"type": "RuntimeError", "message": "[/x/gloo/tcp/unbound_buffer.cc:78] Timed out waiting", "time": 9.0}
@@ -202,3 +203,10 @@ def test_a_collective_is_told_in_one_phrase():
     assert describe(all_reduce(1, tuple(range(16)), 8, op="send", peer=3)) == (
         "send #1 to rank 3 of group [0-15] (step 2, backward, 8 B)"
     )
+
+
+def test_a_dying_ranks_words_are_those_before_the_interpreters_list_of_threads_and_modules() -> None:
+    words, modules = "what(): [enforce fail at pair.cc:456] 65536 vs 32768", "numpy.random.mtrand, " * 400
+    log = f"{words}\nFatal Python error: Aborted\n\nThread 0x7f:\n  File x\n\nExtension modules: {modules}\n"
+    assert last_words(Fate(1, -6, log_tail=tail_of(log))) == words
+    assert tail_of("x" * 9000) == "x" * 4000

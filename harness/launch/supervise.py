@@ -105,6 +105,11 @@ def fate(job: Job, ranks: Ranks, rank: int, killed: str) -> Fate:
         issued=tuple(read_inflight(rank_file(job.directory, "inflight", rank))),
         stack=stack.read_text(errors="replace") if stack.exists() else "",
         log=str(log),
-        log_tail=log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else "",
+        log_tail=tail_of(log.read_text(errors="replace")) if log.exists() else "",
         trouble=ranks.trouble,
     )
+
+
+def tail_of(log: str) -> str:
+    """What a rank wrote last, without the interpreter's own list of threads and modules: a dying rank's words come before."""
+    return log.partition("\nFatal Python error: ")[0][-LOG_TAIL:]

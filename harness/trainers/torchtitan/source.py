@@ -254,6 +254,9 @@ class Source:
             yield f"cp {case.dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
         if not case.exact and not case.features.own_model:
             yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
+        if case.dims.pp > 1 and case.training.variable_length:
+            why = "torch's pipeline stages fix the shapes they exchange at the first step"
+            yield f"variable_length with pp {case.dims.pp}: {why}"
         for axis in ("pp", "tp"):
             if (degree := getattr(case.dims, axis)) > 1 and case.wrapper == "replicate":
                 yield f"dp_replicate {case.dims.dp_replicate} x {axis} {degree}: torchtitan's DDP takes one axis only"
