@@ -276,10 +276,10 @@ def keep_trials() -> None:
 def kept(make: Any) -> Any:
     made: dict[str, Any] = {}
 
-    def found(*args: Any) -> Any:
-        key = repr(args)
+    def found(*args: Any, **named: Any) -> Any:
+        key = repr((args, named))
         if key not in made:
-            made[key] = make(*args)
+            made[key] = make(*args, **named)
         return made[key]
 
     return found

@@ -65,6 +65,11 @@ def test_another_schedule_is_named() -> None:
     assert named(trial) == "schedule GPipe ran, 1F1B is asked for"
 
 
+def test_another_schedule_of_four_stages_a_rank_is_named() -> None:
+    asked, ran = (pp_2(name, stages_per_rank=4) for name in ("Interleaved1F1B", "LoopedBFS"))
+    assert named(trial_of(asked, ran=ran)) == "schedule LoopedBFS ran, Interleaved1F1B is asked for"
+
+
 def test_another_number_of_microbatches_is_named() -> None:
     trial = trial_of(pp_2(), ran=pp_2(microbatches=2))
     assert named(trial) == "2 microbatches went through the pipeline, 4 are asked for"

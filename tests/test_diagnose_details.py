@@ -19,11 +19,12 @@ from literal import (
     with_step,
     with_step_1_gradients,
 )
-from test_diagnose import NORM, dims, first_line, fsdp_4, ran_as
+from test_diagnose import NORM, dims, fed, first_line, fsdp_4, ran_as
 from test_diagnose_apart import broken, recomputing
 
 from harness.case import Case, ParallelDims, Saved
 from harness.diagnose import _what_weaker_tests_say
+from harness.diagnose.data import wrong_weights
 from harness.diagnose.differences import wrong_pairs
 from harness.diagnose.factors import factor_text
 from harness.diagnose.features import _compile, wrong_features
@@ -138,6 +139,16 @@ def test_two_parameters_that_are_wrong_on_one_rank_alone_are_told_with_it() -> N
     assert cause_of(found).startswith(
         "gradients are wrong in 2 of 12 parameters (norm.weight, output.weight) on rank 1:"
     )
+
+
+def test_a_loss_and_gradients_off_by_little_are_told_with_both_numbers() -> None:
+    full = DDP_2.reference.steps[0].gradients
+    trial = with_step_1_gradients(DDP_2, lambda _, fqn: full[fqn] + 1e-8 * np.cos(99 * full[fqn]))
+    for rank in trial.ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=(1 + 3e-8) * batch.loss_sum),))
+    told = "gradients are off by 1e-07 in every parameter, the loss of step 1 by 3e-08: as by arithmetic in float32"
+    assert cause_of(wrong_gradients(trial, broken("gradients"))) == f"{told}, asked for float64"
 
 
 def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf_everywhere() -> None:
@@ -295,6 +306,24 @@ def test_tokens_of_no_sample_on_all_ranks_are_another_order() -> None:
     assert first_line(trial).endswith(": another seed, order or data set")
     alone = with_step(fsdp_4(), 2, 1, microbatches=trial.ranks[2].steps[0].microbatches)
     assert first_line(alone).endswith("on rank 2")
+
+
+def test_accumulation_left_out_of_one_step_is_told_with_it() -> None:
+    trial = trial_of(tiny_case("ddp_2", accumulation=2))
+    ids = trial.reference.samples[1]
+    for rank in (0, 1):
+        trial = fed(trial, rank, 2, list(ids[4 * rank : 4 * rank + 4]))
+    assert first_line(trial) == "accumulation: rank 0 ran microbatches of [4] samples in step 2, asked for [2, 2]"
+
+
+def test_four_ranks_that_start_from_one_shard_are_told_by_the_first_two() -> None:
+    trial = fsdp_4()
+    for rank, evidence in trial.ranks.items():
+        first = trial.ranks[0].parameters
+        parameters = (replace(mine, value=one.value) for mine, one in zip(evidence.parameters, first, strict=True))
+        trial = with_rank(trial, rank, parameters=tuple(parameters))
+    told = "ranks along dp_shard start from the same shard: rank 1 holds the values of rank 0 in 9 of 12 parameters"
+    assert cause_of(wrong_weights(trial, broken("initial_weights"))).startswith(told)
 
 
 # ---- updates

@@ -78,6 +78,14 @@ def test_where_every_length_is_right_it_is_the_loss_or_something_turns_or_change
     )
 
 
+def test_a_module_that_nobody_saw_is_passed_over() -> None:
+    trial = wrong_forward({"norm": (80.0, 8.0)})
+    inputs = {"layers.0": 4.0, "layers.0.dropout": 2.0, "norm": 9.0}
+    assert cause(replace(trial, reference=replace(trial.reference, inputs=inputs))) == (
+        ": what goes into layers.0 is as long as it should be, what goes into norm is not"
+    )
+
+
 def test_a_trainer_whose_modules_are_not_seen_is_told_nothing_of_them() -> None:
     trial = wrong_forward({})
     assert cause(replace(trial, reference=replace(trial.reference, inputs={}))) == ""
