@@ -1389,7 +1389,9 @@ def test_a_repeat_that_differs() -> None:
     ("layout", "key", "asked", "ran"),
     [
         ("tp_2", "sequence_parallel", True, False),
+        ("tp_2", "sequence_parallel", False, True),
         ("fsdp_2_tp_2", "loss_parallel", True, False),
+        ("fsdp_2_tp_2", "loss_parallel", False, True),
     ],
 )
 def test_a_feature_that_is_not_in_force(layout, key, asked, ran) -> None:

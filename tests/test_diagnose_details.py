@@ -18,6 +18,7 @@ from literal import (
     with_rank,
     with_step,
     with_step_1_gradients,
+    without_rank,
 )
 from test_diagnose import NORM, dims, fed, first_line, fsdp_4, ran_as
 from test_diagnose_apart import broken, recomputing
@@ -34,7 +35,7 @@ from harness.diagnose.layout import Layout, _fsdp_over_tp, _name_partial, _part_
 from harness.diagnose.pipeline import _others
 from harness.diagnose.processes import incomplete, process_failed
 from harness.diagnose.reshard import _other_policies, wrong_resharding, wrong_wrapper
-from harness.diagnose.rest import _reduced_too_often, replicas_drift, wrong_display
+from harness.diagnose.rest import _reduced_too_often, not_deterministic, replicas_drift, wrong_display
 from harness.diagnose.updates import _enlarged, _not_clipped, _wrong_lr
 from harness.evidence import Exit
 from harness.trial import Result, Trial, Verdict
@@ -295,6 +296,24 @@ def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_asked_f
     assert cause_of(incomplete(short, broken("completed"))) == "rank 1 trained steps 2 only, asked for steps 2 to 3"
 
 
+def test_how_a_rank_ended_is_told_without_its_full_stop_and_first_what_it_issued() -> None:
+    def ended(error: str) -> str:
+        exits = (Exit(0, "raised", 1, error=error, blamed=True), *DDP_2.run.exits[1:])
+        return cause_of(process_failed(replace(DDP_2, run=replace(DDP_2.run, exits=exits)), {}))
+
+    assert ended("ValueError: X.") == "rank 0 raised: ValueError: X"
+    assert ended("lost; issued a; issued b") == "rank 0 issued a; issued b, then raised: lost"
+
+
+def test_the_last_collectives_of_two_culprits_are_told() -> None:
+    blamed = tuple(Exit(rank, "raised", 1, error="x", blamed=True, last_collective="all_gather") for rank in range(4))
+    found = process_failed(replace(fsdp_4(), run=replace(fsdp_4().run, exits=blamed)), {})
+    assert found is not None and found.evidence == (
+        ("rank 0", "last collective all_gather"),
+        ("rank 1", "last collective all_gather"),
+    )
+
+
 # ---- samples
 
 
@@ -353,6 +372,20 @@ def test_replicas_that_drift_beside_other_mistakes_are_not_explained_by_rounding
     for laws, alone in ((("replica_agreement",), True), (("replica_agreement", "gradients"), False)):
         found = replicas_drift(DDP_2, broken(*laws))
         assert found is not None and any(told in text for _, text in found.evidence) == alone
+
+
+def test_a_norm_that_nobody_shows_is_not_the_one_after_clipping() -> None:
+    silent = with_step(DDP_2, 1, 2, grad_norm=None)
+    for rank, step in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 3)):
+        silent = with_step(silent, rank, step, grad_norm=1.0)
+    assert cause_of(wrong_display(silent, broken("grad_norm"))).endswith(": each rank shows another number")
+
+
+def test_a_repeat_that_lacks_a_rank_is_fed_other_samples_there() -> None:
+    trial = trial_of(tiny_case("ddp_2", runs=2))
+    trial = replace(trial, repeat=without_rank(trial, 1).run)
+    told = "for the repeat is fed other samples (rank 1, step 1)"
+    assert told in cause_of(not_deterministic(trial, broken("determinism")))
 
 
 @pytest.mark.parametrize("law", ["loss", "gradients", "update"])

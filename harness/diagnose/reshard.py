@@ -68,7 +68,7 @@ def _kept_otherwise(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
     """In the first forward pass of each model part: what should be, and what is."""
     steps, wanted = trial.ranks[rank].steps, trial.plan.after_forward[rank]
     found: dict[str, tuple[str, str]] = {}
-    for record in steps[0].after_forward if steps else ():
+    for record in steps[0].after_forward:
         for fqn, held in record.bytes.items():
             if fqn in wanted and held != wanted[fqn].bytes and fqn not in found:
                 seen = reshard.observed_text(trial, rank, fqn, held)

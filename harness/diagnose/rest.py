@@ -246,7 +246,8 @@ def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 def _fed_otherwise(trial: Trial) -> str:
     """Where the repeat was first fed other rows, or the same ones in another order: each run by itself may be right."""
-    again = _fed_by_step(trial.repeat.ranks) if trial.repeat else {}
+    assert trial.repeat is not None
+    again = _fed_by_step(trial.repeat.ranks)
     for (step, rank), rows in sorted(_fed_by_step(trial.ranks).items()):
         if rows != (others := again.get((step, rank), [])):
             how = "the same samples in another order" if sorted(rows) == sorted(others) else "other samples"
