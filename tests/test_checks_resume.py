@@ -406,3 +406,16 @@ def test_what_else_did_not_arrive_is_told_below_the_first() -> None:
     assert found is not None and found.cause.startswith("resumed without optimizer state")
     (label, text), (law, _), *_ = found.evidence
     assert (label, law) == ("also", "resume") and text.startswith("the schedule starts anew after resuming")
+
+
+def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_told_by_their_names() -> None:
+    other = "layers.0.attention.wo.weight"
+    where = f"in 2 of 12 parameters ({WEIGHT}, {other})"
+    changed = everywhere(resumed(), "parameters", lambda held: held | {f: 1.5 * held[f] for f in (WEIGHT, other)})
+    assert cause(changed) == f"parameters are not what was saved {where}"
+
+    def blurred(held: dict[str, Any]) -> dict[str, Any]:
+        return held | {f: held[f] | {"exp_avg": 1.5 * held[f]["exp_avg"]} for f in (WEIGHT, other)}
+
+    changed = everywhere(resumed(), "optimizer_state", blurred)
+    assert cause(changed) == f"optimizer state is not what was saved: exp_avg {where}"
