@@ -441,19 +441,19 @@ def keeping(trial: Trial, rank: int, *held: HeldTensor) -> Trial:
 
 
 def test_a_copy_of_weights_kept_anywhere_is_found() -> None:
-    copies = (HeldTensor((64, 4), "float64", 2048), HeldTensor((64,), "float32", 256))
+    copies = (HeldTensor((8, 4), "float64", 256), HeldTensor((64,), "float32", 256))
     trial = keeping(trial_of(tiny_case("fsdp_2")), 1, *copies)
     most = trial.plan.spare_bytes[1]
     assert most == 2 * 4 * 2 * 8  # cosine and sine of 4 positions, for the 2 entries of a head
-    observed = "2.304 kB in 2 tensors: float64 [64, 4], float32 [64]"
+    observed = "512 B in 2 tensors: float64 [8, 4], float32 [64]"
     expected = Finding("rank 1, after the last step, beside them", "at most 128 B", observed)
     assert findings("memory", trial) == (expected,)
 
 
-def test_tables_of_positions_single_numbers_and_activations_are_no_copies() -> None:
-    table, number = HeldTensor((4, 4), "float64", 128), HeldTensor((1,), "float64", 8)
-    activation = HeldTensor((8, 4, 4), "float64", 1024)
-    trial = keeping(trial_of(tiny_case("fsdp_2")), 0, activation, table, number, number)
+def test_tables_of_positions_single_numbers_masks_and_activations_are_no_copies() -> None:
+    table, number = HeldTensor((16,), "float64", 128), HeldTensor((1,), "float64", 8)
+    mask, activation = HeldTensor((32, 32), "float64", 8192), HeldTensor((8, 4, 4), "float64", 1024)
+    trial = keeping(trial_of(tiny_case("fsdp_2")), 0, activation, mask, table, number, number)
     assert judged("memory", trial).verdict == Verdict.PASS
 
 

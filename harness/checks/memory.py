@@ -1,9 +1,9 @@
 """Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
 
 The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter. When training
-has ended, no other matrices or vectors of floating-point numbers are kept anywhere in the process than tables of positions,
-and the buckets in which DDP reduces gradients. Tensors of three dims and more, which a pipeline's stages receive into, are
-activations, and of no weight.
+has ended, no copies of weights or gradients are kept anywhere in the process: tensors of the shape of a parameter, or of the
+rank's slice of one, and flat buffers, of floating-point numbers. Allowed are the buckets in which DDP reduces gradients, and
+as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from harness.checks import verdict_of
-from harness.evidence import HeldTensor, RankEvidence
+from harness.evidence import HeldTensor
 from harness.trial import Finding, Result, Trial, Verdict, bytes_text
 
 STAGE = "structure"
@@ -42,7 +42,7 @@ def check(trial: Trial) -> Result:
 
 
 def _beside(trial: Trial, rank: int) -> list[Finding]:
-    held, most = copies_kept(trial.ranks[rank]), trial.plan.spare_bytes[rank]
+    held, most = copies_kept(trial, rank), trial.plan.spare_bytes[rank]
     if not kept_beside(trial, rank):
         return []
     shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
@@ -53,9 +53,13 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
 
 
 def kept_beside(trial: Trial, rank: int) -> bool:
-    return sum(tensor.bytes for tensor in copies_kept(trial.ranks[rank])) > trial.plan.spare_bytes[rank]
+    return sum(tensor.bytes for tensor in copies_kept(trial, rank)) > trial.plan.spare_bytes[rank]
 
 
-def copies_kept(evidence: RankEvidence) -> list[HeldTensor]:
-    """What may hold weights: not one number, and no activations."""
-    return [t for t in evidence.held or () if len(t.shape) in (1, 2) and math.prod(t.shape) > 1]
+def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:
+    """What may hold weights or gradients; one number may not."""
+    own = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
+    shapes = own | set(trial.case.model.parameter_shapes().values())
+    shapes |= {shape[::-1] for shape in shapes}
+    held = trial.ranks[rank].held or ()
+    return [t for t in held if math.prod(t.shape) > 1 and (len(t.shape) == 1 or tuple(t.shape) in shapes)]

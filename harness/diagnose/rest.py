@@ -159,7 +159,7 @@ def copies_kept(trial: Trial, broken: Broken) -> Diagnosis | None:
     ranks = [rank for rank in sorted(trial.ranks) if memory.kept_beside(trial, rank)]
     if "memory" not in broken or not ranks:
         return None
-    held = memory.copies_kept(trial.ranks[ranks[0]])
+    held = memory.copies_kept(trial, ranks[0])
     size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
     cause = f"{size} of {dtypes} are kept beside parameters, gradients and optimizer state{on_ranks(trial, ranks)}"
     return Diagnosis(cause + _as_large_as(trial, ranks[0]), (finding_line("memory", broken["memory"]),))
@@ -167,7 +167,7 @@ def copies_kept(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 def _as_large_as(trial: Trial, rank: int) -> str:
     """Whole or as this rank holds them, shapes of how many parameters are found among what is kept."""
-    shapes = [tensor.shape for tensor in memory.copies_kept(trial.ranks[rank])]
+    shapes = [tensor.shape for tensor in memory.copies_kept(trial, rank)]
     whole = [fqn for fqn, shape in trial.case.model.parameter_shapes().items() if shape in shapes]
     own = [tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.shape in shapes]
     if not whole and not own:
