@@ -154,7 +154,7 @@ def _subject(trial: Trial, pairs: list[Pair]) -> str:
 
 def _not_clipped(trial: Trial) -> str | None:
     clip = clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
-    pairs = _explained(trial, clip, {rank: 1.0 for rank in trial.ranks}) if clip != 1.0 else []
+    pairs = _explained(trial, clip, dict.fromkeys(trial.ranks, 1.0))
     if not pairs:
         return None
     fqns, ranks = list(dict.fromkeys(fqn for _, fqn in pairs)), {rank for rank, _ in pairs}
