@@ -136,6 +136,24 @@ def test_a_v_goes_down_and_back() -> None:
     assert [stages_of("Interleaved1F1B", 3, 2, index) for index in range(3)] == [(0, 3), (1, 4), (2, 5)]
 
 
+@pytest.mark.parametrize(
+    ("least", "too_little"),
+    [
+        (("GPipe", 4, 1, 1), ("GPipe", 4, 2, 1)),
+        (("1F1B", 4, 1, 4), ("1F1B", 4, 1, 3)),
+        (("1F1B", 4, 1, 4), ("1F1B", 4, 2, 4)),
+        (("DualPipeV", 2, 2, 4), ("DualPipeV", 2, 2, 3)),
+        (("ZBVZeroBubble", 2, 2, 1), ("ZBVZeroBubble", 2, 3, 1)),
+        (("Interleaved1F1B", 2, 2, 6), ("Interleaved1F1B", 2, 2, 5)),
+        (("InterleavedZeroBubble", 2, 2, 6), ("InterleavedZeroBubble", 2, 2, 5)),
+    ],
+)
+def test_what_a_schedule_just_takes_and_just_does_not(least: tuple, too_little: tuple) -> None:
+    assert refusal(*least) is None
+    assert refusal(*too_little)
+    assert refusal("LoopedBFS", *too_little[1:]) is None
+
+
 def test_refusals_say_the_arithmetic() -> None:
     assert refusal("Interleaved1F1B", 2, 2, 5) == (
         "schedule Interleaved1F1B goes through microbatches in 2 equal rounds (microbatches // pp = 5 // 2),"
