@@ -457,6 +457,13 @@ def test_tables_of_positions_single_numbers_masks_and_activations_are_no_copies(
     assert judged("memory", trial).verdict == Verdict.PASS
 
 
+def test_what_stages_hand_on_is_no_copy_though_it_has_a_parameters_shape_where_samples_lie_end_to_end() -> None:
+    """Two samples of four tokens: [8, 4], as tok_embeddings.weight."""
+    trial = keeping(trial_of(tiny_case("single")), 0, HeldTensor((8, 4), "float64", 256))
+    assert judged("memory", trial).verdict == Verdict.FAIL
+    assert judged("memory", replace(trial, case=tiny_case(ParallelDims(pp=2)))).verdict == Verdict.PASS
+
+
 @pytest.mark.parametrize(("layout", "verdict"), [("ddp_2", Verdict.PASS), ("hsdp_2x2", Verdict.FAIL)])
 def test_only_ddp_has_buckets_of_all_its_gradients(layout: str, verdict: Verdict) -> None:
     trial = trial_of(tiny_case(layout))

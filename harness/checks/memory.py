@@ -3,13 +3,15 @@
 The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter. When training
 has ended, no copies of weights or gradients are kept anywhere in the process: tensors of the shape of a parameter, or of the
 rank's slice of one, and flat buffers, of floating-point numbers. Allowed are the buckets in which DDP reduces gradients, and
-as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business.
+as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
+and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
 """
 
 from __future__ import annotations
 
 import math
 
+from harness.case import Case
 from harness.checks import verdict_of
 from harness.evidence import HeldTensor
 from harness.trial import Finding, Result, Trial, Verdict, bytes_text
@@ -60,6 +62,12 @@ def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:
     """What may hold weights or gradients; one number may not."""
     own = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
     shapes = own | set(trial.case.model.parameter_shapes().values())
-    shapes |= {shape[::-1] for shape in shapes}
+    shapes = (shapes | {shape[::-1] for shape in shapes}) - _handed_on(trial.case)
     held = trial.ranks[rank].held or ()
     return [t for t in held if math.prod(t.shape) > 1 and (len(t.shape) == 1 or tuple(t.shape) in shapes)]
+
+
+def _handed_on(case: Case) -> set[tuple[int, ...]]:
+    """[tokens of a microbatch, dim], and with sequence parallel a tp rank's part of it."""
+    lengths = {case.seq_len(step) // case.dims.cp for step in case.steps} if case.dims.pp > 1 else set()
+    return {(case.local_batch * length // ways, case.model.dim) for length in lengths for ways in (1, case.dims.tp)}
