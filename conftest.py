@@ -35,13 +35,17 @@ class Broken(Exception):
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("harness", "the cases in cases/*.yaml")
     group.addoption("--trainer", default="llama3", help="the trainer under test")
-    group.addoption("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings")
+    group.addoption(
+        "--source",
+        metavar="PATH|VERSION",
+        help="a checkout of that trainer, or a release that pip brings; as --source=PATH",
+    )
     group.addoption("--launcher", default="local", choices=("local", "torchrun"))
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"))
     group.addoption(
         "--case-timeout", type=float, default=120.0, metavar="S", help="seconds for one launch; default 120"
     )
-    group.addoption("--out", default="out", metavar="DIR", help="where evidence goes; default out")
+    group.addoption("--out", default="out", metavar="DIR", help="where evidence goes; default out; as --out=DIR")
     group.addoption("--tier", default="default", choices=(*TIERS, ALL_TIERS), help="which cases; see `harness matrix`")
     group.addoption("--accept-golden", action="store_true", help="golden items rewrite the golden, and fail")
 
