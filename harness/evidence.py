@@ -102,14 +102,17 @@ class Activity:
     """What a rank computed in a step, counted. Keys are words with a blank between them.
 
     calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
-    products: "phase dtype", matrix products of that dtype. quantized: "phase fqn format", those of a module's that ran in
-    8 bits: "forward layers.0.attention.wq float8_rowwise". random: "phase", operators that drew random numbers, and
-    "other state fqn", recomputations that began with another state of the generator than forward. inputs: by fqn, of step 1
-    only, the sum of the squares of what went into a module in forward, and how many numbers that were.
+    products: "phase dtype", matrix products of that dtype. attention: "phase kind", fused attention ("attention"), its
+    backward ("attention_backward") and batched products ("batched product").
+    quantized: "phase fqn format", products of a module's that ran in 8 bits: "forward layers.0.attention.wq float8_rowwise".
+    random: "phase", operators that drew random numbers, and "other state fqn", recomputations that began with another state
+    of the generator than forward.
+    inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in forward, and how many numbers it was.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
+    attention: dict[str, int] = field(default_factory=dict)
     random: dict[str, int] = field(default_factory=dict)
     quantized: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -93,8 +93,8 @@ class Plan:
     flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
     parameters a rank may keep between steps; the most counts the padding of uneven chunks. after_forward[rank][fqn]: what
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
-    padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes: the most it may move in a step
-    outside forward and backward, where nobody plans (loss statistics, norms, counts, norm weights' gradients).
+    padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
+    a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep.
     quantized: the modules whose products run in 8 bits.
     """
@@ -108,7 +108,8 @@ class Plan:
     flows: dict[int, tuple[Flow, ...]]
     even_flows: dict[int, tuple[Flow, ...]]
     parameter_bytes: dict[int, tuple[int, int]]
-    outside_bytes: int
+    outside_bytes: dict[int, int]
+    integer_bytes: int
     spare_bytes: dict[int, int]
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
@@ -168,7 +169,8 @@ def make_plan(case: Case) -> Plan:
         slices=slices,
         flows=flows,
         even_flows=_flows_of_ranks(case, case.seq_len(2)) if case.training.variable_length else flows,
-        outside_bytes=_outside_bytes(case),
+        outside_bytes={rank: _outside_bytes(case, rank, flows[rank]) for rank in slices},
+        integer_bytes=_integer_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
         spare_bytes={rank: _spare_bytes(case, slices[rank]) for rank in slices},
         quantized=quantized_modules(case.model) if case.training.quantize else (),
@@ -610,11 +612,25 @@ def _pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
         yield Flow("pp", "activations and their gradients", "recv", "pipeline", moved)
 
 
-def _outside_bytes(case: Case) -> int:
-    """Eight numbers a token (loss parallel exchanges three) and a tenth of the parameters: far from gathering them."""
-    tokens = case.local_batch * case.passes * case.training.seq_len
-    parameters = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
-    return (8 * tokens + parameters // 10) * BYTES[case.training.dtype]
+def _outside_bytes(case: Case, rank: int, flows: Iterable[Flow]) -> int:
+    """A norm for each parameter on each axis, eight numbers of each rank (losses, counts), and what is optional inside.
+
+    With loss parallel the largest logit of a token, the sum of their exponentials, and the logit of its label go over tp.
+    """
+    dims, training = case.dims, case.training
+    axes = sum(getattr(dims, axis) > 1 for axis in AXES)
+    numbers = len(_shapes(case.model)) * axes + 8 * dims.world_size
+    last = case.n_stages - 1 in stages_of_rank(case, rank)
+    tokens = case.local_batch * case.passes * (training.seq_len // dims.cp)
+    losses = 3 * tokens * BYTES[training.dtype] if dims.tp > 1 and case.features.loss_parallel and last else 0
+    return numbers * BYTES["float64"] + losses + sum(flow.bytes for flow in flows if flow.optional)
+
+
+def _integer_bytes(case: Case) -> int:
+    """DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is."""
+    if case.wrapper not in ("ddp", "replicate"):
+        return 0
+    return (4 * len(_shapes(case.model)) + 2 * case.dims.world_size + 8) * 8  # int64
 
 
 def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:

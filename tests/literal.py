@@ -290,7 +290,10 @@ def _activity(case: Case) -> Activity:
     calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
     again = {"full": 6 if case.features.ac_early_stop else 7, "op": 3}.get(kind, 0)
     products = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
-    return Activity(calls, products, {"forward": 2 * passes} if case.model.dropout else {})
+    attention = {"forward attention": passes, "backward attention_backward": passes}
+    attention |= {"backward attention": passes} if kind == "full" else {}
+    attention = attention if case.dims.cp == 1 else {}
+    return Activity(calls, products, attention, {"forward": 2 * passes} if case.model.dropout else {})
 
 
 def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> tuple[Microbatch, ...]:

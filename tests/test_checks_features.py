@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from literal import ADAMW, TINY, cause_of, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 
+from harness.case import ParallelDims
 from harness.checks.features import QUANTIZED_PRODUCTS
 from harness.diagnose import diagnose
 from harness.plan import Flow, make_plan
@@ -115,7 +116,10 @@ def test_a_graph_break_is_told_with_its_reason() -> None:
 
 def test_compiled_recomputation_is_known_by_its_products() -> None:
     trial = ran({"compile": True, "activation_checkpointing": "full"}, {"compile": True})
-    assert {finding.where.split(", ")[-1] for finding in found(trial)} == {"matrix products repeated in backward"}
+    assert {finding.where.split(", ")[-1] for finding in found(trial)} == {
+        "matrix products repeated in backward",
+        "attention recomputed",
+    }
 
 
 # ---- wrappers, precision, dropout
@@ -230,3 +234,47 @@ def test_a_module_that_was_converted_too_is_named() -> None:
 def test_a_conversion_that_did_not_take_place_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize="float8_rowwise")))
     assert cause(trial) == "float8_rowwise is asked for, no product ran in that format"
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(
+    ("changed", "finding"),
+    [
+        ({"forward attention": 2}, Finding("rank 0, step 1, attention in forward", "1", "2")),
+        ({"backward attention": 1}, Finding("rank 0, step 1, attention recomputed", "0", "1")),
+        ({"backward attention_backward": 2}, Finding("rank 0, step 1, attention's gradients", "1", "2")),
+        ({"forward batched product": 2}, Finding("rank 0, step 1, batched products", "at most 1", "2")),
+    ],
+)
+def test_attention_that_is_done_once_too_often_is_seen(changed: dict[str, int], finding: Finding) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    seen = trial.ranks[0].steps[0].activity.attention
+    assert found(with_activity(trial, 0, 1, attention=seen | changed)) == [finding]
+
+
+def test_attention_is_done_for_each_part_of_the_sequence_that_a_rank_may_look_at() -> None:
+    for balanced, parts in ((True, (2, 2)), (False, (1, 2))):
+        trial = trial_of(tiny_case(ParallelDims(cp=2), cp_load_balance=balanced))
+        for rank, count in enumerate(parts):
+            right = {"forward attention": count, "backward attention_backward": count}
+            assert found(with_activity(trial, rank, 1, attention=right)) == []
+            assert len(found(with_activity(trial, rank, 1, attention={key: 3 for key in right}))) == 2
+
+
+def test_a_table_of_angles_and_attention_that_is_not_fused_break_nothing() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    seen = trial.ranks[0].steps[0].activity.attention
+    for attention in (
+        seen | {"forward batched product": 1},
+        {"forward batched product": 2, "backward batched product": 4},
+    ):
+        assert found(with_activity(trial, 0, 1, attention=attention)) == []
+
+
+def test_attention_computed_twice_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    seen = trial.ranks[0].steps[0].activity.attention
+    trial = with_activity(trial, 0, 1, attention=seen | {"forward attention": 2})
+    assert cause(trial) == "attention is computed 2 times in forward (rank 0, step 1), once is needed"

@@ -144,7 +144,8 @@ def plan_of(name: str) -> Iterator[str]:
     plan = make_plan(case)
     yield name
     yield f"  groups {'; '.join(f'{axis} ' + ' '.join(map(ranks_text, lines)) for axis, lines in plan.groups.items())}"
-    yield f"  shards over {plan.shard_axis}, outside {plan.outside_bytes}, quantized {len(plan.quantized)}"
+    outside = " ".join(map(str, sorted(set(plan.outside_bytes.values()))))
+    yield f"  shards over {plan.shard_axis}, outside {outside}, integers {plan.integer_bytes}, quantized {len(plan.quantized)}"
     for unit in plan.flat:
         yield f"  flat {unit.numel}: {' '.join(map(str, unit.starts.values()))}"
     told: dict[tuple[str, ...], list[int]] = {}

@@ -37,7 +37,7 @@ EXAMINED: dict[str, Any] = {
     "hsdp_2x2": (
         tiny_case("hsdp_2x2", runs=2),
         {
-            **{"completed": 4, "collective_order": 108, "features": 80, "memory": 36, "placements": 52},
+            **{"completed": 4, "collective_order": 108, "features": 128, "memory": 36, "placements": 52},
             **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 48, "initial_weights": 12},
             **{"samples": 24, "determinism": 12, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"replica_agreement": 144, "reported_loss": 12, "update": 144},
@@ -46,7 +46,7 @@ EXAMINED: dict[str, Any] = {
     "fsdp_2_tp_2": (
         tiny_case("fsdp_2_tp_2"),
         {
-            **{"completed": 4, "collective_order": 204, "features": 80, "memory": 36, "placements": 52},
+            **{"completed": 4, "collective_order": 204, "features": 128, "memory": 36, "placements": 52},
             **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 96, "initial_weights": 12},
             **{"samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"replica_agreement": 36, "reported_loss": 12, "update": 144},
@@ -293,18 +293,38 @@ def test_a_wrapper_that_gathers_nothing_says_why(wrapper: str, why: str) -> None
 @pytest.mark.parametrize("phase", ["optimizer", "other"])
 def test_much_that_is_moved_outside_of_forward_and_backward_is_named(phase: str) -> None:
     trial = trial_of(tiny_case("ddp_2"))
-    most, done = trial.plan.outside_bytes, 8  # the loss, which is summed over the ranks
+    most, done = trial.plan.outside_bytes[0], 8  # the loss, which is summed over the ranks
     for ranks, extra, findings in (((0, 1), 0, ()), ((0, 1), 1, (most + 1,)), ((1,), 10**6, ())):
         call = Collective("all_gather", ranks, "g", "float64", most - done + extra, phase, 2, 99)
         told = judged("traffic", with_rank(trial, 1, collectives=(*trial.ranks[1].collectives, call)))
         assert told.findings == tuple(
             Finding(
                 "rank 1, step 2, outside forward and backward",
-                f"at most {most / 1000:.4g} kB ({most})",
-                f"{moved / 1000:.4g} kB ({moved})",
+                f"at most {most} B ({most})",
+                f"{moved} B ({moved})",
             )
             for moved in findings
         )
+
+
+def calling(trial: Trial, op: str, dtype: str, count: int, step: int) -> Trial:
+    call = Collective(op, (0, 1), "g", dtype, count, "forward", step, 99)
+    return with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, call))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+def test_integers_that_are_gathered_inside_of_forward_are_named(dtype: str) -> None:
+    trial = calling(trial_of(tiny_case("fsdp_2")), "all_gather", dtype, 64, 1)
+    told = Finding("rank 0, step 1, integers in forward and backward", "nothing", "64 B (64)")
+    assert judged("traffic", trial).findings == (told,)
+
+
+def test_ddp_may_agree_on_its_buckets_in_two_steps() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    most = trial.plan.integer_bytes
+    assert most == (4 * 12 + 2 * 2 + 8) * 8
+    for count, step, verdict in ((most, 2, "PASS"), (most + 1, 2, "FAIL"), (8, 3, "FAIL")):
+        assert judged("traffic", calling(trial, "broadcast", "int32", count, step)).verdict == verdict
 
 
 @pytest.mark.parametrize("op", ["send", "recv"])

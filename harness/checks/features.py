@@ -4,6 +4,8 @@ Recomputation is a block's forward call inside backward, and the matrix products
 and a backward pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind,
 precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
 there is the wrapper's word; where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once.
+Fused attention is done once a layer and pass, in context parallel once for each part that a rank may look at, and beside it
+there are no batched products but that of a table of angles.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 
 from harness.checks import verdict_of
 from harness.evidence import StepEvidence
-from harness.plan import BYTES, layers_of_stage, recomputed_layers
+from harness.plan import BYTES, coordinate, layers_of_stage, recomputed_layers
 from harness.trial import Finding, Result, Trial
 
 STAGE = "structure"
@@ -31,6 +33,7 @@ def check(trial: Trial) -> Result:
             looked += _compiled_blocks(trial, rank, step)
             looked += _products(trial, rank, step)
             looked += _quantized_products(trial, rank, step)
+            looked += _attention(trial, rank, step)
             looked += _random_numbers(trial, rank, step)
         looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
     return verdict_of("features", [finding for finding in looked if finding], len(looked))
@@ -154,6 +157,33 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         yield Finding(f"{where} in forward", "equally many in every block", str(forward.total()))
     else:
         yield _expect(f"{where} repeated in backward", again, backward.total() - 2 * forward.total())
+
+
+# ---- attention
+
+
+def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Attention that is not fused, or is one kernel of a compiler's (flex attention), cannot be told from what else is done."""
+    seen, case = step.activity.attention, trial.case
+    if not seen.get("forward attention"):
+        return
+    once = case.passes * parts_attended(trial, rank)
+    forward, again = once * len(layers_of(trial, rank)), once * len(recomputed_layers(case, rank))
+    again = 0 if case.features.activation_checkpointing == "op" else again
+    where = f"rank {rank}, step {step.step}, attention"
+    yield _expect(f"{where} in forward", forward, seen.get("forward attention", 0))
+    yield _expect(f"{where} recomputed", again, seen.get("backward attention", 0))
+    yield _expect(f"{where}'s gradients", forward, seen.get("backward attention_backward", 0))
+    batched = sum(count for key, count in seen.items() if key.endswith("batched product"))
+    most = case.passes * len(trial.plan.stages[rank])
+    where = f"rank {rank}, step {step.step}, batched products"
+    yield None if batched <= most else Finding(where, f"at most {most}", str(batched))
+
+
+def parts_attended(trial: Trial, rank: int) -> int:
+    """Whose keys a rank's queries may look at: those of all cp ranks if tokens are balanced, else of none that come later."""
+    balanced = trial.case.features.cp_load_balance
+    return trial.case.dims.cp if balanced else coordinate(trial.case.dims, rank)["cp"] + 1
 
 
 # ---- 8 bits

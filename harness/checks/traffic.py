@@ -1,7 +1,7 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
-Bytes are counted of unsharded tensors, so bucketing does not matter. What is moved outside forward and backward (losses,
-norms, counts) no plan can know: it must only be little. Integer tensors (DDP's agreement on buckets) are left alone.
+Bytes are counted of unsharded tensors, so bucketing does not matter. Of what is moved outside forward and backward (losses,
+norms, counts), and of integers inside (DDP's agreement on parameters and buckets, in the first two steps), there is a most.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from harness.plan import BYTES, Flow
 from harness.trial import Finding, Result, Trial, bytes_text, ranks_text
 
 STAGE = "structure"
+
+INSIDE = ("forward", "backward", "pipeline")
 
 Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
@@ -30,7 +32,7 @@ def check(trial: Trial) -> Result:
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             examined += len(wanted)
             findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
-            findings += _outside(trial, rank, step)
+            findings += _outside(trial, rank, step) + _integers(trial, rank, step)
     return verdict_of("traffic", findings, examined)
 
 
@@ -57,7 +59,7 @@ def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
 def _is_traffic(collective: Collective) -> bool:
     """torch 2.11 greets the neighbours of a pipeline stage with one number, before the first pass."""
     greeting = collective.op in ("send", "recv") and collective.bytes <= BYTES["float64"]
-    inside = collective.phase in ("forward", "backward", "pipeline") and len(collective.ranks) > 1
+    inside = collective.phase in INSIDE and len(collective.ranks) > 1
     return inside and "float" in collective.dtype and not greeting
 
 
@@ -67,10 +69,27 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
         for collective in trial.ranks[rank].collectives
         if collective.step == step and collective.phase in ("optimizer", "other") and len(collective.ranks) > 1
     )
-    if moved <= trial.plan.outside_bytes:
+    most = trial.plan.outside_bytes[rank]
+    if moved <= most:
         return []
-    place = f"rank {rank}, step {step}, outside forward and backward"
-    return [Finding(place, f"at most {amount(trial.plan.outside_bytes)}", amount(moved))]
+    return [
+        Finding(f"rank {rank}, step {step}, outside forward and backward", f"at most {amount(most)}", amount(moved))
+    ]
+
+
+def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
+    """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
+    moved = sum(
+        call.bytes
+        for call in trial.ranks[rank].collectives
+        if call.step == step and "float" not in call.dtype and call.op not in ("send", "recv")
+        if call.phase in INSIDE and len(call.ranks) > 1
+    )
+    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else 0
+    if moved <= most:
+        return []
+    told = f"at most {amount(most)}" if most else amount(0)
+    return [Finding(f"rank {rank}, step {step}, integers in forward and backward", told, amount(moved))]
 
 
 def _compare(trial: Trial, where: str, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:

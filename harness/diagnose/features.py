@@ -26,7 +26,8 @@ def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
 def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
-    cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial) or _checkpointing(trial)
+    cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial)
+    cause = cause or _attended_too_often(trial) or _checkpointing(trial)
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
@@ -55,6 +56,16 @@ def _reduction(trial: Trial) -> str | None:
     """Gradients added over the data ranks in another dtype."""
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.reduced(trial, rank) if finding]
     return f"gradients are reduced in {wrong[0].observed}, asked for {wrong[0].expected}" if wrong else None
+
+
+def _attended_too_often(trial: Trial) -> str | None:
+    """Recomputation is right, and attention is done more or less often in forward."""
+    for rank, step, _ in trial.steps():
+        seen = step.activity.attention.get("forward attention", 0)
+        layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
+        if seen not in (0, layers):
+            return f"attention is computed {seen / layers:.4g} times in forward (rank {rank}, step {step.step}), once is needed"
+    return None
 
 
 def _compile(trial: Trial) -> str | None:

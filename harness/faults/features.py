@@ -8,6 +8,27 @@ from harness.faults import Fired, fault, replace
 
 
 @fault(
+    breaks="attention is computed twice, the first time for nothing",
+    bug="A-class: work that is done again and that no number shows",
+    case="fsdp_2",
+    caught_by="features",
+    named="attention is computed 2 times",
+)
+def attention_computed_twice(fired: Fired) -> None:
+    from reference import model
+
+    def make(original: Any) -> Any:
+        def forward(self: Any, q: Any, k: Any, v: Any, documents: Any = None) -> Any:
+            fired()
+            original(self, q.detach(), k.detach(), v.detach(), documents)
+            return original(self, q, k, v, documents)
+
+        return forward
+
+    replace(model.CausalAttention, "forward", make)
+
+
+@fault(
     breaks="activation checkpointing is asked for and no block is wrapped",
     bug="O03 pytorch/torchtitan #3455: a pass that was asked for is silently skipped",
     case="fsdp_2_ac_full",

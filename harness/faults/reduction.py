@@ -258,3 +258,50 @@ def group_left_out_of_the_token_count(fired: Fired) -> None:
         return over_all
 
     replace(dist, "all_reduce", make)
+
+
+@fault(
+    breaks="every rank gathers everybody's tokens in each block, and makes nothing of them",
+    bug="D-class: data is moved that nobody asked for",
+    case="fsdp_2",
+    caught_by="traffic",
+    named="bytes moved are not the plan's: rank 0, step 1, integers in forward and backward",
+)
+def tokens_gathered_in_each_block(fired: Fired) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from reference import model
+
+    def make(original: Any) -> Any:
+        def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            fired()
+            mine = torch.zeros(x.shape[:2], dtype=torch.int64)
+            dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
+            return original(self, x, *args, **kwargs)
+
+        return forward
+
+    replace(model.TransformerBlock, "forward", make)
+
+
+@fault(
+    breaks="a weight is gathered after each step, for a histogram that somebody once looked at",
+    bug="L-class: what is only shown gathers a weight",
+    case="fsdp_2",
+    caught_by="traffic",
+    named="bytes moved are not the plan's: rank 0, step 1, outside forward and backward",
+)
+def weight_gathered_for_a_histogram(fired: Fired) -> None:
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def step(self: Any) -> float:
+            lr: float = original(self)
+            fired()
+            self.model_parts[0].layers["0"].attention.wq.weight.full_tensor()
+            return lr
+
+        return step
+
+    replace(Trainer, "optimizer_step", make)

@@ -23,6 +23,16 @@ from harness.probe.structure import local, plain_fqn
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
 """aten's matrix products, those with `out` called by compiled code -> which argument is the first factor."""
 
+FUSED = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+ATTENTION = {name: "attention" for name in FUSED} | {f"{name}_backward": "attention_backward" for name in FUSED}
+ATTENTION |= dict.fromkeys(("bmm", "bmm.out", "baddbmm", "baddbmm.out"), "batched product")
+"""aten's fused attention, and the batched products that it is made of where it is not fused."""
+
 DRAWS = ("uniform_", "normal_", "bernoulli_.float", "bernoulli_.Tensor", "native_dropout")
 """aten's operators that draw random numbers; rand, randn and dropout come down to them."""
 
@@ -40,6 +50,7 @@ class ActivityRecorder:
         """Like the collectives' recorder: a kernel in front of the operator, below autograd and DTensor."""
         self._library = torch.library.Library("aten", "IMPL")
         kernels = {name: functools.partial(self._product, factor) for name, factor in PRODUCTS.items()}
+        kernels |= {name: functools.partial(self._attend, kind) for name, kind in ATTENTION.items()}
         for name, kernel in (kernels | dict.fromkeys(DRAWS, self._draw)).items():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
@@ -70,6 +81,11 @@ class ActivityRecorder:
         first = args[factor]
         if _is_real(first):
             _count(self._now().products, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
+        return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_real(args[0]):
+            _count(self._now().attention, f"{self._clock.phase()} {kind}")
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _draw(self, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
