@@ -69,3 +69,24 @@ def tp_shards_are_equal(fired: Fired) -> None:
         return first_shard
 
     replace(trainer, "local_slice", make)
+
+
+@fault(
+    breaks="the sampler is never told the epoch, so that the second one replays the order of the first",
+    bug="D08 pytorch/torchtitan #3023, #2865",
+    case="fsdp_2_two_epochs",
+    caught_by="samples",
+    named="step 65 is fed samples of step 1: the sampler is at another place of the data",
+)
+def second_epoch_replays_the_first(fired: Fired) -> None:
+    from harness.trainers.llama3.data import ResumableSampler
+
+    def make(original: Any) -> Any:
+        def set_epoch(self: Any, epoch: int) -> None:
+            if epoch:
+                fired()
+            original(self, 0)
+
+        return set_epoch
+
+    replace(ResumableSampler, "set_epoch", make)
