@@ -375,9 +375,9 @@ def _made(options: Options) -> dict[str, str]:
 
 @functools.cache
 def _commit(source: str) -> str:
-    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that lies
-    in OUT is not of the commit around it."""
-    if not Path(source, ".git").exists():
+    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that pip laid
+    into OUT is not of the commit around it."""
+    if ".environments" in Path(source).parts:
         return ""
     words = ("git", "-C", source, "describe", "--always", "--dirty", "--exclude=*")
     try:
