@@ -169,6 +169,17 @@ def test_a_layout_is_blamed_only_where_what_was_resumed_is_right() -> None:
     assert cause_of(wrong_later_gradients(trial, broken("gradients", "resume"))) == told
 
 
+def test_different_factors_in_a_later_step_are_told_with_it() -> None:
+    trial = DDP_2
+    for rank, evidence in trial.ranks.items():
+        factors = {"output.weight": 2.0, NORM: 4.0}
+        scaled = {f: factors.get(f, 1.0) * gradient for f, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=scaled)
+    found = wrong_later_gradients(trial, broken("gradients"))
+    told = "from step 2 on gradients are scaled by different factors in 2 of 12 parameters (norm.weight, output.weight)"
+    assert cause_of(found).startswith(f"{told}: 2 (output.weight), 4 (norm.weight)")
+
+
 @pytest.mark.parametrize(
     ("case", "told"),
     [
