@@ -182,7 +182,8 @@ class Resumed:
 class RankEvidence:
     """All that one rank saw. `parameters` is the state before the first step, and before a checkpoint is read.
 
-    structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...}).
+    structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...});
+    "parameters": those that an FSDP unit gathers together.
     compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
     resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all.
@@ -277,7 +278,10 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     )
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
     resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
-    structure = keys(evidence.structure)
+    structure = {
+        fqn(module): claim | {key: [fqn(name) for name in names] for key, names in claim.items() if key == "parameters"}
+        for module, claim in evidence.structure.items()
+    }
     return dataclasses.replace(evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure)
 
 

@@ -95,6 +95,7 @@ class Plan:
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps.
+    units[rank]: the parameters that FSDP gathers together, nothing with other wrappers.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep.
     quantized: the modules whose products run in 8 bits.
     """
@@ -111,6 +112,7 @@ class Plan:
     outside_bytes: dict[int, int]
     integer_bytes: int
     spare_bytes: dict[int, int]
+    units: dict[int, tuple[tuple[str, ...], ...]]
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
@@ -172,6 +174,7 @@ def make_plan(case: Case) -> Plan:
         outside_bytes={rank: _outside_bytes(case, rank, flows[rank]) for rank in slices},
         integer_bytes=_integer_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
+        units={rank: _units(case, slices[rank]) for rank in slices},
         spare_bytes={rank: _spare_bytes(case, slices[rank]) for rank in slices},
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
@@ -388,6 +391,15 @@ def _flows(case: Case, rank: int, length: int) -> tuple[Flow, ...]:
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Asked for once a parameter and rank: made anew each time it took 25 s for 405B on 32 ranks."""
     return model.parameter_shapes()
+
+
+def _units(case: Case, held: dict[str, Slice]) -> tuple[tuple[str, ...], ...]:
+    if case.wrapper not in ("fsdp1", "fsdp2"):
+        return ()
+    together = case.wrapper == "fsdp2" and case.features.fsdp_units == "root"
+    units = _root_units(case, 1) if together else fsdp_units(case)
+    mine = (tuple(fqn for fqn in unit if fqn in held) for unit, _ in units)
+    return tuple(unit for unit in mine if unit)
 
 
 def _padded_numel(case: Case, fqn: str, tp_index: int) -> int:

@@ -234,7 +234,9 @@ def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
     plan = make_plan(case)
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
     used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
-    return {"layers.0": {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used} if used else {}
+    claim: dict[str, Any] = {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used
+    units = {",".join(unit): claim | {"parameters": list(unit)} for unit in plan.units[rank]}
+    return (units or {"layers.0": claim}) if used else {}
 
 
 def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:

@@ -11,6 +11,7 @@ from literal import (
     ADAMW,
     SGD,
     UNEVEN,
+    cause_of,
     judged,
     tiny_case,
     trial_of,
@@ -23,6 +24,8 @@ from literal import (
 )
 
 from harness.case import ParallelDims
+from harness.checks import judge
+from harness.diagnose import diagnose
 from harness.evidence import Collective, Exit, Group, HeldTensor
 from harness.trial import Finding, Result, Trial, Verdict, locate
 
@@ -477,3 +480,37 @@ def test_without_a_look_at_what_is_kept_memory_is_unknown() -> None:
     result = judged("memory", with_rank(trial_of(tiny_case("ddp_2")), 1, held=None))
     told = "nobody looked what rank 1 keeps besides parameters, gradients and optimizer state"
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)
+
+
+# ---- FSDP units
+
+
+def gathering(trial: Trial, rank: int, *units: tuple[str, ...]) -> Trial:
+    claim = next(iter(trial.ranks[rank].structure.values()))
+    return with_rank(trial, rank, structure={unit[0]: claim | {"parameters": list(unit)} for unit in units})
+
+
+def test_units_that_are_finer_than_asked_for_are_found_and_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    first, block, last = trial.plan.units[1]
+    finer = gathering(trial, 1, first, block[:1], block[1:], last)
+    told = Finding(
+        "rank 1, FSDP unit of layers.0.attention.wq.weight",
+        "its 9 parameters gathered together, and no others",
+        "in 2 units",
+    )
+    assert findings("placements", finer) == (told,)
+    cause = "fsdp2 units are finer than asked for: parameters are gathered in 4 pieces, asked for 3 on rank 1"
+    assert cause_of(diagnose(finer, judge(finer))) == cause
+
+
+def test_units_of_other_parameters_are_found_wherever_they_are_claimed() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    first, block, last = trial.plan.units[0]
+    coarser = gathering(trial, 0, first + block, last)
+    assert [finding.observed for finding in findings("placements", coarser)] == [
+        "in 1 units, together with 9 others",
+        "in 1 units, together with 1 others",
+    ]
+    assert "units are others than asked for" in cause_of(diagnose(coarser, judge(coarser)))
+    assert judged("placements", gathering(trial, 0, last, first, tuple(reversed(block)))).verdict == Verdict.PASS

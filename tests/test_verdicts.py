@@ -37,7 +37,7 @@ EXAMINED: dict[str, Any] = {
     "hsdp_2x2": (
         tiny_case("hsdp_2x2", runs=2),
         {
-            **{"completed": 4, "collective_order": 108, "features": 128, "memory": 36, "placements": 52},
+            **{"completed": 4, "collective_order": 108, "features": 128, "memory": 36, "placements": 72},
             **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 48, "initial_weights": 12},
             **{"samples": 24, "determinism": 12, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"replica_agreement": 144, "reported_loss": 12, "update": 144},
@@ -46,7 +46,7 @@ EXAMINED: dict[str, Any] = {
     "fsdp_2_tp_2": (
         tiny_case("fsdp_2_tp_2"),
         {
-            **{"completed": 4, "collective_order": 204, "features": 128, "memory": 36, "placements": 52},
+            **{"completed": 4, "collective_order": 204, "features": 128, "memory": 36, "placements": 72},
             **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 96, "initial_weights": 12},
             **{"samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"replica_agreement": 36, "reported_loss": 12, "update": 144},
@@ -55,7 +55,7 @@ EXAMINED: dict[str, Any] = {
     "fsdp_2_cp_2": (
         tiny_case(ParallelDims(dp_shard=2, cp=2), EIGHT),
         {
-            **{"completed": 4, "collective_order": 156, "features": 80, "memory": 36, "placements": 52},
+            **{"completed": 4, "collective_order": 156, "features": 80, "memory": 36, "placements": 72},
             **{"process_groups": 8, "reshard": 144, "shard_contents": 48, "traffic": 72, "initial_weights": 12},
             **{"positions": 12, "samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"reported_loss": 12, "update": 144},

@@ -1,6 +1,6 @@
 """What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
 
-A claim is judged by its ranks, never by the names of its axes.
+A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def check(trial: Trial) -> Result:
         for module, claim in evidence.structure.items():
             examined += 1
             findings += _wrapper_findings(trial, rank, module, claim)
-        findings += _missing_replication(trial, rank)
+        examined += len(trial.plan.units[rank])
+        findings += _missing_replication(trial, rank) + _wrong_units(trial, rank)
     findings.sort(key=lambda f: "rank 0," not in f.where)
     return verdict_of("placements", findings, examined)
 
@@ -97,6 +98,24 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
         return []
     expected = f"something replicated over {ranks_text(wanted)}"
     return [Finding(f"rank {rank}, dp_replicate", expected, "nothing claims it")]
+
+
+def units_seen(trial: Trial, rank: int) -> set[frozenset[str]]:
+    """Modules that were wrapped as one tell of the same unit."""
+    claims_of_units = (claim.get("parameters", ()) for claim in trial.ranks[rank].structure.values())
+    return {frozenset(names) for names in claims_of_units if names}
+
+
+def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
+    seen, findings = units_seen(trial, rank), []
+    for unit in trial.plan.units[rank] if seen else ():
+        parts = [part for part in seen if part & set(unit)]
+        if parts != [frozenset(unit)]:
+            where = f"rank {rank}, FSDP unit of {unit[0]}"
+            others = {fqn for part in parts for fqn in part - set(unit)}
+            told = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
+            findings.append(Finding(where, f"its {len(unit)} parameters gathered together, and no others", told))
+    return findings
 
 
 def _text(claim: Claim) -> str:

@@ -21,7 +21,7 @@ from harness.diagnose.later import wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
-from harness.diagnose.reshard import wrong_resharding, wrong_wrapper
+from harness.diagnose.reshard import wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnose.rest import (
     copies_kept,
     not_deterministic,
@@ -50,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     wrong_schedule,
     wrong_features,
     wrong_resharding,
+    wrong_units,
     wrong_samples,
     wrong_positions,
     wrong_masks,

@@ -27,7 +27,7 @@ def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
     cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial)
-    cause = cause or _attended_too_often(trial) or _checkpointing(trial)
+    cause = cause or _checkpointing(trial) or _attended_too_often(trial)
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
@@ -59,7 +59,7 @@ def _reduction(trial: Trial) -> str | None:
 
 
 def _attended_too_often(trial: Trial) -> str | None:
-    """Recomputation is right, and attention is done more or less often in forward."""
+    """Attention is done more or less often in forward, and recomputation is right."""
     for rank, step, _ in trial.steps():
         seen = step.activity.attention.get("forward attention", 0)
         layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.case import Case
-from harness.checks import reshard
+from harness.checks import placements, reshard
 from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, some, traffic_lines
 from harness.plan import make_plan
 from harness.trial import Trial, Verdict
@@ -41,6 +41,20 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
     return Diagnosis(f"after forward: {'; '.join(told)}{ranks}; {force}", lines)
+
+
+def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Other parameters are gathered together than the plan says: more collectives, or more memory at a time."""
+    seen = {rank: placements.units_seen(trial, rank) for rank in sorted(trial.ranks)}
+    wanted = {rank: {frozenset(unit) for unit in trial.plan.units[rank]} for rank in seen}
+    wrong = [rank for rank in seen if seen[rank] and seen[rank] != wanted[rank]]
+    if "placements" not in broken or not wrong:
+        return None
+    units = seen[wrong[0]]
+    finer = all(any(unit <= whole for whole in wanted[wrong[0]]) for unit in units)
+    cause = f"{trial.case.wrapper} units are {'finer' if finer else 'others'} than asked for"
+    told = f"parameters are gathered in {len(units)} pieces, asked for {len(wanted[wrong[0]])}"
+    return Diagnosis(f"{cause}: {told}{on_ranks(trial, wrong)}", (finding_line("placements", broken["placements"]),))
 
 
 def _is_one_unit(trial: Trial) -> bool:

@@ -75,6 +75,31 @@ def freed_on_paper_only(fired: Fired) -> None:
 
 
 @fault(
+    breaks="every linear is an FSDP unit of its own, as with a wrapping policy by size: many small gathers",
+    bug="of the family of H03 huggingface/accelerate #3999: the policy that wraps blocks finds other modules",
+    case="fsdp_2",
+    caught_by="placements",
+    named="fsdp2 units are finer than asked for: parameters are gathered in 18 pieces, asked for 4",
+)
+def every_linear_is_a_unit(fired: Fired) -> None:
+    from torch import nn
+
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def finer(module: Any, **asked: Any) -> Any:
+            for inner in [] if isinstance(module, list) or not hasattr(module, "ffn_norm") else module.modules():
+                if isinstance(inner, nn.Linear):
+                    fired()
+                    original(inner, **asked)
+            return original(module, **asked)
+
+        return finer
+
+    replace(parallelize, "fully_shard", make)
+
+
+@fault(
     breaks="a hook keeps a copy of all weights that were gathered (an average, a debugger), on every rank for ever",
     bug="of the family of P15 pytorch #164756: gathered parameters linger",
     case="fsdp_2",

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence import AfterForward
 from harness.probe.clock import Clock
-from harness.probe.structure import fsdp2_groups, local, plain_fqn
+from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
 
 Found = tuple[str, int, torch.Tensor]  # fqn, bytes of it that are there, a tensor of the storage that they lie in
 
@@ -85,7 +85,3 @@ def _kept_by_fsdp2(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[F
             for gathered in parameter.all_gather_outputs:
                 elements = min(gathered.numel(), parameter._orig_size.numel())  # the rest is padding
                 yield name, elements * gathered.element_size(), gathered
-
-
-def joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name

@@ -23,6 +23,10 @@ def plain_fqn(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
+def joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
 def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -92,7 +96,7 @@ def wrappers(parts: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
         for name, module in part.named_modules():
             claim = _ddp_claim(module) or _replicate_claim(module) or _fsdp1_claim(module) or _fsdp2_claim(module)
             if claim:
-                found[plain_fqn(name)] = claim
+                found[plain_fqn(name)] = claim | _gathered_together(module, part)
     return found
 
 
@@ -136,6 +140,16 @@ def _fsdp2_claim(module: nn.Module) -> dict[str, Any] | None:
         if process_group is not None:
             claim[f"{axis}_ranks"] = list(members(process_group))
     return claim
+
+
+def _gathered_together(module: nn.Module, part: nn.Module) -> dict[str, list[str]]:
+    """The parameters of an FSDP unit."""
+    names = {other: plain_fqn(name) for name, other in part.named_modules()}
+    flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+    if flat is not None:
+        return {"parameters": [joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns]}
+    owners = [parameter._module_info for group in fsdp2_groups(module) for parameter in group.fsdp_params]
+    return {"parameters": [joined(names[owner.module], owner.param_name) for owner in owners]} if owners else {}
 
 
 def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
