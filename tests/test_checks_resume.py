@@ -27,7 +27,7 @@ from harness.case import Case, Features, ParallelDims, Saved
 from harness.checks import judge
 from harness.checks.resume import PARAMETER, put_together, step_fed
 from harness.diagnose import diagnose
-from harness.evidence import Resumed
+from harness.evidence import HeldTensor, Resumed
 from harness.trial import Finding, Result, Trial, Verdict
 
 FSDP_4, TP_2 = ParallelDims(dp_shard=4), ParallelDims(tp=2)
@@ -419,3 +419,11 @@ def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_t
 
     changed = everywhere(resumed(), "optimizer_state", blurred)
     assert cause(changed) == f"optimizer state is not what was saved: exp_avg {where}"
+
+
+def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wrongly() -> None:
+    right = resumed()
+    keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))
+    assert cause(replace(right, saved=(keeping,))).startswith("saved_1: 7.2 kB of float64 are kept beside")
+    wrong = with_resumed(right, 1, "parameters", lambda held: {**held, WEIGHT: 2 * held[WEIGHT]})
+    assert cause(replace(wrong, saved=(keeping,))) == cause(wrong)

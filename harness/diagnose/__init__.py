@@ -70,10 +70,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:
-    """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed."""
+    """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
+    that one only keeps too much, which does not explain what is resumed wrongly."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
-    if failed and trial.saved and (earlier := diagnose(trial.saved[-1], judge(trial.saved[-1]), rules)):
-        return earlier
+    if failed and trial.saved and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), rules)):
+        only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
+        if not (only_keeps and "resume" in {result.check for result in failed}):
+            return earlier
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return Diagnosis(f"{failed[0].check} is broken and does not say where") if failed else None
