@@ -36,9 +36,9 @@ PASS tiny
 
   completed         PASS            4 examined
   collective_order  PASS            108 examined
-  features          PASS            80 examined
+  features          PASS            128 examined
   memory            PASS            36 examined
-  placements        PASS            52 examined
+  placements        PASS            72 examined
   process_groups    PASS            8 examined
   reshard           PASS            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
@@ -78,9 +78,9 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
 
   completed         PASS            4 examined
   collective_order  PASS            84 examined
-  features          PASS            76 examined
+  features          PASS            124 examined
   memory            FAIL            36 examined
-  placements        FAIL            52 examined
+  placements        FAIL            72 examined
   process_groups    PASS            8 examined
   reshard           FAIL            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
@@ -95,7 +95,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   grad_norm         PASS            12 examined, largest difference 0.0e+00
   gradients         PASS            144 examined, largest difference 0.0e+00
   loss              PASS            3 examined, largest difference 0.0e+00
-  replica_agreement NOT APPLICABLE  no two ranks hold the same slice of anything
+  replica_agreement UNKNOWN         ranks [0,2] should hold the same slice of tok_embeddings.weight and do not (24 of 24 such slices); see `shard_contents`
   reported_loss     PASS            12 examined, largest difference 0.0e+00
   update            PASS            144 examined
 
@@ -119,7 +119,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
     rank 0, layers.0.feed_forward.w1.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w2.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
     rank 0, layers.0.feed_forward.w3.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    and 52 more
+    and 68 more
 
   reshard: After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
     rank 0, step 1, tok_embeddings.weight after forward: expected freed, observed 64 B (64) of it
