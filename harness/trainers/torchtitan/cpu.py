@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.utils import checkpoint
 
 from harness.trainers.torchtitan.source import EARLY, Source
 
@@ -40,7 +41,26 @@ def arrange(source: Source) -> None:
 def before_import() -> None:
     """What a module of torchtitan asks as it is imported."""
     torch._utils._get_available_device_type = lambda: "cpu"
+    keep_attention()
     sys.meta_path.append(Lend(("triton", *TOKENIZERS)))
+
+
+def keep_attention() -> None:
+    """What selective checkpointing keeps is a list of operators, with those that attention is on GPUs: here it is another."""
+    original = checkpoint.create_selective_checkpoint_contexts
+    aten = torch.ops.aten
+    here, there = (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+    )
+
+    def contexts(policy: Any, *args: Any, **kwargs: Any) -> Any:
+        def asked(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
+            return policy(context, there if operator is here else operator, *given, **named)
+
+        return original(asked if callable(policy) else policy, *args, **kwargs)
+
+    checkpoint.create_selective_checkpoint_contexts = contexts  # type: ignore[assignment]
 
 
 def lend_memory_calls() -> None:
