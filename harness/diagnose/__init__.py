@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from harness.checks import judge, launch_label
 from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
-from harness.diagnose.features import wrong_features, wrong_masks
+from harness.diagnose.features import attended_too_often, wrong_features, wrong_masks
 from harness.diagnose.gradients import wrong_gradients
 from harness.diagnose.later import wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     wrong_later_gradients,
     replicas_drift,
     copies_kept,
+    attended_too_often,
     wrong_structure,
     wrong_display,
     not_deterministic,

@@ -27,7 +27,7 @@ def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
     cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial)
-    cause = cause or _checkpointing(trial) or _attended_too_often(trial)
+    cause = cause or _checkpointing(trial)
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
@@ -58,13 +58,18 @@ def _reduction(trial: Trial) -> str | None:
     return f"gradients are reduced in {wrong[0].observed}, asked for {wrong[0].expected}" if wrong else None
 
 
-def _attended_too_often(trial: Trial) -> str | None:
-    """Attention is done more or less often in forward, and recomputation is right."""
+def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Attention is done more or less often in forward, and recomputation is right. In context parallel that follows from
+    what else is wrong there, so this is asked last."""
+    if "features" not in broken:
+        return None
     for rank, step, _ in trial.steps():
         seen = step.activity.attention.get("forward attention", 0)
         layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
         if seen not in (0, layers):
-            return f"attention is computed {seen / layers:.4g} times in forward (rank {rank}, step {step.step}), once is needed"
+            often = f"{seen / layers:.4g} times in forward (rank {rank}, step {step.step})"
+            cause = f"attention is computed {often}, once is needed"
+            return Diagnosis(cause, (finding_line("features", broken["features"]),))
     return None
 
 
