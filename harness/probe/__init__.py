@@ -78,6 +78,7 @@ class Probe:
     def trained(self) -> None:
         """What follows belongs to no step."""
         self.clock.finish()
+        self.values.keep_final_state()
         self._held = held.beside(self._parts, self.values.optimizers, self.samples.tensors())
 
     def remove(self) -> None:

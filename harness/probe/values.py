@@ -118,7 +118,6 @@ class ValueRecorder:
         step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
-        self._keep_state_of_latest_step(step, {fqn: optimizer.state.get(p, {}) for fqn, p in owned})
 
     def _see_what_was_left(self) -> None:
         """Parameters as the step that just ended left them are compared, bit for bit; copied are only those that differ."""
@@ -127,12 +126,12 @@ class ValueRecorder:
             now = ((fqn, as_numpy(p, copy=False)) for fqn, p in named_parameters(self.parts) if fqn in step.parameters)
             step.changed = {fqn: p.copy() for fqn, p in now if not same_bits(p, step.parameters[fqn])}
 
-    def _keep_state_of_latest_step(self, step: StepValues, states: dict[str, dict[str, Any]]) -> None:
-        """Optimizer state is kept for the last step only: the laws derive the earlier ones from the gradients."""
-        for other in self.steps.values():
-            if other is not step:
-                other.optimizer_state = {}
-        add_states(step.optimizer_state, states)
+    def keep_final_state(self) -> None:
+        """Optimizer state is copied once, when training has ended: the laws derive that of each step from the gradients."""
+        stepped = [number for number, step in self.steps.items() if step.parameters]
+        for optimizer in self.optimizers if stepped else ():
+            states = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}
+            add_states(self.steps[max(stepped)].optimizer_state, states)
 
 
 def add_states(known: dict[str, dict[str, np.ndarray]], states: dict[str, dict[str, Any]]) -> None:
