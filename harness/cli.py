@@ -229,8 +229,10 @@ def case_of(args: argparse.Namespace) -> Case:
 def cases_of_matrix(args: argparse.Namespace) -> tuple[list[Case], int]:
     """And how many more there are in other tiers."""
     if args.random:
-        options = options_of(args)
-        return drawn.first(args.random, args.seed or 1, lambda case: unsupported(case, options)), 0
+        if args.expression:
+            raise BadInput("--random: leave out -k, which is for cases of files")
+        options, seed = options_of(args), 1 if args.seed is None else args.seed
+        return drawn.first(args.random, seed, lambda case: unsupported(case, options)), 0
     selected = matrix.matching(load_all(args.cases), args.expression)
     cases = matrix.of_tier(selected, args.tier)
     return [case if args.seed is None else reseeded(case, args.seed) for case in cases], len(selected) - len(cases)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,13 +59,17 @@ def command(judgement: Judgement) -> str:
     given = {"fault": judgement.fault}
     given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
     given |= {"seed": str(seed)} if not judgement.case.file and seed != TrainingConfig().seed else {}
-    return _with_options(f"harness run {judgement.case.name}", given | _how(judgement))
+    told = (f"--{key} {value}" for key, value in (given | _how(judgement)).items() if value)
+    return " ".join([f"harness run {judgement.case.name}", *told])
 
 
 def pytest_command(judgement: Judgement) -> str:
     tier = judgement.case.tier
     given = {"tier": tier} if tier != "default" else {}
-    return _with_options(f"pytest -k {judgement.case.name}", given | _how(judgement))
+    told = (
+        f"--{key}={value}" for key, value in (given | _how(judgement)).items() if value
+    )  # "=", or a folder is of tests
+    return " ".join([f"pytest -k {judgement.case.name}", *told])
 
 
 def _how(judgement: Judgement) -> dict[str, str]:
@@ -74,10 +78,6 @@ def _how(judgement: Judgement) -> dict[str, str]:
     given = {"trainer": name, "source": source}
     given |= {key: judgement.made.get(key, "") for key in ("device", "launcher")}
     return {key: value for key, value in given.items() if value not in ("llama3", "cpu", "local")}
-
-
-def _with_options(command: str, given: Mapping[str, str | None]) -> str:
-    return " ".join([command, *(f"--{key} {value}" for key, value in given.items() if value)])
 
 
 def provenance(judgements: Sequence[Judgement]) -> str:
