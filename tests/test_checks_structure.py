@@ -514,3 +514,13 @@ def test_units_of_other_parameters_are_found_wherever_they_are_claimed() -> None
     ]
     assert "units are others than asked for" in cause_of(diagnose(coarser, judge(coarser)))
     assert judged("placements", gathering(trial, 0, last, first, tuple(reversed(block)))).verdict == Verdict.PASS
+
+
+def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    mute = {
+        fqn: {k: v for k, v in claim.items() if k != "parameters"} for fqn, claim in trial.ranks[1].structure.items()
+    }
+    result = judged("placements", with_rank(trial, 1, structure=mute))
+    told = "no wrapper of rank 1 tells which parameters it gathers"
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)

@@ -12,7 +12,7 @@ import numpy as np
 from harness.checks import verdict_of
 from harness.evidence import TensorEvidence
 from harness.plan import tp_dim
-from harness.trial import Finding, Result, Trial, ranks_text
+from harness.trial import Finding, Result, Trial, Verdict, ranks_text
 
 STAGE = "structure"
 
@@ -28,8 +28,12 @@ def check(trial: Trial) -> Result:
         for module, claim in evidence.structure.items():
             examined += 1
             findings += _wrapper_findings(trial, rank, module, claim)
-        examined += len(trial.plan.units[rank])
+        examined += len(trial.plan.units[rank]) if units_seen(trial, rank) else 0
         findings += _missing_replication(trial, rank) + _wrong_units(trial, rank)
+    unseen = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
+    if unseen and not findings:
+        note = f"no wrapper of rank {unseen[0]} tells which parameters it gathers"
+        return Result("placements", Verdict.UNKNOWN, examined, note=note)
     findings.sort(key=lambda f: "rank 0," not in f.where)
     return verdict_of("placements", findings, examined)
 
