@@ -11,6 +11,7 @@ breaks otherwise than the bad one) is skipped, and the reason kept.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import tempfile
@@ -36,15 +37,15 @@ class BisectError(Exception):
 
 @dataclass(frozen=True)
 class Judged:
-    """One commit, or one version of a package. verdict: good, bad or skip. cause: of the first broken case. problem: why it
-    was not judged."""
+    """One commit, or one version of a package. verdict: good, bad or skip. causes: by broken case. problem: why it was not
+    judged."""
 
     commit: str
     date: str
     subject: str
     verdict: str
     broken: frozenset[Law] = frozenset()
-    cause: str = ""
+    causes: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     folders: dict[str, Path] = field(default_factory=dict)
     seconds: float = 0.0
@@ -189,7 +190,8 @@ def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judge
     if not broken and (reason := not_judged(judgement)):
         return dataclasses.replace(found, problem=f"{case.name}: {reason}")
     folders = found.folders | {case.name: folder}
-    return dataclasses.replace(found, broken=found.broken | broken, cause=found.cause or cause, folders=folders)
+    causes = found.causes | ({case.name: cause} if broken else {})
+    return dataclasses.replace(found, broken=found.broken | broken, causes=causes, folders=folders)
 
 
 def set_up(folder: Path, case: Case) -> bool:
@@ -205,16 +207,20 @@ def not_judged(judgement: Judgement) -> str:
 
 
 def line_of(found: Judged) -> str:
-    why = found.problem or found.cause
-    return f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)" + (f"\n{'':9}  {why}" if why else "")
+    """And below it a line for each different cause."""
+    why = [found.problem] if found.problem else list(dict.fromkeys(found.causes.values()))
+    return "\n".join([f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)", *(f"{'':9}  {one}" for one in why)])
 
 
 # ---- git
 
 
 def git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
-    """What it says. Raises BisectError with its complaint."""
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace")
+    """What it says, in English whatever the user speaks. Raises BisectError with its complaint."""
+    words = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(
+        words, env=os.environ | {"LC_ALL": "C"}, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode not in ok:
         raise BisectError(f"git {' '.join(arguments[:2])}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from harness.bisect import Found, Judged
+from harness.checks.gradients import gradient_distance
 from harness.line import load_trial
 from harness.plan import slice_text
+from harness.tolerance import NoBound
 from harness.trial import Trial, bytes_text, ranks_text
 
 
@@ -29,20 +33,32 @@ def _who(found: Found) -> list[str]:
     bad, good = found.first_bad, found.last_good
     laws = sorted(bad.broken - good.broken)
     lines = [f"first bad {found.what:<8}{bad.name}"]
-    for case in dict.fromkeys(case for case, _ in laws):
+    cases = dict.fromkeys(case for case, _ in laws)
+    for case in cases:
         lines.append(f"  breaks          {', '.join(law for name, law in laws if name == case)} of {case}")
-    lines += [f"  diagnosis       {bad.cause}", f"  last good       {good.name}", ""]
-    return lines + _side_by_side(good, bad, laws[0][0])
+        lines.append(f"  diagnosis       {_cause(good, bad, case)}")
+    lines.append(f"  last good       {good.name}")
+    first_of = {bad.causes[case]: case for case in reversed(cases)}
+    for case in sorted(first_of.values()):
+        lines += ["", *_side_by_side(good, bad, case)]
+    return lines
+
+
+def _cause(good: Judged, bad: Judged, case: str) -> str:
+    """A cause that is older than the commit is not the commit's."""
+    cause = bad.causes[case]
+    return f"{cause} (so it was before: look at the laws)" if good.causes.get(case) == cause else cause
 
 
 def _side_by_side(good: Judged, bad: Judged, case: str) -> list[str]:
     before, after = (facts(load_trial(one.folders[case])) for one in (good, bad))
-    rows = [("", good.label, bad.label)]
+    rows = [(case, good.label, bad.label)]
     rows += [(name, before.get(name, "none"), after.get(name, "none")) for name in dict.fromkeys([*before, *after])]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    marks = ["", *("" if one == two else "! " for _, one, two in rows[1:])]
     lines = [
-        f"  {name:<{first}}  {one:<{second}}  {'' if one == two or not name else '! '}{two}".rstrip()
-        for name, one, two in rows
+        f"  {name:<{first}}  {one:<{second}}  {mark}{two}".rstrip()
+        for (name, one, two), mark in zip(rows, marks, strict=True)
     ]
     return [*lines, f"  evidence: {_shown(good, case)} and {_shown(bad, case)}"]
 
@@ -52,8 +68,11 @@ def _shown(one: Judged, case: str) -> Path:
 
 
 def facts(trial: Trial) -> dict[str, str]:
-    """Of rank 0: what it holds, over whom it moved what in its first step; and what a test of less would look at."""
-    evidence = trial.ranks[0]
+    """Of rank 0: what it holds, over whom it moved what in its first step; of all ranks: how far their gradients are off; and
+    what a test of less would look at."""
+    evidence = trial.ranks.get(0)
+    if evidence is None or not evidence.steps:
+        return {"rank 0": "left no evidence" if evidence is None else "finished no step"}
     step = evidence.steps[0]
     told = {"process groups of rank 0": " ".join(sorted({ranks_text(g.ranks) for g in evidence.groups}))}
     root = next(iter(evidence.structure.values()), {})
@@ -70,7 +89,30 @@ def facts(trial: Trial) -> dict[str, str]:
             moved[key] = moved.get(key, 0) + call.bytes
     told |= {key: bytes_text(count) for key, count in sorted(moved.items())}
     told["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
-    told["losses displayed"] = " ".join(
-        f"{s.reported_loss:.12g}" for s in evidence.steps if s.reported_loss is not None
-    )
+    told["gradients of all ranks"] = _gradients(trial)
+    told["losses displayed"] = _curve(s.reported_loss for s in evidence.steps)
+    told["norms displayed"] = _curve(s.grad_norm for s in evidence.steps)
     return told
+
+
+def _curve(numbers: Iterable[float | None]) -> str:
+    return " ".join(f"{number:.12g}" for number in numbers if number is not None) or "none"
+
+
+def _gradients(trial: Trial) -> str:
+    """What differs is told by a bound: rounding differs from commit to commit."""
+    apart = [
+        (gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn]), rank, step.step, fqn)
+        for rank, step, reference in trial.steps()
+        for fqn, gradient in step.gradients.items()
+        if fqn in reference.gradients
+    ]
+    if not apart:
+        return "none"
+    off, rank, step, fqn = max(apart, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+    where = f"off by {off:.1e} at worst: rank {rank}, step {step}, {fqn}"
+    try:
+        bound = trial.bounds.gradient[step]
+    except NoBound:
+        return where
+    return f"the reference's, within {bound:.1e}" if off <= bound else where

@@ -183,8 +183,10 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
 
 def join_nodes(args: argparse.Namespace) -> int:
     """Another node's part of `harness run --launcher torchrun --torchrun-args`; the first node judges."""
-    join(args.folder / "run", seconds=args.timeout)
-    return PASSED
+    status = join(args.folder / "run", seconds=args.timeout)
+    if status:
+        print(f"harness: torchrun ended with code {status} here; the first node judges", file=sys.stderr)
+    return NOT_JUDGED if status else PASSED
 
 
 def draw(args: argparse.Namespace) -> int:
@@ -249,6 +251,8 @@ def options_of(args: argparse.Namespace) -> Options:
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
         raise BadInput("--torchrun-args: they are for --launcher torchrun only")
+    if torchrun_args and args.command in (run_faults, run_bisect):
+        raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
     return Options(args.out, trainer, args.launcher, args.device, args.timeout, fault, torchrun_args)
 
 

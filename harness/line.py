@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -233,6 +232,8 @@ def unsupported(case: Case, options: Options) -> str | None:
             return reason if name == "run" else f"{name}: {reason}"
     if case.resume and options.torchrun_args:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
+    if case.runs > 1 and options.torchrun_args:
+        return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
     on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":
         return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
@@ -373,7 +374,6 @@ def _made(options: Options) -> dict[str, str]:
     }
 
 
-@functools.cache
 def _commit(source: str) -> str:
     """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that pip laid
     into OUT is not of the commit around it."""

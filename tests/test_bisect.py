@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from literal import tiny_case, trial_of
 
 from harness import bisect as module
-from harness.bisect import BisectError, Found, bisect
-from harness.bisect_report import bisect_report, facts
+from harness import bisect_report
+from harness.bisect import BisectError, Found, Judged, bisect
+from harness.bisect_report import facts
 from harness.case import Case, ParallelDims
 from harness.diagnose import Diagnosis
 from harness.line import Judgement, Options, Unsupported
@@ -39,13 +42,13 @@ def judged(case: Case, options: Options) -> Judgement:
         raise Unsupported("torchtitan is not installed")
     if "interrupt" in said:
         raise KeyboardInterrupt
-    folder = options.out / "one+toy"
+    folder = options.out / f"{case.name}+toy"
     folder.mkdir(parents=True)
     for rank in range(0 if "raises" in said else 2):
         started_file(folder / "run", rank).touch()
     broken = ["completed"] if "raises" in said else said
     results = tuple(Result(law, Verdict.FAIL) for law in broken) or (Result("loss", Verdict.PASS),)
-    diagnosis = Diagnosis(cause=f"{' and '.join(said)} broke", evidence=()) if said else None
+    diagnosis = Diagnosis(cause=f"{' and '.join(said)} broke {case.name}", evidence=()) if said else None
     return Judgement(case, folder, results, diagnosis, 0.0)
 
 
@@ -64,14 +67,16 @@ def repository(folder: Path, states: list[str]) -> Path:
     return folder
 
 
-def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[str]) -> tuple[Found, list[str]]:
+def search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[str], cases: Sequence[Case] = (CASE,)
+) -> tuple[Found, list[str]]:
     (tmp_path / "repo").mkdir()
     repo = repository(tmp_path / "repo", states)
     monkeypatch.setattr(module, "run_case", judged)
     monkeypatch.setattr(module.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
     told: list[str] = []
     options = Options(out=tmp_path / "out", trainer="toy")
-    return bisect(repo, f"HEAD~{len(states) - 1}", "HEAD", [CASE], options, told.append), told
+    return bisect(repo, f"HEAD~{len(states) - 1}", "HEAD", cases, options, told.append), told
 
 
 def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +86,43 @@ def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypat
     assert found.first_bad.broken == {("one", "traffic")}
     assert found.first_bad.folders["one"].is_dir()
     assert "commits left after it, about" in told[2]
+
+
+def test_each_case_that_the_commit_breaks_has_its_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bisect_report, "load_trial", lambda folder: folder)
+    monkeypatch.setattr(bisect_report, "facts", lambda trial: {"it shards over": trial.name})
+    cases = [CASE, dataclasses.replace(CASE, name="two")]
+    found, _ = search(tmp_path, monkeypatch, [""] * 2 + ["traffic"] * 3, cases)
+    assert found.first_bad is not None and found.last_good is not None
+    lines = bisect_report.bisect_report(found).splitlines()
+    assert lines[1:6] == [
+        "  breaks          traffic of one",
+        "  diagnosis       traffic broke one",
+        "  breaks          traffic of two",
+        "  diagnosis       traffic broke two",
+        f"  last good       {found.last_good.name}",
+    ]
+    assert [line.split()[:3] for line in lines if " one+toy" in line or " two+toy" in line] == [
+        ["it", "shards", "over"],
+        ["it", "shards", "over"],
+    ]
+
+
+def test_a_cause_that_was_there_before_the_commit_is_said_to_be_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = Judged("a" * 40, "", "", "good", frozenset({("one", "loss")}), {"one": "the same"})
+    bad = Judged("b" * 40, "", "", "bad", frozenset({("one", "loss"), ("one", "traffic")}), {"one": "the same"})
+    monkeypatch.setattr(bisect_report, "_side_by_side", lambda *sides: [])
+    text = bisect_report.bisect_report(Found(bad, good, (good, bad), (), 0.0))
+    assert "breaks          traffic of one\n  diagnosis       the same (so it was before: look at the laws)" in text
+
+
+def test_git_is_understood_whatever_language_the_user_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.setenv("LANGUAGE", "de")
+    found, _ = search(tmp_path, monkeypatch, [""] * 3 + ["traffic"] * 3)
+    assert found.first_bad is not None and found.first_bad.subject == "commit 3"
 
 
 def test_a_law_that_the_good_commit_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +142,11 @@ def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, mo
     assert found.first_bad is None
     assert sorted(name.rpartition("  ")[2] for name in found.candidates) == [f"commit {n}" for n in range(1, 5)]
     assert {one.subject: one.problem for one in found.judged if one.verdict == "skip"} == {
-        "commit 1": "one, before its first step: raises broke",
+        "commit 1": "one, before its first step: raises broke one",
         "commit 2": "one: torchtitan is not installed",
         "commit 3": "breaks other laws than the bad one: loss",
     }
-    text = bisect_report(found)
+    text = bisect_report.bisect_report(found)
     assert text.startswith("the first bad commit is one of these")
     assert "torchtitan is not installed" in text
 
@@ -148,3 +190,22 @@ def test_what_was_seen_of_rank_0_tells_hsdp_from_fsdp_and_the_losses_do_not() ->
     assert right["its tok_embeddings.weight"].startswith("1/2 of dim 0")
     assert wrong["its tok_embeddings.weight"].startswith("1/4 of dim 0")
     assert right["losses displayed"] == wrong["losses displayed"]
+
+
+def test_gradients_and_norms_are_told_side_by_side() -> None:
+    case = tiny_case(ParallelDims(dp_shard=2))
+    right = trial_of(case)
+    evidence = right.ranks[1]
+    gradients = {name: 2 * array for name, array in evidence.steps[0].gradients.items()}
+    step = dataclasses.replace(evidence.steps[0], gradients=gradients)
+    ranks = right.ranks | {1: dataclasses.replace(evidence, steps=(step, *evidence.steps[1:]))}
+    wrong = dataclasses.replace(right, run=dataclasses.replace(right.run, ranks=ranks))
+    assert facts(right)["gradients of all ranks"].startswith("the reference's, within ")
+    assert facts(wrong)["gradients of all ranks"].startswith("off by 1.0e+00 at worst: rank 1, step 1, ")
+    assert len(facts(right)["norms displayed"].split()) == len(right.case.steps)
+
+
+def test_a_side_whose_rank_0_left_nothing_is_told_as_that() -> None:
+    right = trial_of(tiny_case(ParallelDims(dp_shard=2)))
+    without = dataclasses.replace(right, run=dataclasses.replace(right.run, ranks={1: right.ranks[1]}))
+    assert facts(without) == {"rank 0": "left no evidence"}

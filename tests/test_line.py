@@ -15,7 +15,7 @@ import pytest
 
 from harness.case import Case, from_json
 from harness.evidence import EvidenceError, load_run
-from harness.line import Judgement, Options, judge_folder, run_case, unsupported
+from harness.line import Judgement, Options, _commit, judge_folder, run_case, unsupported
 from harness.report import case_report
 from harness.trial import Verdict
 
@@ -150,3 +150,22 @@ def test_a_checkpoint_through_torchrun_continues(tmp_path: Path) -> None:
 def test_resume_on_several_nodes_is_refused_with_the_reason() -> None:
     reason = unsupported(case_of("resumed", **RESUMED), Options(launcher="torchrun", torchrun_args=("--nnodes", "2")))
     assert reason == "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
+
+
+def test_a_repeat_on_several_nodes_is_refused_with_the_reason() -> None:
+    twice = case_of("twice", dims={"dp_shard": 2}, runs=2)
+    reason = unsupported(twice, Options(launcher="torchrun", torchrun_args=("--nnodes", "2")))
+    assert reason == "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
+
+
+def test_evidence_names_the_commit_that_its_sources_are_of_now(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "--quiet")
+    for number in range(2):
+        git("commit", "--allow-empty", "--quiet", "-m", f"commit {number}")
+        assert git("rev-parse", "HEAD").startswith(_commit(str(tmp_path)))
