@@ -5,10 +5,12 @@ Here run as many as it takes to trip every law and to have one of every kind of 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from harness import ROOT
 from harness.case import find_case, load_all
 from harness.faults import Fault, FaultError, catalogue, load_fault
 from harness.line import Judgement, Options, judge_folder, run_case
@@ -109,3 +111,11 @@ def test_an_unknown_fault_is_refused_with_the_known_names() -> None:
 def test_names_of_faults_are_unique() -> None:
     names = [fault.name for fault in catalogue()]
     assert len(names) == len(set(names))
+
+
+def test_every_bug_that_a_fault_cites_can_be_looked_up() -> None:
+    known = set(
+        re.findall(r"^\| ([A-Z]\d\d) \|", (ROOT / "docs" / "bugs.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    cited = {number for fault in catalogue() for number in re.findall(r"\b[A-Z]\d\d\b", fault.bug)}
+    assert len(known) == 126 and cited and cited <= known
