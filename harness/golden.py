@@ -138,6 +138,8 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
     new, path = from_reference(reference), path_of(case, folder)
     if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
         raise GoldenError(f"{path}: the reference has a loss or norm that is no number, not accepted")
+    if not all(noise.finite for noise in new.noise.values()):
+        raise GoldenError(f"{path}: a repeat of the reference has a NaN, not accepted: there is no noise to judge by")
     old: Golden | None
     try:
         old = load(case, folder)

@@ -39,6 +39,7 @@ RANK_ENTRY = "harness.testify:rank"
 CHECKPOINT = "checkpoint"
 UNWATCHED_ENTRY = "harness.testify:unwatched"
 REFERENCE_ENTRY = "harness.testify:reference"
+ORACLE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
 PATIENCE = 5  # with ranks that have to compile before their first step ends: times the time limit
 
 
@@ -309,12 +310,20 @@ def _oracle_key(case: Case) -> str:
     digest = hashlib.sha256()
     for source in sorted((ROOT / "reference").glob("*.py")):
         digest.update(source.read_bytes())
-    for package in ("torch", "numpy"):
-        digest.update(importlib.metadata.version(package).encode())
+    for package in ORACLE_PACKAGES:
+        digest.update(f"{package} {_version(package)}".encode())
     if case.training.data is not None and Path(case.training.data).exists():
         stat = Path(case.training.data).stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:8]
+
+
+def _version(package: str) -> str:
+    """Empty where it is not installed: torchao is needed by recipes in 8 bits only."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @contextmanager

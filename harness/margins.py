@@ -28,7 +28,7 @@ from harness.line import Options, load_trial, run_case
 from harness.trial import Trial
 from reference import train
 from reference.model import Attention
-from reference.noise import measure
+from reference.noise import largest_of, measure
 from reference.record import ReferenceRun
 
 NUMBERS = ("loss", "grad_norm", "gradient")
@@ -48,7 +48,7 @@ class Margin:
 
     def ratios(self, distances: Distances) -> dict[str, float]:
         """By number, over its bound, in the step where that is most: below 1 is within."""
-        return {n: max(d / b for d, b in zip(distances[n], self.bound[n], strict=True)) for n in NUMBERS}
+        return {n: largest_of([d / b for d, b in zip(distances[n], self.bound[n], strict=True)]) for n in NUMBERS}
 
 
 def margin(cases: Sequence[Case], options: Options) -> Margin:
@@ -83,12 +83,12 @@ def _distances(trial: Trial) -> Distances:
         seen = {
             "loss": abs((loss if loss is not None else float("nan")) / reference.loss - 1),
             "grad_norm": abs((step.grad_norm or 0.0) / reference.grad_norm - 1),
-            "gradient": max(
-                gradient_distance(trial, rank, f, g, reference.gradients[f]) for f, g in step.gradients.items()
+            "gradient": largest_of(
+                [gradient_distance(trial, rank, f, g, reference.gradients[f]) for f, g in step.gradients.items()]
             ),
         }
         for name, value in seen.items():
-            found[name][step.step - 1] = max(found[name][step.step - 1], value)
+            found[name][step.step - 1] = largest_of([found[name][step.step - 1], value])
     return found
 
 
@@ -162,7 +162,7 @@ def table(one: Margin) -> str:
     for kind in (one.correct, one.mistakes):
         for name, distances in kind.items():
             ratios = one.ratios(distances)
-            seen = [n for n in NUMBERS if ratios[n] > 1]
+            seen = [n for n in NUMBERS if not ratios[n] <= 1]
             verdict = f"seen by {', '.join(seen)}" if seen else "within" if kind is one.correct else "NOT SEEN"
             lines.append(f"  {name:<34}{_cells({n: f'{r:.2g}' for n, r in ratios.items()})}  {verdict}")
     return "\n".join(lines)

@@ -85,7 +85,7 @@ def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
     if noise is None:
         accept = f"`harness golden --accept -k {case.name}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
-    if not all(map(math.isfinite, (*noise.loss, *noise.grad_norm, *noise.gradient))):
+    if not noise.finite:
         raise NoBound("a repeat of the reference has a NaN")
     unit = 2 * UNIT_ROUNDOFF["float64" if case.training.dtype == "float64" else "float32"]
 

@@ -24,10 +24,11 @@ bfloat16 need no help: its unit is a sixteenth of theirs, so that jumps are many
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,7 +81,7 @@ def measure(steps: tuple[ReferenceStep, ...], repeats: list[tuple[ReferenceStep,
     def spread(distance: Callable[[ReferenceStep, ReferenceStep], float]) -> tuple[float, ...]:
         largest, found = 0.0, []
         for number, step in enumerate(steps):
-            largest = max(largest, *(distance(repeat[number], step) for repeat in repeats))
+            largest = largest_of([largest, *(distance(repeat[number], step) for repeat in repeats)])
             found.append(largest)
         return tuple(found)
 
@@ -95,7 +96,14 @@ def measure(steps: tuple[ReferenceStep, ...], repeats: list[tuple[ReferenceStep,
 def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
     """Of the parameter that is farthest off, relative to its largest entry."""
     largest = {fqn: float(abs(gradient).max()) for fqn, gradient in step.gradients.items()}
-    return max(float(abs(seen.gradients[f] - step.gradients[f]).max()) / largest[f] for f in largest if largest[f])
+    return largest_of(
+        [float(abs(seen.gradients[f] - step.gradients[f]).max()) / largest[f] for f in largest if largest[f]]
+    )
+
+
+def largest_of(distances: Sequence[float]) -> float:
+    """NaN if any is NaN, which Python's max passes over once it has met a number."""
+    return float(np.max(np.array(distances)))
 
 
 class Reordered(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,10 @@ class Noise:
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
     gradient: tuple[float, ...]
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, (*self.loss, *self.grad_norm, *self.gradient)))
 
 
 @dataclass(frozen=True)

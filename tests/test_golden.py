@@ -90,6 +90,14 @@ def test_a_reference_that_is_no_number_is_not_accepted(tmp_path: Path, value: fl
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("what", ["loss", "grad_norm", "gradient"])
+def test_noise_that_is_no_number_is_not_accepted(tmp_path: Path, what: str) -> None:
+    noise = replace(Noise(16, (1e-9,) * 3, (1e-8,) * 3, (1e-7,) * 3), **{what: (1e-9, math.nan, 1e-9)})
+    with pytest.raises(GoldenError, match="a repeat of the reference has a NaN, not accepted"):
+        accept(CASE, replace(REFERENCE, noise={"float32 parts": noise}), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_measured_noise_is_read_back_in_two_digits_and_told_when_nothing_else_changed(tmp_path: Path) -> None:
     noise = {
         "float32 shares": Noise(16, (1.26e-9, 2e-9, 3e-9), (0.0, 1e-8, 1e-8), (4e-7, 5e-7, 6e-7)),

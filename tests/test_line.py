@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from harness.case import Case, from_json
 from harness.evidence import EvidenceError, load_run
-from harness.line import Judgement, Options, _commit, judge_folder, run_case, unsupported
+from harness.line import Judgement, Options, _commit, _oracle_key, judge_folder, run_case, unsupported
 from harness.report import case_report
 from harness.trial import Verdict
 
@@ -169,3 +170,23 @@ def test_evidence_names_the_commit_that_its_sources_are_of_now(tmp_path: Path) -
     for number in range(2):
         git("commit", "--allow-empty", "--quiet", "-m", f"commit {number}")
         assert git("rev-parse", "HEAD").startswith(_commit(str(tmp_path)))
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "torchao"])
+def test_a_stored_reference_is_that_of_the_versions_at_hand(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    case, installed = case_of("any"), importlib.metadata.version
+    before = _oracle_key(case)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == package else installed(name))
+    assert _oracle_key(case) != before
+
+
+def test_without_torchao_there_is_a_reference_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "torchao":
+            raise importlib.metadata.PackageNotFoundError
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert len(_oracle_key(case_of("any"))) == 8
