@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, catalogue, coverage, drawn, golden, matrix, trainers, versions
+from harness import ROOT, catalogue, composition, coverage, drawn, golden, matrix, trainers, versions
 from harness.bisect import BisectError, bisect
 from harness.bisect_report import bisect_report
 from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
@@ -121,6 +121,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def run_matrix(args: argparse.Namespace) -> int:
+    if args.compose:
+        return show_composition(load_all(args.cases))
     if args.all:
         return show_pairs(load_all(args.cases), args.trainer, accept=args.accept)
     cases, more = cases_of_matrix(args)
@@ -179,6 +181,13 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
     found = coverage.pairs(cases, trainers.load(trainer))
     print(coverage.pairs_text(found))
     return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
+
+
+def show_composition(cases: Sequence[Case]) -> int:
+    """Which cases the default tier needs, and which add nothing; nothing is moved. Its cases of faults are needed."""
+    demanded = {fault.case for fault in catalogue.known()} & {case.name for case in cases if case.tier == "default"}
+    print(composition.proposal_text(cases, composition.propose(cases, demanded)))
+    return NOT_JUDGED if composition.missing(cases) else PASSED
 
 
 def join_nodes(args: argparse.Namespace) -> int:
@@ -421,6 +430,9 @@ def parser() -> argparse.ArgumentParser:
     )
     many.add_argument("--list", action="store_true", help="only list the cases")
     many.add_argument("--all", action="store_true", help="only list every pair of options, with its case or its reason")
+    many.add_argument(
+        "--compose", action="store_true", help="only propose which cases to move into the default tier, and out of it"
+    )
     many.add_argument(
         "--accept", action="store_true", help="with --all: make the README's table of what is covered anew"
     )
