@@ -34,7 +34,9 @@ def seconds(case: Case, options: Options) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sgd", action="store_true", help="the SGD half of the list too")
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--trainer", default="llama3")

@@ -201,6 +201,8 @@ def _baseline(case: Case, options: Options, curves: bool) -> Baseline:
         return Baseline(case, problem, losses)
     except (Unsupported, *matrix.PROBLEMS) as problem:
         return Baseline(case, f"case {case.name} cannot run: {problem}")
+    except (Exception, SystemExit) as error:
+        return Baseline(case, f"case {case.name} cannot run: {matrix.unexpected(error)}")
 
 
 def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
@@ -218,6 +220,8 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
         losses = _curve(judgement, options) if _ended_well(judgement) else ()
     except matrix.PROBLEMS as problem:
         return replace(name, note=str(problem))
+    except (Exception, SystemExit) as error:  # one fault's, which no other need suffer from
+        return replace(name, note=matrix.unexpected(error))
     return replace(told, weaker=what_weaker_tests_say(told, baseline.losses, losses), off=off(baseline.losses, losses))
 
 

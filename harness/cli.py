@@ -37,6 +37,7 @@ from harness.line import (
     store_report,
     unsupported,
 )
+from harness.output import OutputError, any_letters, say
 from harness.plan import make_plan
 from harness.plan_text import plan_text
 from harness.progress import Progress
@@ -52,33 +53,38 @@ class BadInput(Exception):
     """What was typed cannot be done. The message is for the person who typed it."""
 
 
-EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError)
+EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    code = _main(argv)
+    any_letters()
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as stop:  # it has said what was wrong
+        code = NOT_JUDGED if stop.code else PASSED
+    else:
+        code = _do(args)
     return SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
 
 
-def _main(argv: Sequence[str]) -> int:
+def _do(args: argparse.Namespace) -> int:
     try:
-        args = parser().parse_args(argv)
         return args.command(args)
-    except SystemExit as stop:  # argparse's: it has said what was wrong
-        return NOT_JUDGED if stop.code else PASSED
     except EXPECTED as error:
-        print(f"harness: {error}", file=sys.stderr)
+        complain(str(error))
     except Unsupported as reason:
-        print(f"harness: skipped, nothing was judged: {reason}", file=sys.stderr)
+        complain(f"skipped, nothing was judged: {reason}")
     except KeyboardInterrupt:
-        print("harness: interrupted; nothing was judged, the ranks are killed", file=sys.stderr)
+        complain("interrupted; nothing was judged, the ranks are killed")
         return INTERRUPTED
-    except BrokenPipeError:  # `harness ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception:  # a mistake of ours must not look like a broken law
+    except (Exception, SystemExit):  # a mistake of ours, or an exit of a trainer's, must look like no verdict
         traceback.print_exc()
     return NOT_JUDGED
+
+
+def complain(text: str) -> None:
+    say(f"harness: {text}", to=sys.stderr)
 
 
 # ---- the commands
@@ -87,13 +93,13 @@ def _main(argv: Sequence[str]) -> int:
 def run(args: argparse.Namespace) -> int:
     case, options = case_of(args), options_of(args)
     judgement = run_case(case if args.seed is None else reseeded(case, args.seed), options)
-    print(case_report(judgement))
+    say(case_report(judgement))
     return exit_code(judgement)
 
 
 def run_bisect(args: argparse.Namespace) -> int:
     """0: the first bad commit or version is found. 2: skipped ones hide it."""
-    tell = functools.partial(print, file=sys.stderr, flush=True)
+    tell = functools.partial(say, to=sys.stderr)
     cases = matrix.matching(load_all(args.cases), args.expression)
     commits = {"repo": args.repo, "good": args.good, "bad": args.bad}
     if args.over is None and None in commits.values():
@@ -105,19 +111,27 @@ def run_bisect(args: argparse.Namespace) -> int:
     else:
         args.source = str(args.repo)
         found = bisect(args.repo, args.good, args.bad, cases, options_of(args), tell)
-    print(bisect_report(found))
+    say(bisect_report(found))
     return PASSED if found.first_bad else NOT_JUDGED
 
 
 def check(args: argparse.Namespace) -> int:
-    judgements = [judge_folder(folder) for folder in _case_folders(args.folders)]
-    print("\n\n".join([*map(case_report, judgements), provenance(judgements)]))
+    """What cannot be read in one folder is said, and keeps no other from being judged."""
+    judgements, codes = [], []
+    for folder in _case_folders(args.folders):
+        try:
+            judgements.append(judge_folder(folder))
+        except EvidenceError as error:
+            complain(str(error))
+            codes.append(NOT_JUDGED)
+    if judgements:
+        say(*(f"{case_report(judgement)}\n" for judgement in judgements), provenance(judgements))
     for judgement in judgements:
         try:
             store_report(judgement)
         except EvidenceError as error:  # somebody else's evidence is judged all the same
-            print(f"harness: the report was not stored: {error}", file=sys.stderr)
-    return worst(map(exit_code, judgements))
+            complain(f"the report was not stored: {error}")
+    return worst([*codes, *map(exit_code, judgements)])
 
 
 def run_matrix(args: argparse.Namespace) -> int:
@@ -127,16 +141,16 @@ def run_matrix(args: argparse.Namespace) -> int:
         return show_pairs(load_all(args.cases), args.trainer, accept=args.accept)
     cases, more = cases_of_matrix(args)
     if args.list:
-        print(listing(cases))
+        say(listing(cases))
         return PASSED
     progress = Progress({case.name: matrix.weight(case) for case in cases}, sys.stderr)
     try:
         outcomes = matrix.run_all(cases, options_of(args), jobs=args.jobs or JOBS[args.device], progress=progress)
     except KeyboardInterrupt:
         abandon(progress, "cases")
-    print(matrix.matrix_report(outcomes, progress.elapsed()))
+    say(matrix.matrix_report(outcomes, progress.elapsed()))
     if more:
-        print(f"{more} more of other tiers were not run: --tier all")
+        say(f"{more} more of other tiers were not run: --tier all")
     return matrix_code(outcomes)
 
 
@@ -145,7 +159,7 @@ def run_faults(args: argparse.Namespace) -> int:
     known = faults_of_file(args.file) if args.file else catalogue.known()
     chosen = catalogue.matching(known, args.expression)
     if args.list:
-        print(catalogue.listing(chosen))
+        say(catalogue.listing(chosen))
         return PASSED
     cases, options, jobs = load_all(args.cases), options_of(args), args.jobs or JOBS[args.device]
     tried = [catalogue.control(), *chosen]
@@ -158,9 +172,9 @@ def run_faults(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         abandon(progress, "cases and faults")
     write_text(args.out / "faults.json", catalogue.to_json(done))
-    print(catalogue.report(done, control, progress.elapsed()))
+    say(catalogue.report(done, control, progress.elapsed()))
     if args.accept:
-        print(catalogue.accept(done, catalogue.known()))
+        say(catalogue.accept(done, catalogue.known()))
         return NOT_JUDGED
     return faults_code(done, control)
 
@@ -179,7 +193,7 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
         readme = ROOT / "README.md"
         write_text(readme, coverage.with_table(readme.read_text(), cases))
     found = coverage.pairs(cases, trainers.load(trainer))
-    print(coverage.pairs_text(found))
+    say(coverage.pairs_text(found))
     return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
 
 
@@ -194,7 +208,7 @@ def join_nodes(args: argparse.Namespace) -> int:
     """Another node's part of `harness run --launcher torchrun --torchrun-args`; the first node judges."""
     status = join(args.folder / "run", seconds=args.timeout)
     if status:
-        print(f"harness: torchrun ended with code {status} here; the first node judges", file=sys.stderr)
+        complain(f"torchrun ended with code {status} here; the first node judges")
     return NOT_JUDGED if status else PASSED
 
 
@@ -205,7 +219,7 @@ def draw(args: argparse.Namespace) -> int:
     folders = _case_folders(args.folders)
     for folder in folders:
         draw_folder(folder)
-        print(folder / PICTURE)
+        say(folder / PICTURE)
     return PASSED
 
 
@@ -220,13 +234,13 @@ def goldens(args: argparse.Namespace) -> int:
     code = worst(_golden(case, options, noises[name], accept=args.accept) for name, case in recipes.items())
     stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
     for path in sorted(stored - {golden.path_of(case) for case in every}):
-        print(f"{path.name}: no case uses it; delete it")
+        say(f"{path.name}: no case uses it; delete it")
     return code
 
 
 def show_plan(args: argparse.Namespace) -> int:
     case = case_of(args)
-    print(plan_text(case, make_plan(case)))
+    say(plan_text(case, make_plan(case)))
     return PASSED
 
 
@@ -271,7 +285,7 @@ def checked_fault(spec: str) -> str:
         load_fault(spec)
     except FaultError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FaultError(f"--fault {spec}: cannot be loaded: {error!r}") from error
     file, _, name = spec.rpartition(":")
     return f"{Path(file).resolve()}:{name}" if file else name
@@ -298,11 +312,7 @@ def matrix_code(outcomes: Sequence[matrix.Outcome]) -> int:
 def abandon(progress: Progress, what: str) -> None:
     """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
     progress.clear()
-    print(
-        f"harness: interrupted after {len(progress.done)} of {len(progress.weights)} {what}",
-        file=sys.stderr,
-        flush=True,
-    )
+    complain(f"interrupted after {len(progress.done)} of {len(progress.weights)} {what}")
     os._exit(INTERRUPTED)
 
 
@@ -334,10 +344,10 @@ def _margins(cases: Sequence[Case], options: Options) -> int:
     drawn = []
     for users in margins.recipes(cases):
         one = margins.margin(users, options)
-        print(margins.table(one), margins.draw(one, options.out), sep="\n", flush=True)
+        say(margins.table(one), margins.draw(one, options.out))
         drawn.append(one)
     if len(drawn) > 1:
-        print(margins.draw_all(drawn, options.out))
+        say(margins.draw_all(drawn, options.out))
     return PASSED if drawn else NOT_JUDGED
 
 
@@ -351,12 +361,12 @@ def _golden(case: Case, options: Options, noise: Sequence[str], *, accept: bool)
     """Compare one recipe's reference with its golden, or accept it and measure its noise, which is never a pass."""
     reference = load(reference_folder(case, options, noise if accept else ()) / "reference.npz", ReferenceRun)
     if accept:
-        print(golden.accept(case, reference) + "\n  accepted, not judged: review `git diff golden/`")
+        say(golden.accept(case, reference) + "\n  accepted, not judged: review `git diff golden/`")
         return NOT_JUDGED
     result = _against_golden(case, reference)
-    print(f"{golden.path_of(case).name}: {result.verdict}" + (f": {result.note}" if result.note else ""))
+    say(f"{golden.path_of(case).name}: {result.verdict}" + (f": {result.note}" if result.note else ""))
     for finding in result.findings:
-        print(finding_text(finding, "  "))
+        say(finding_text(finding, "  "))
     return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(result.verdict, NOT_JUDGED)
 
 
@@ -374,10 +384,15 @@ def _against_golden(case: Case, reference: ReferenceRun) -> Result:
 # ---- what can be typed
 
 
+class Parser(argparse.ArgumentParser):
+    """Options are typed in full: another may begin like them one day, and main() looks for --bisect."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(allow_abbrev=False, **how)
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    top = Parser(prog="harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     one = _command(commands, "run", run, "run one case and judge it")
     one.add_argument("case", metavar="CASE")

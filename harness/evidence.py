@@ -233,7 +233,8 @@ class Exit:
 
 @dataclass(frozen=True)
 class Run:
-    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`.
+    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`; one whose file
+    cannot be read is in `unreadable`, with the reason.
 
     trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
     a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher"; no law reads it.
@@ -396,7 +397,7 @@ def save_run(run: Run) -> None:
 
 
 def load_run(directory: Path) -> Run:
-    """A launch as it was stored. A damaged or missing rank file is not fatal: `unreadable` says so, laws judge it."""
+    """A launch as it was stored. A damaged or missing rank file is not fatal: laws judge it; `unreadable` tells the damage."""
     path = directory / RUN_FILE
     try:
         record = json.loads(path.read_text())
@@ -408,7 +409,7 @@ def load_run(directory: Path) -> Run:
         raise EvidenceError(f"{path}: no such file; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
-    for rank in range(run.world_size):
+    for rank in filter(lambda rank: rank_file(directory, rank).exists(), range(run.world_size)):
         try:
             run.ranks[rank] = load(rank_file(directory, rank), RankEvidence)
         except EvidenceError as error:

@@ -16,6 +16,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -235,6 +236,8 @@ def unsupported(case: Case, options: Options) -> str | None:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
     if case.runs > 1 and options.torchrun_args:
         return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
+    if reason := _too_few_descriptors(case):
+        return reason
     on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":
         return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
@@ -244,6 +247,15 @@ def unsupported(case: Case, options: Options) -> str | None:
         if wanted > visible:
             return f"needs {wanted} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
     return None
+
+
+def _too_few_descriptors(case: Case) -> str:
+    """16 ranks were seen to use 53 each. Below the limit a rank dies in a socket, which reads like the trainer's mistake."""
+    most = max(launched.dims.world_size for launched in case.launches.values())
+    needed, allowed = 32 + 8 * most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        return f"{most} ranks may need {needed} file descriptors each, {allowed} are allowed; `ulimit -n {needed}`"
+    return ""
 
 
 def visible_gpus() -> int:

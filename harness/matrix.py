@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -101,6 +102,14 @@ def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
         return Outcome(case, skipped=str(reason), seconds=time.monotonic() - began)
     except PROBLEMS as problem:
         return Outcome(case, problem=str(problem), seconds=time.monotonic() - began)
+    except (Exception, SystemExit) as error:  # one case's, which no other need suffer from
+        return Outcome(case, problem=unexpected(error), seconds=time.monotonic() - began)
+
+
+def unexpected(error: BaseException) -> str:
+    """What nobody foresaw, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"a mistake of the harness or of an adapter: {error!r} in {where.name}, {where.filename}:{where.lineno}"
 
 
 # ---- what is shown

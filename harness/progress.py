@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from harness.output import say
+
 INTERVAL = 0.5  # seconds between two drawings of the line
 
 
@@ -14,7 +16,7 @@ class Progress:
     """started() may be called by any thread, the rest by one. weights: by name, what each takes beside the others."""
 
     def __init__(self, weights: Mapping[str, int], stream: TextIO) -> None:
-        self.stream, self.terminal = stream, stream.isatty()
+        self.stream, self.terminal = stream, bool(stream and stream.isatty())
         self.began = time.monotonic()
         self.weights = weights
         self.running: list[str] = []
@@ -27,16 +29,16 @@ class Progress:
         self.running.remove(name)
         self.done.append(name)
         if not self.terminal:
-            print(f"{self.count()}  {outcome:<8} {name}  {seconds:.1f} s", file=self.stream, flush=True)
+            say(f"{self.count()}  {outcome:<8} {name}  {seconds:.1f} s", to=self.stream)
 
     def draw(self) -> None:
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            print("\r" + self.line()[:width].ljust(width), end="", file=self.stream, flush=True)
+            say("\r" + self.line()[:width].ljust(width), to=self.stream, end="")
 
     def clear(self) -> None:
         if self.terminal:
-            print("\r\033[K", end="", file=self.stream, flush=True)
+            say("\r\033[K", to=self.stream, end="")
 
     def line(self) -> str:
         return f"{self.count()}  {self.elapsed():.0f} s{self.left()}  running: {', '.join(self.running)}"

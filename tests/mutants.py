@@ -217,7 +217,9 @@ class Runner:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("modules", nargs="*", help=f"default: {' '.join(MODULES)}")
     parser.add_argument("-n", type=int, default=0, help="of each module so many, drawn at random; 0: all")
     parser.add_argument("--seed", type=int, default=0)

@@ -13,11 +13,12 @@ import pytest
 
 from harness import catalogue as lot
 from harness import cli
-from harness.catalogue import Attempt, Outcome
+from harness.case import Case
+from harness.catalogue import Attempt, Baseline, Outcome
 from harness.checks import all_checks
 from harness.evidence import Exit, Run, save_run
 from harness.faults import FAMILIES, Fault, FaultError, catalogue, faults_of_file
-from harness.line import Judgement
+from harness.line import Judgement, Options
 from harness.trial import Result, Verdict
 from tests.literal import tiny_case
 
@@ -270,3 +271,13 @@ def test_what_was_measured_is_of_the_faults_there_are() -> None:
 
 def test_laws_that_faults_name_exist() -> None:
     assert {law for fault in catalogue() for law in fault.caught_by} <= set(all_checks())
+
+
+def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: object) -> None:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(lot, "run_case", raising)
+    tried = lot._attempt(catalogue()[0], Baseline(Case("fsdp_2", "a test")), Options())
+    assert tried.outcome is Outcome.NOT_TRIED and "KeyError('nobody thought of this') in raising, " in tried.note
+    assert "KeyError" in lot._baseline(Case("fsdp_2", "a test"), Options(), curves=False).problem

@@ -24,7 +24,7 @@ from literal import (
 )
 
 from harness.case import ParallelDims
-from harness.checks import judge
+from harness.checks import completed, judge
 from harness.diagnose import diagnose
 from harness.evidence import Collective, Exit, Group, HeldTensor
 from harness.trial import Finding, Result, Trial, Verdict, locate
@@ -57,10 +57,32 @@ def test_a_rank_that_died_is_shown_before_those_that_waited() -> None:
     )
 
 
-def test_a_rank_whose_file_is_damaged_is_shown_with_the_damage() -> None:
+def test_a_rank_whose_file_was_damaged_is_no_verdict_on_the_trainer() -> None:
     trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
     trial = replace(trial, run=replace(trial.run, unreadable={1: "rank_01.npz: damaged"}))
-    assert findings("completed", trial) == (Finding("rank 1", "an evidence file", "rank_01.npz: damaged"),)
+    result = completed.check(trial)
+    assert (result.verdict, result.note) == (
+        Verdict.UNKNOWN,
+        "the evidence of rank 1 cannot be read: rank_01.npz: damaged",
+    )
+    trial = with_exit(trial, Exit(0, "raised", error="ValueError", blamed=True))
+    assert completed.check(trial).verdict is Verdict.FAIL
+
+
+def test_a_rank_that_left_no_file_has_not_completed() -> None:
+    trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
+    assert findings("completed", trial) == (Finding("rank 1", "an evidence file", "none"),)
+
+
+def test_ranks_lost_with_their_launcher_are_no_verdict_on_the_trainer() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in (0, 1):
+        lost = Exit(rank, "lost", error="the rank server ended", blamed=rank == 1)
+        trial = without_rank(with_exit(trial, lost), rank)
+    result = completed.check(trial)
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "rank 0 was lost: the rank server ended")
+    trial = with_exit(trial, Exit(1, "signal", signal="SIGSEGV", blamed=True))
+    assert completed.check(trial).verdict is Verdict.FAIL
 
 
 def test_a_rank_of_whose_end_nothing_is_known_has_not_completed() -> None:

@@ -134,6 +134,8 @@ def test_a_usage_error_can_not_be_taken_for_a_broken_law(capsys: Any) -> None:
     assert main(["run"]) == 2
     assert main(["run", "--bisect"]) == 125
     assert main(["run", "no_such_case", "--bisect"]) == 125
+    assert main(["run", "single", "--bis"]) == 2  # not read as --bisect by one and not by the other
+    assert "unrecognized arguments: --bis" in capsys.readouterr().err
     assert main(["run", "single", "--timeout", "-1"]) == 2
     assert "argument --timeout: must be above 0, got -1" in capsys.readouterr().err
 
@@ -152,6 +154,74 @@ def test_a_full_disk_is_a_message_and_not_a_verdict(tmp_path: Path) -> None:
     done = harness("run", "single", "--out", str(tmp_path), preexec_fn=small)
     assert done.returncode == 2
     assert done.stderr.startswith("harness: ") and "File too large" in done.stderr
+
+
+def test_too_few_file_descriptors_are_a_reason_and_not_a_verdict(tmp_path: Path) -> None:
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # noqa: E731
+    done = harness("run", "hsdp_2x8", "--out", str(tmp_path), preexec_fn=few)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "harness: skipped, nothing was judged: 16 ranks may need 160 file descriptors each, 100 are allowed;"
+        " `ulimit -n 160`\n",
+    )
+
+
+@pytest.mark.parametrize("unread", ["stdout", "stderr"])
+def test_who_stops_reading_changes_no_verdict(stored: Path, tmp_path: Path, unread: str) -> None:
+    damaged = shutil.copytree(stored, tmp_path / "damaged")
+    (damaged / "case.json").write_text("{")
+    for folders, code in (([stored], 0), ([stored, damaged], 2)):
+        command = [sys.executable, "-m", "harness", "check", *map(str, folders)]
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.Popen(command, cwd=ROOT, **{unread: writing})  # type: ignore[call-overload]
+        os.close(writing)
+        assert done.wait() == code
+
+
+def test_a_disk_too_full_for_the_report_is_a_message(stored: Path) -> None:
+    command = [sys.executable, "-m", "harness", "check", str(stored)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "harness: what was found cannot be shown: No space left on device\n",
+    )
+
+
+def test_a_damaged_folder_keeps_no_other_from_being_judged(stored: Path, tmp_path: Path, capsys: Any) -> None:
+    damaged = shutil.copytree(stored, tmp_path / "damaged")
+    (damaged / "case.json").write_text("{")
+    assert main(["check", str(damaged), str(stored)]) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("PASS pair\n") and f"{damaged}/case.json: damaged" in told.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "single", "--trainer"], ["faults", "--file"], ["run", "single", "--fault"]]
+)
+def test_a_file_that_exits_when_it_is_loaded_is_no_pass(tmp_path: Path, capsys: Any, arguments: list[str]) -> None:
+    file = tmp_path / "exits.py"
+    file.write_text("raise SystemExit(0)")
+    of = f"{file}:x" if "--fault" in arguments else str(file)
+    assert main([*arguments, of, "--out", str(tmp_path)]) == 2
+    assert "cannot be loaded: SystemExit(0)" in capsys.readouterr().err
+
+
+def test_an_unexpected_exception_in_one_case_keeps_the_outcomes_of_all_others(
+    cases: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    def judged(case: Case, options: Any) -> Judgement:
+        if case.name == "second":
+            raise KeyError("nobody thought of this")
+        return Judgement(case, Path("x"), (Result("completed", Verdict.PASS, 1),), None, 1.0)
+
+    monkeypatch.setattr("harness.matrix.run_case", judged)
+    arguments = cases("cases: {first: {why: a test}, second: {why: a test}, third: {why: a test}}")
+    assert main(["matrix", "--launcher", "torchrun", *arguments]) == 2
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1].endswith("s: 2 PASS, 1 ERROR")
+    assert "KeyError('nobody thought of this') in judged, " in told
 
 
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
@@ -228,7 +298,7 @@ def test_a_corrupt_evidence_file_is_named_and_no_pass(stored: Path, tmp_path: Pa
     copy = shutil.copytree(stored, tmp_path / "copy")
     rank = copy / "run" / "ranks" / "rank_01.npz"
     rank.write_bytes(rank.read_bytes()[: rank.stat().st_size // 2])
-    assert main(["check", str(copy)]) == 1  # the law `completed`: a rank did not testify
+    assert main(["check", str(copy)]) == 2  # the trainer did not damage it
     assert f"{rank}: damaged evidence" in capsys.readouterr().out
     (copy / "reference.npz").write_bytes(b"nonsense")
     assert main(["check", str(copy)]) == 2

@@ -186,14 +186,6 @@ ranks [0-3] did not finish, and nothing tells which of them is the cause
     )
 
 
-def test_a_rank_whose_evidence_is_damaged() -> None:
-    trial = without_rank(fsdp_4(), 1)
-    expect(
-        replace(trial, run=replace(trial.run, unreadable={1: "rank_01.npz: damaged"})),
-        """rank 1 left no evidence: rank_01.npz: damaged""",
-    )
-
-
 def test_a_rank_that_left_nothing() -> None:
     expect(without_rank(fsdp_4(), 1), """rank 1 left no evidence: its process ended with code 0 and wrote no file""")
 

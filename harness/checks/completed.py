@@ -1,9 +1,13 @@
-"""Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for."""
+"""Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
+
+What became of the harness is no verdict on the trainer: a disk that took no evidence, a file that was damaged since, ranks
+lost with the launcher that had started them.
+"""
 
 from __future__ import annotations
 
 from harness.checks import verdict_of
-from harness.evidence import EvidenceError, Exit, RankEvidence
+from harness.evidence import EvidenceError, Exit, RankEvidence, Run
 from harness.trial import Finding, Result, Trial, Verdict
 
 STAGE = "process"
@@ -11,9 +15,7 @@ STAGE = "process"
 
 def check(trial: Trial) -> Result:
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
-    unsaved = [exit for exit in ended if exit.blamed and exit.error.startswith(EvidenceError.__name__)]
-    if unsaved:  # a full disk is not the trainer's mistake
-        note = f"rank {unsaved[0].rank} could not leave its evidence: {unsaved[0].error}"
+    if note := _not_the_trainers(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
     if trial.run.world_size != trial.plan.dims.world_size:
@@ -26,9 +28,24 @@ def check(trial: Trial) -> Result:
         if rank in trial.ranks:
             findings += _wrong_identity(trial, rank)
             findings += _evidence_findings(trial, trial.ranks[rank])
-        elif not any(exit.rank == rank and exit.how != "ok" for exit in trial.run.exits):
-            findings.append(Finding(f"rank {rank}", "an evidence file", trial.run.unreadable.get(rank, "none")))
+        elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
+            findings.append(Finding(f"rank {rank}", "an evidence file", "none"))
+    if trial.run.unreadable and not findings:
+        rank, damage = min(trial.run.unreadable.items())
+        note = f"the evidence of rank {rank} cannot be read: {damage}"
+        return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     return verdict_of("completed", findings, examined=trial.run.world_size)
+
+
+def _not_the_trainers(run: Run) -> str:
+    """What the harness lacked, so that nothing is known of the trainer; empty where some rank failed by itself."""
+    unsaved = [exit for exit in run.exits if exit.blamed and exit.error.startswith(EvidenceError.__name__)]
+    if unsaved:
+        return f"rank {unsaved[0].rank} could not leave its evidence: {unsaved[0].error}"
+    failed = [exit for exit in run.exits if exit.how != "ok" or exit.blamed]
+    if failed and all(exit.how == "lost" for exit in failed):
+        return f"rank {failed[0].rank} was lost: {failed[0].error}"
+    return ""
 
 
 def _exit_finding(exit: Exit) -> Finding:

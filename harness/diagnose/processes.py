@@ -62,10 +62,9 @@ def incomplete(trial: Trial, broken: Broken) -> Diagnosis | None:
         return Diagnosis(
             f"{met}: {rank_words(ranks)} ran as rank {first.rank} of {first.world_size}, asked for {ran} ranks"
         )
-    silent = [rank for rank in range(ran) if rank not in trial.ranks]
+    silent = [rank for rank in range(ran) if rank not in trial.ranks and rank not in trial.run.unreadable]
     if silent:
-        why = trial.run.unreadable.get(silent[0], "its process ended with code 0 and wrote no file")
-        return Diagnosis(f"{rank_words(silent)} left no evidence: {why}")
+        return Diagnosis(f"{rank_words(silent)} left no evidence: its process ended with code 0 and wrote no file")
     return _missing_steps(trial) or _missing_parameters(trial)
 
 

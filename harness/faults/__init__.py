@@ -131,7 +131,7 @@ def faults_of_file(path: Path) -> list[Fault]:
         found = _faults_of(_import_file(path))
     except FaultError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FaultError(f"{path}: cannot be loaded: {error!r}") from error
     if not found:
         raise FaultError(f"{path}: no fault in it (a function marked with @harness.faults.fault)")

@@ -213,7 +213,7 @@ def _of_file(path: Path) -> Adapter:
     sys.path.append(str(path.parent))
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: cannot be loaded: {error!r}") from error
     adapter: Any = getattr(module, "adapter", None)
     if lacking := [

@@ -52,7 +52,9 @@ def read_case(where: str) -> Case:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m harness.trainers.llama3", description="Train one case.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.trainers.llama3", description="Train one case."
+    )
     parser.add_argument("--case", required=True, metavar="FILE::NAME")
     parser.add_argument("--steps", type=int, help="stop after this step; the schedule stays the recipe's")
     parser.add_argument("--weights", type=Path, help=".npz of full tensors by name; default: the seed's")
