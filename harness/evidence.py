@@ -41,7 +41,8 @@ class Collective:
     bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
     phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer" or "other".
     step: 0 before the first step.
-    seq: position in this rank's sequence for this group, from 0. peer: the other side of a send or receive.
+    seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
+    which is the other side.
     """
 
     op: str

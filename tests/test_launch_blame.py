@@ -1,8 +1,10 @@
 """Who is to blame, from literal accounts of how the ranks of a job ended."""
 
 from harness.evidence import Exit
-from harness.launch.blame import Fate, describe, judge, last_words, parse_stack, render, useful
+from harness.launch.blame import judge, last_words
+from harness.launch.fate import Fate, parse_stack, render, useful
 from harness.launch.inflight import Issued
+from harness.launch.sequences import describe
 from harness.launch.supervise import tail_of
 
 RESET = {"type": "RuntimeError", "message": "[/x/gloo/tcp/pair.cc:5] Connection reset by peer [::1]", "time": 2.0}
@@ -210,3 +212,70 @@ def test_a_dying_ranks_words_are_those_before_the_interpreters_list_of_threads_a
     log = f"{words}\nFatal Python error: Aborted\n\nThread 0x7f:\n  File x\n\nExtension modules: {modules}\n"
     assert last_words(Fate(1, -6, log_tail=tail_of(log))) == words
     assert tail_of("x" * 9000) == "x" * 4000
+
+
+def test_a_lost_connection_that_pipelining_raises_again_as_its_own_error_is_a_victims():
+    wrapped = failure(
+        {"type": "RuntimeError", "message": "[Stage 0] failed to run forward", "time": 1.9},
+        chain=[["RuntimeError", RESET["message"]]], cause=["RuntimeError", RESET["message"]],
+    )  # fmt: skip
+    malloc = "malloc(): unaligned tcache chunk detected"
+    exits = judge([Fate(0, 1, failure=wrapped), Fate(1, -6, ended=2.0, log_tail=malloc)])
+    assert [exit.blamed for exit in exits] == [False, True]
+    assert exits[0].error == (
+        "RuntimeError: gloo/tcp/pair.cc:5 Connection reset by peer [::1]; "
+        "raised again as RuntimeError: [Stage 0] failed to run forward"
+    )
+    assert exits[1].error == f"died by SIGABRT, not sent by the harness. {malloc}"
+
+
+def test_what_is_raised_after_a_death_is_what_came_of_it_and_what_was_raised_before_is_not():
+    early, late = (failure({"type": "ValueError", "message": "no loss", "time": time}) for time in (1.0, 3.0))
+    assert list(blamed(Fate(0, 1, failure=late), Fate(1, -11, ended=2.0))) == [1]
+    assert list(blamed(Fate(0, 1, failure=early), Fate(1, -11, ended=2.0))) == [0, 1]
+
+
+def test_an_abort_of_c_plus_plus_for_a_lost_connection_is_a_victims():
+    thrown = "terminate called\n  what():  [/x/gloo/tcp/pair.cc:5] Connection closed by peer [::1]"
+    assert list(blamed(Fate(0, -6, log_tail=thrown), Fate(1, -9, ended=1.0))) == [1]
+
+
+def test_a_rank_that_was_stopped_is_blamed_whatever_the_others_raised():
+    own = failure({"type": "ValueError", "message": "no such layer", "time": 3.0})
+    stopped = Fate(1, -9, killed=LIMIT, stopped=True)
+    told = f"{LIMIT}; it had been stopped (SIGSTOP or a debugger) and did not go on"
+    assert blamed(Fate(0, 1, failure=own), stopped) == {1: told}
+
+
+def p2p(op: str, seq: int, peer: int, size: int = 8, order: int = 0) -> Issued:
+    return Issued("pp", (0, 1, 2), seq, op, size, 2, "pipeline", peer, order)
+
+
+def test_stages_that_issue_different_collectives_over_the_group_that_they_send_over_are_told_so():
+    """Each has sent and received another number of times, which says nothing about their collectives."""
+    stages = (0, 1, 2)
+    sums, shares = (Issued("pp", stages, 3, op, 16, 2, "other") for op in ("all_reduce", "broadcast"))
+    fates = (
+        Fate(0, 1, failure=failure(TIMED_OUT), issued=(p2p("send", 4, 1), sums)),
+        Fate(1, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 0), p2p("send", 4, 2), sums)),
+        Fate(2, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 1), shares)),
+    )
+    assert list(blamed(*fates)) == [2]
+
+
+def test_a_send_and_its_receive_of_different_sizes_blame_both_sides():
+    sent = Fate(0, 1, failure=failure(TIMED_OUT), issued=(p2p("send", 4, 1, 64),))
+    received = Fate(1, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 0, 32),))
+    found = blamed(sent, received)
+    assert list(found) == [0, 1]
+    assert found[0].endswith(
+        "issued send #4 to rank 1 of group [0,1,2] (step 2, pipeline, 64 B) "
+        "where rank 1 issued recv #4 from rank 0 of group [0,1,2] (step 2, pipeline, 32 B)"
+    )
+
+
+def test_a_stage_whose_receive_has_its_send_waits_for_nobody_though_it_was_its_last():
+    """0 waits for the answer of 1; 1 received, and computes for ever without a stack."""
+    waits = Fate(0, -9, killed=LIMIT, issued=(p2p("send", 4, 1, order=1), p2p("recv", 2, 1, order=2)))
+    computes = Fate(1, -9, killed=LIMIT, issued=(p2p("send", 1, 0, order=1), p2p("recv", 4, 0, order=2)))
+    assert list(blamed(waits, computes)) == [1]

@@ -308,3 +308,48 @@ def rank_reduces_in_another_dtype(fired: Fired) -> None:
         return as_integers
 
     replace(dist, "all_reduce", make)
+
+
+@fault(
+    breaks="rank 5 of 16 aborts in step 2, as glibc does when the heap is damaged; others raise it as an error of pipelining",
+    bug="Z-class: a rank aborts, and the others raise something else than a lost connection",
+    case="pp_2_hsdp_2x2_tp_2",
+    caught_by="completed",
+    named="rank 5 died by SIGABRT",
+)
+def rank_aborts_in_a_pipeline(fired: Fired) -> None:
+    def abort() -> None:
+        fired()
+        os.write(2, b"malloc(): unaligned tcache chunk detected\n")
+        os.abort()
+
+    _before_step(2, 5, abort)
+
+
+@fault(
+    breaks="after a pass the last stage broadcasts its loss over the group of the pipeline, and the first reduces it",
+    bug="Z-class: the members of a pipeline's group issue different collectives",
+    case="pp_2",
+    caught_by="completed",
+    named="issued all_reduce",
+    hangs=True,
+)
+def stages_issue_different_collectives(fired: Fired) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def and_share(*args: Any, **kwargs: Any) -> Any:
+            result, loss = original(*args, **kwargs), torch.zeros(4)
+            fired()
+            if _rank() == 0:
+                dist.all_reduce(loss)
+            else:
+                dist.broadcast(loss, src=1)
+            return result
+
+        return and_share
+
+    replace(trainer, "run_pipeline", make)

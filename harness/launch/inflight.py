@@ -1,9 +1,10 @@
 """A rank's last collective in every group is on record even if the rank is killed while it issues the next one.
 
-The record is a memory-mapped file: what is stored there is the kernel's, so SIGKILL cannot take it. Every group has
-two cells, written in turn. A cell begins and ends with the same stamp, the rank's running number of collectives: a
-cell torn by a kill has different ones and is skipped, and the cell before it still stands. Group members are long and
-never change, so they go once into a text file beside it, `rank_00.groups`.
+The record is a memory-mapped file: what is stored there is the kernel's, so SIGKILL cannot take it. The collectives of
+every group have two cells, written in turn; so have its sends to, and its receives from, each other rank. A cell begins
+and ends with the same stamp, the rank's running number of collectives: a cell torn by a kill has different ones and is
+skipped, and the cell before it still stands. Group members are long and never change, so they go once into a text file
+beside it, `rank_00.groups`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CELL = struct.Struct("<QIqqqi24s12sQ")  # stamp, group, seq, bytes, step, peer, op, phase, stamp
-GROUPS = 1024  # with more groups than this the oldest cells are overwritten; the reader then knows fewer groups
-SIZE = GROUPS * 2 * CELL.size
+LANES = 1024  # with more sequences than this the oldest cells are overwritten; the reader then knows fewer
+SIZE = LANES * 2 * CELL.size
 NO_PEER = -1
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective as one rank issued it. order: its place in all that this rank issued, from 1."""
+    """A collective as one rank issued it. seq: as in evidence.Collective. order: its place in all that this rank issued."""
 
     group: str
     ranks: tuple[int, ...]
@@ -47,6 +48,7 @@ class Inflight:
             file.flush()
             self.memory = mmap.mmap(file.fileno(), SIZE)
         self.groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.lanes: dict[tuple[int, str, int], int] = {}  # (group, "send" or "recv" or "", peer) -> its place
         self.order = 0
 
     def issue(self, group_name: str, ranks: Sequence[int], seq: int, op: str, bytes: int, step: int, phase: str,
@@ -60,8 +62,11 @@ class Inflight:
         if index is None:
             index = self.add_group(key)
         self.order = stamp = self.order + 1
-        cell = 2 * (index % GROUPS) + (seq & 1)
         peer = NO_PEER if peer is None else peer
+        lane = self.lanes.setdefault(
+            (index, op, peer) if op in ("send", "recv") else (index, "", NO_PEER), len(self.lanes)
+        )
+        cell = 2 * (lane % LANES) + (seq & 1)
         fields = (stamp, index, seq, bytes, step, peer, op.encode(), phase.encode(), stamp)
         CELL.pack_into(self.memory, cell * CELL.size, *fields)
 
@@ -86,7 +91,7 @@ def open_current(path: Path) -> Inflight:
 
 
 def read_inflight(path: Path) -> list[Issued]:
-    """The last two collectives of every group, oldest first: the last one is the rank's latest. [] without a file."""
+    """The last two of every sequence, oldest first: the last one is the rank's latest. [] without a file."""
     if not path.exists() or not path.with_suffix(".groups").exists():
         return []
     groups = read_groups(path.with_suffix(".groups"))

@@ -110,10 +110,39 @@ def note_failure(error: BaseException, path: Path) -> int:
     code = exit_code(error)
     if code:
         traceback.print_exception(error)
-        frames = [[f.filename, f.lineno, f.name] for f in reversed(traceback.extract_tb(error.__traceback__))]
-        told = {"type": type(error).__name__, "message": str(error), "inside": frames, "time": time.time()}
+        told = {"type": type(error).__name__, "message": str(error), "inside": inside(error), "time": time.time()}
+        told |= {"chain": [[type(link).__name__, str(link)] for link in links(error)], "cause": first_cause(error)}
         write_json(path, {**told, "traceback": "".join(traceback.format_exception(error))})
     return code
+
+
+def links(error: BaseException) -> list[BaseException]:
+    """What it was raised from, or while that was handled, and what that was; a circle is followed once."""
+    found: list[BaseException] = []
+    link = error.__cause__ or error.__context__
+    while link is not None and link is not error and link not in found:
+        found.append(link)
+        link = link.__cause__ or link.__context__
+    return found
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """It, what it was said to be raised from, and so on: `raise ... from`."""
+    found = [error]
+    while found[-1].__cause__ is not None and found[-1].__cause__ not in found:
+        found.append(found[-1].__cause__)
+    return found
+
+
+def first_cause(error: BaseException) -> list[str] | None:
+    first = causes(error)[-1]
+    return None if first is error else [type(first).__name__, str(first)]
+
+
+def inside(error: BaseException) -> list[list[Any]]:
+    """The frames of the first cause, innermost first, then of what it was raised again as."""
+    tracebacks = [traceback.extract_tb(each.__traceback__) for each in reversed(causes(error))]
+    return [[frame.filename, frame.lineno, frame.name] for frames in tracebacks for frame in reversed(frames)]
 
 
 def exit_code(error: BaseException) -> int:

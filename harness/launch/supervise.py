@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.evidence import AT_WORK
-from harness.launch.blame import Fate
+from harness.launch.fate import Fate
 from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json
 

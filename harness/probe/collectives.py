@@ -53,7 +53,7 @@ class CollectiveRecorder:
     ) -> None:
         self.records: list[Collective] = []
         self._where, self._on_issue = where, on_issue
-        self._sequence: Counter[str] = Counter()
+        self._sequence: Counter[tuple[str, str, int | None]] = Counter()
         self._lock = threading.Lock()
         self._library: torch.library.Library | None = None
 
@@ -79,6 +79,8 @@ class CollectiveRecorder:
         name, ranks = group.group_name, members(group)
         tensors = list(_tensors(payload))
         step, phase = self._where()
+        peer = _peer(op, args, ranks)
+        lane = (name, op, peer) if op in ("send", "recv") else (name, "", None)
         with self._lock:
             record = Collective(
                 op=op,
@@ -88,10 +90,10 @@ class CollectiveRecorder:
                 bytes=sum(t.numel() * t.element_size() for t in tensors) if op != "barrier" else 0,
                 phase=phase,
                 step=step,
-                seq=self._sequence[name],
-                peer=_peer(op, args, ranks),
+                seq=self._sequence[lane],
+                peer=peer,
             )
-            self._sequence[name] += 1
+            self._sequence[lane] += 1
             self.records.append(record)
         if self._on_issue is not None:
             self._on_issue(record)

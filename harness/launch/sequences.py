@@ -1,0 +1,163 @@
+"""What the ranks of a group issued, in order: who issued something else, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from harness.launch.fate import Fate, busy
+from harness.launch.inflight import Issued
+
+Place = tuple[str, tuple[int, ...]]  # a group, by name and members: two groups of one split can share a name
+EQUAL_BYTES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}  # every member passes as many
+POINT_TO_POINT = {"send": "recv", "recv": "send"}  # and what the other side does
+
+
+def place(issued: Issued) -> Place:
+    return issued.group, issued.ranks
+
+
+def collectives(fate: Fate) -> list[Issued]:
+    """Without sends and receives, which are counted apart, for each pair of ranks."""
+    return [each for each in fate.issued if each.op not in POINT_TO_POINT]
+
+
+def sequenced(fates: Iterable[Fate]) -> list[Place]:
+    """Groups over which collectives ran: their members must issue the same sequence."""
+    return list(dict.fromkeys(place(each) for fate in fates for each in collectives(fate)))
+
+
+def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
+    """At the first place where members issued different collectives: the minority, or all if there is none."""
+    for group in sequenced(fates):
+        mine = {fate.rank: [each for each in collectives(fate) if place(each) == group] for fate in fates}
+        for seq in sorted({each.seq for some in mine.values() for each in some}):
+            issued = {rank: each for rank, some in mine.items() for each in some if each.seq == seq}
+            if odd := minority({rank: signature(each) for rank, each in issued.items()}):
+                return {rank: against(rank, issued) for rank in odd}
+    return mismatched_sends(fates)
+
+
+def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
+    """A send and its receive of different sizes: neither side is known to be right."""
+    for fate in fates:
+        for sent in (each for each in fate.issued if each.op == "send"):
+            received = next((each for each in other_side(fate, sent, fates) if each.seq == sent.seq), None)
+            if received is not None and received.bytes != sent.bytes:
+                issued = {fate.rank: sent, sent.peer: received}
+                return {rank: against(rank, issued) for rank in issued}  # type: ignore[misc, arg-type]
+    return {}
+
+
+def other_side(fate: Fate, issued: Issued, fates: Sequence[Fate]) -> list[Issued]:
+    """Of a send what the peer received from this rank over that group, and the other way round; oldest first."""
+    peer = next((peer for peer in fates if peer.rank == issued.peer), None)
+    answer = POINT_TO_POINT[issued.op]
+    found = peer.issued if peer else ()
+    return [e for e in found if e.op == answer and place(e) == place(issued) and e.peer in (fate.rank, None)]
+
+
+def signature(issued: Issued) -> tuple[str, int]:
+    return issued.op, issued.bytes if issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT else 0
+
+
+def minority(signatures: dict[int, tuple[str, int]]) -> list[int]:
+    counts = Counter(signatures.values()).most_common()
+    if len(counts) < 2:
+        return []
+    usual = counts[0][0] if counts[0][1] > counts[1][1] else None
+    return [rank for rank, each in signatures.items() if each != usual]
+
+
+def against(rank: int, issued: dict[int, Issued]) -> str:
+    other = next(each for each in issued if signature(issued[each]) != signature(issued[rank]))
+    return f"issued {describe(issued[rank])} where rank {other} issued {describe(issued[other])}"
+
+
+def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
+    """Follow who waits for whom to those that wait for nobody."""
+    waits = {fate.rank: waiting(fate, fates) for fate in fates}
+    ends = {peer for peers in waits.values() for peer in peers if not waits[peer]}
+    if ends:
+        return {peer: why_waited_for(peer, fates, waits) for peer in sorted(ends)}
+    ring = cycle(waits)
+    computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
+    stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
+    told = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
+    return {rank: f"each waits for the other: {told}" for rank in computing or ring}
+
+
+def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:
+    waiters = [rank for rank, peers in waits.items() if peer in peers]
+    left = any(fate.rank == peer and fate.status == 0 for fate in fates)
+    who = f"rank{'s' * (len(waiters) > 1)} {', '.join(map(str, waiters))} waited for it"
+    return f"{'exited while ' * left}{who} in {describe(waits[waiters[0]][peer])}"
+
+
+def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
+    """The ranks this one waits for, and in what. One that exited 0 waits for nobody."""
+    if fate.status == 0:
+        return {}
+    ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
+    ahead |= {} if busy(fate) else {rank: each for rank, each in unanswered(fate, fates).items() if rank not in ahead}
+    return {rank: each for rank, each in ahead.items() if rank in {fate.rank for fate in fates}}
+
+
+def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
+    """By peer, the first send or receive that the peer has yet to receive or send."""
+    found: dict[int, Issued] = {}
+    for each in fate.issued:
+        if each.op in POINT_TO_POINT and each.peer is not None:
+            answers = other_side(fate, each, fates)
+            unknown = any(answer.peer is None for answer in answers)  # received from whomever: nobody can tell
+            if not unknown and max((answer.seq for answer in answers), default=-1) < each.seq:
+                found.setdefault(each.peer, each)
+    return found
+
+
+def behind(fate: Fate, group: Place, fates: Sequence[Fate]) -> list[tuple[Fate, Issued]]:
+    """Members of `group` that have yet to issue what this rank issued last in it."""
+    mine = last(fate, group)
+    members = [peer for peer in fates if peer.rank in group[1] and mine]
+    return [(peer, mine) for peer in members if mine and position(peer, group) < mine.seq]
+
+
+def last(fate: Fate, group: Place) -> Issued | None:
+    mine = (each for each in collectives(fate) if place(each) == group)
+    return max(mine, key=lambda each: each.seq, default=None)
+
+
+def position(fate: Fate, group: Place) -> int:
+    found = last(fate, group)
+    return found.seq if found else -1
+
+
+def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
+    """The ranks that wait for each other: drop, until none is left, whoever nobody remaining waits for."""
+    ring = {rank for rank, peers in waits.items() if peers}
+    while idle := {rank for rank in ring if not any(rank in waits[other] for other in ring)}:
+        ring -= idle
+    return sorted(ring)
+
+
+def describe(issued: Issued) -> str:
+    """`all_reduce #12 of group [0,1,2,3] (step 2, backward, 16.4 KB)`"""
+    peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
+    about = ", ".join(filter(None, [f"step {issued.step}", issued.phase, size(issued.bytes)]))
+    return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
+
+
+def size(count: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """All of a small group, the ends of a long run: [0,1,2,3], [0-15]; otherwise the first and how many."""
+    if len(ranks) <= 8:
+        return f"[{','.join(map(str, ranks))}]"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"[{ranks[0]}-{ranks[-1]}]"
+    return f"[{','.join(map(str, ranks[:4]))},.. {len(ranks)} ranks]"
