@@ -67,7 +67,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "wrapper": (None, *WRAPPERS),
     "schedule": ("GPipe", "1F1B", *LOOPED),
     "cp_rotation": ("allgather", "alltoall"),
-    "fsdp_units": ("apart", "root"),
+    "fsdp_units": (None, "apart", "root", "observed"),
     "cp_heads": ("query", "key_value"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
@@ -87,7 +87,8 @@ class Features:
     schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
     activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
     compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block: "apart", the embedding,
-    and norm with output; "root", all the rest, and by default only the last block stays whole after forward. cp_heads: keys
+    and norm with output; "root", all the rest, and by default only the last block stays whole after forward; "observed", what
+    the trainer wraps, which is then its choice, as is what it keeps by default; None: the adapter says which. cp_heads: keys
     and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
     has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. Trainers
     choose these four, cases need not.
@@ -110,7 +111,7 @@ class Features:
     activation_checkpointing: str = "none"
     compile: bool = False
     reduce_dtype: str | None = None
-    fsdp_units: str = "apart"
+    fsdp_units: str | None = None
     cp_heads: str = "query"
     ac_early_stop: bool = True
     own_model: bool = False

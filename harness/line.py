@@ -34,6 +34,7 @@ from harness.evidence import EvidenceError, Run, load, load_run, save_run, write
 from harness.launch import Exit, Job, launch
 from harness.plan import make_plan
 from harness.trial import Result, Trial, Verdict, as_planned
+from harness.units import observed_units
 from reference.record import ReferenceRun
 
 RANK_ENTRY = "harness.testify:rank"
@@ -203,10 +204,11 @@ def load_trial(folder: Path) -> Trial:
     reference = load(folder / "reference.npz", ReferenceRun)
     trials: list[Trial] = []
     for name, launched in case.launches.items():
+        run = load_run(folder / name)
         trial = Trial(
             case=launched,
-            plan=make_plan(launched),
-            run=load_run(folder / name),
+            plan=make_plan(launched, observed_units(launched, run.ranks)),
+            run=run,
             reference=reference,
             repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
             golden=accepted,

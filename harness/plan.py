@@ -18,6 +18,7 @@ import numpy as np
 
 from harness import schedule
 from harness.case import AXES, LOOPED, Case, ParallelDims
+from harness.units import Observed, Unit, as_requested
 from reference.config import ModelConfig, quantized_modules
 
 Interval = tuple[int, int]
@@ -95,7 +96,8 @@ class Plan:
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps.
-    units[rank]: the parameters that FSDP gathers together, nothing with other wrappers.
+    units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
+    wrappers tell of, for the case leaves them open.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep.
     quantized: the modules whose products run in 8 bits.
     """
@@ -113,6 +115,7 @@ class Plan:
     integer_bytes: int
     spare_bytes: dict[int, int]
     units: dict[int, tuple[tuple[str, ...], ...]]
+    observed: Observed | None = None
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
@@ -149,7 +152,9 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(int(rank) for rank in line)) for line in lines)
 
 
-def make_plan(case: Case) -> Plan:
+def make_plan(case: Case, observed: Observed | None = None) -> Plan:
+    """observed: FSDP's units where the case leaves them open; without evidence of them, those of a trainer that asks for
+    none."""
     dims = case.dims
     flat = flat_units(case) if case.wrapper == "fsdp1" else ()
     shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
@@ -160,37 +165,51 @@ def make_plan(case: Case) -> Plan:
         slices = {rank: flat_slices(flat, held[rank], *shard_place(dims, rank)) for rank in held}
     else:
         slices = {rank: slices_of_rank(dims, rank, held[rank]) for rank in held}
-    flows = _flows_of_ranks(case, case.seq_len(1))
+    units = {rank: units_of_rank(case, rank, observed) for rank in held}
+    flows = _flows_of_ranks(case, case.seq_len(1), units)
     return Plan(
         dims=dims,
         first_step=case.steps.start,
         shapes=shapes,
-        groups=_groups_by_axis(case),
+        groups=_groups_by_axis(case, units),
         shard_axis=shard_axis(dims),
         stages=stages,
         slices=slices,
         flows=flows,
-        even_flows=_flows_of_ranks(case, case.seq_len(2)) if case.training.variable_length else flows,
+        even_flows=_flows_of_ranks(case, case.seq_len(2), units) if case.training.variable_length else flows,
         outside_bytes={rank: _outside_bytes(case, rank, flows[rank]) for rank in slices},
         integer_bytes=_integer_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
-        units={rank: _units(case, slices[rank]) for rank in slices},
+        units={rank: _held_units(case, slices[rank], units[rank]) for rank in slices},
+        observed=observed,
         spare_bytes={rank: _spare_bytes(case, slices[rank]) for rank in slices},
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
-        after_forward={rank: _after_forward(case, rank, slices[rank]) for rank in slices},
-        padding_after_forward={rank: _padding_after_forward(case, rank, slices[rank], flat) for rank in slices},
+        after_forward={rank: _after_forward(case, rank, slices[rank], units[rank]) for rank in slices},
+        padding_after_forward={
+            rank: _padding_after_forward(case, rank, slices[rank], flat, units[rank]) for rank in slices
+        },
     )
 
 
-def _groups_by_axis(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _groups_by_axis(case: Case, units: dict[int, list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
     dims = case.dims
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1:
         found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
-    if isinstance(case.features.reshard_after_forward, int):
-        found["post_forward"] = _post_forward_groups(found[shard_axis(dims)], case.features.reshard_after_forward)
+    for ways in sorted({unit.ways for mine in units.values() for unit in mine}):
+        if (axis := _gathered_over(case, ways)) not in (shard_axis(dims), ""):
+            found[axis] = _post_forward_groups(found[shard_axis(dims)], ways)
     return found
+
+
+def _gathered_over(case: Case, ways: int) -> str:
+    """The axis on which backward gathers what stayed cut over so many ranks; empty if it stayed whole."""
+    if case.shards == 1 or ways == 1:
+        return ""
+    if isinstance(case.features.reshard_after_forward, int):
+        return "post_forward"
+    return shard_axis(case.dims) if ways == case.shards else f"post_forward_{ways}"
 
 
 def _post_forward_groups(shards: tuple[tuple[int, ...], ...], ways: int) -> tuple[tuple[int, ...], ...]:
@@ -335,49 +354,56 @@ def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> st
 # ---- traffic and memory
 
 
-def fsdp_units(case: Case) -> list[tuple[list[str], int]]:
-    """Parameters gathered together, and over how many ranks they are cut after forward: 1 if they stay whole.
+def units_of_rank(case: Case, rank: int, observed: Observed | None) -> list[Unit]:
+    """What wrappers tell of, where the case leaves units open and they tell of any; else what the case asks for."""
+    seen = observed.get(rank, ()) if observed is not None else ()
+    return [as_requested(case, unit) for unit in seen] or fsdp_units(case)
+
+
+def fsdp_units(case: Case) -> list[Unit]:
+    """Those that a case asks for, and that are assumed where nobody chose and nobody looked.
 
     The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
     the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
     that unit. FSDP1 never frees the root's unit: embedding, final norm and output.
     """
-    ways, policy = case.dims.dp_shard * case.dims.cp, case.features.reshard_after_forward
+    ways, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
-        root, *blocks = ([*unit.starts] for unit in flat_units(case))
-        return [(root, 1), *((block, 1 if policy == "never" else ways) for block in blocks)]
+        root, *blocks = (tuple(unit.starts) for unit in flat_units(case))
+        return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else ways) for block in blocks)]
     if isinstance(policy, int):
-        return [(unit, policy) for unit in _fsdp2_units(case)]
+        return [Unit(unit, policy) for unit in _fsdp2_units(case)]
     *most, last = _fsdp2_units(case)
     if case.features.fsdp_units == "root":
-        return _root_units(case, ways)
+        return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
-    return [(unit, 1 if kept else ways) for unit in most] + [(last, ways if policy == "always" else 1)]
+    return [*(Unit(unit, 1 if kept else ways) for unit in most), Unit(last, ways if policy == "always" else 1)]
 
 
-def _root_units(case: Case, ways: int) -> list[tuple[list[str], int]]:
+def _root_units(case: Case) -> list[Unit]:
     """torchtitan's of 2024: the last block stays, whose backward follows soon, and what the root gathered is freed."""
     (first, *blocks, last), policy = _fsdp2_units(case), case.features.reshard_after_forward
-    most = 1 if policy == "never" or (policy == "default" and case.dims.pp > 1) else ways
-    return [(first + last, most), *((b, most) for b in blocks[:-1]), (blocks[-1], ways if policy == "always" else 1)]
+    most = 1 if policy == "never" or (policy == "default" and case.dims.pp > 1) else case.shards
+    end = Unit(blocks[-1], case.shards if policy == "always" else 1)
+    return [Unit(first + last, most), *(Unit(block, most) for block in blocks[:-1]), end]
 
 
-def _fsdp2_units(case: Case) -> list[list[str]]:
+def _fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     names = list(case.model.parameter_shapes())
-    blocks = [[n for n in names if n.startswith(f"layers.{layer}.")] for layer in range(case.model.n_layers)]
-    last = ["norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight"]
-    first = [name for name in ("tok_embeddings.weight",) if name not in last]
+    blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
+    last = ("norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight")
+    first = tuple(name for name in ("tok_embeddings.weight",) if name not in last)
     return [unit for unit in (first, *blocks, last) if unit]
 
 
-def _flows_of_ranks(case: Case, length: int) -> dict[int, tuple[Flow, ...]]:
-    return {rank: _flows(case, rank, length) for rank in range(case.dims.world_size)}
+def _flows_of_ranks(case: Case, length: int, units: dict[int, list[Unit]]) -> dict[int, tuple[Flow, ...]]:
+    return {rank: _flows(case, rank, length, units[rank]) for rank in range(case.dims.world_size)}
 
 
-def _flows(case: Case, rank: int, length: int) -> tuple[Flow, ...]:
-    tp_index = coordinate(case.dims, rank)["tp"]
+def _flows(case: Case, rank: int, length: int, units: list[Unit]) -> tuple[Flow, ...]:
+    data_parallel = _data_parallel_flows if case.dims.pp == 1 else _pipelined_data_parallel_flows
     flows = (
-        *(_data_parallel_flows(case, tp_index) if case.dims.pp == 1 else _pipelined_data_parallel_flows(case, rank)),
+        *data_parallel(case, rank, units),
         *_tensor_parallel_flows(case, stages_of_rank(case, rank), length),
         *_scale_flows(case, rank, length),
         *_context_parallel_flows(case, rank, length),
@@ -393,13 +419,10 @@ def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return model.parameter_shapes()
 
 
-def _units(case: Case, held: dict[str, Slice]) -> tuple[tuple[str, ...], ...]:
-    if case.wrapper not in ("fsdp1", "fsdp2"):
-        return ()
-    together = case.wrapper == "fsdp2" and case.features.fsdp_units == "root"
-    units = _root_units(case, 1) if together else fsdp_units(case)
-    mine = (tuple(fqn for fqn in unit if fqn in held) for unit, _ in units)
-    return tuple(unit for unit in mine if unit)
+def _held_units(case: Case, held: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
+    """Of FSDP's units, what a rank holds of them."""
+    mine = (tuple(fqn for fqn in unit.parameters if fqn in held) for unit in units)
+    return tuple(unit for unit in mine if unit) if case.wrapper in ("fsdp1", "fsdp2") else ()
 
 
 def _padded_numel(case: Case, fqn: str, tp_index: int) -> int:
@@ -413,23 +436,24 @@ def _padded_numel(case: Case, fqn: str, tp_index: int) -> int:
     return -(-shape[0] // ways) * ways * math.prod(shape[1:])
 
 
-def _data_parallel_flows(case: Case, tp_index: int) -> Iterable[Flow]:
+def _data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Flow]:
     if case.wrapper == "fsdp1":
         yield from _fsdp1_flows(case)
         return
-    dims, features = case.dims, case.features
+    dims, features, tp_index = case.dims, case.features, coordinate(case.dims, rank)["tp"]
     stored = case.training.dtype
     gathered = BYTES[case.training.compute_dtype or stored]
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored] * _reductions(case)
-    units = fsdp_units(case)
-    everything = sum(_padded_numel(case, fqn, tp_index) for unit, _ in units for fqn in unit)
-    again = sum(_padded_numel(case, fqn, tp_index) for unit, ways in units if ways > 1 for fqn in unit)
+    everything = sum(_padded_numel(case, fqn, tp_index) for fqn in _shapes(case.model))
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     if shards > 1:
-        times = features.accumulation
-        regathered = "post_forward" if isinstance(features.reshard_after_forward, int) else axis
-        yield Flow(axis, "parameters", "all_gather", "forward", times * everything * gathered)
-        yield Flow(regathered, "parameters", "all_gather", "backward", times * again * gathered)
+        times = features.accumulation * gathered
+        yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
+        for ways in sorted({unit.ways for unit in units} - {1}):
+            again = sum(
+                _padded_numel(case, fqn, tp_index) for unit in units if unit.ways == ways for fqn in unit.parameters
+            )
+            yield Flow(_gathered_over(case, ways), "parameters", "all_gather", "backward", times * again)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
     if dims.dp_replicate > 1:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
@@ -459,9 +483,9 @@ def _fsdp1_flows(case: Case) -> Iterable[Flow]:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
 
 
-def _pipelined_data_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
-    """Under pp torch gathers a stage as a whole, when its schedule needs it, and reduces once a pass, after its last
-    backward. DDP's hooks reduce in the last microbatch's backward of each pass."""
+def _pipelined_data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """Under pp torch gathers a stage when its schedule needs it, and reduces once a pass, after its last backward.
+    DDP's hooks reduce in the last microbatch's backward of each pass."""
     dims, features, stored = case.dims, case.features, case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
     sizes = {
@@ -471,11 +495,14 @@ def _pipelined_data_parallel_flows(case: Case, rank: int) -> Iterable[Flow]:
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
-    looped, freed = features.schedule in LOOPED, features.reshard_after_forward == "always"
+    order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
+    freed = {fqn for unit in units if unit.ways == shards for fqn in unit.parameters}
+    for again in (False, True) if shards > 1 else ():
+        for (stage, phase), count in schedule.gathers(order, looped=looped, freed=again).items():
+            mine = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed) == again]
+            size = sum(_padded_numel(case, fqn, tp_index) for fqn in mine)
+            yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
     if shards > 1:
-        counts = schedule.gathers(actions_of_rank(case, rank), looped=looped, freed=freed)
-        for (stage, phase), count in counts.items():
-            yield Flow(axis, "parameters", "all_gather", phase, count * sizes[stage] * gathered)
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
     if dims.dp_replicate > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
@@ -663,27 +690,29 @@ def _spare_bytes(case: Case, held: dict[str, Slice]) -> int:
     return tables + (buckets if case.wrapper in ("ddp", "replicate") else 0)
 
 
-def _after_forward(case: Case, rank: int, held: dict[str, Slice]) -> dict[str, Kept]:
+def _after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:
     shards, index = shard_place(case.dims, rank)
     if shards == 1:
         return {}
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
     tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
     kept = {}
-    for unit, ways in fsdp_units(case):
+    for unit, ways in units:
         for fqn in [fqn for fqn in unit if fqn in held]:
             there = numel(slice_of(fqn, _shapes(case.model)[fqn], tp, (ways, index % ways))) * computed
             kept[fqn] = Kept(ways, numel(held[fqn]) * stored if ways == shards else there)
     return kept
 
 
-def _padding_after_forward(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> int:
+def _padding_after_forward(
+    case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...], units: list[Unit]
+) -> int:
     """That of the rank's own slices, and that of what stays gathered: of every parameter, or of its flat unit."""
     (shards, _), tp_index = shard_place(case.dims, rank), coordinate(case.dims, rank)["tp"]
     least, most = _parameter_bytes(case, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
-    there = _after_forward(case, rank, held)
-    for number, (unit, ways) in enumerate(fsdp_units(case) if shards > 1 else ()):
+    there = _after_forward(case, rank, held, units)
+    for number, (unit, ways) in enumerate(units if shards > 1 else ()):
         if ways < shards:
             padded = sum(_padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // ways
             padded = flat[number].part(shards) * shards if flat else padded

@@ -33,9 +33,10 @@ from harness.evidence import (
     StepEvidence,
     TensorEvidence,
 )
-from harness.plan import make_plan, tp_dim
+from harness.plan import make_plan, tp_dim, units_of_rank
 from harness.plan import positions as positions_of
 from harness.trial import Result, Trial, as_planned, flattened_reference
+from harness.units import observed_units
 from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun, ReferenceStep
 
@@ -172,7 +173,8 @@ def trial_of(asked: Case, ran: Case | None = None) -> Trial:
     run = Run("run", world, tuple(Exit(rank, "ok", 0) for rank in range(world)), ranks)
     repeat = run if asked.runs > 1 else None
     saved = tuple(trial_of(launch) for launch in asked.launches.values() if launch is not asked)
-    trial = Trial(asked, make_plan(asked), run, reference, repeat, golden.from_reference(reference), saved=saved)
+    plan = make_plan(asked, observed_units(asked, ranks))
+    trial = Trial(asked, plan, run, reference, repeat, golden.from_reference(reference), saved=saved)
     return as_planned(trial)
 
 
@@ -235,7 +237,11 @@ def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
     used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
     claim: dict[str, Any] = {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used
-    units = {",".join(unit): claim | {"parameters": list(unit)} for unit in plan.units[rank]}
+    ways = {fqn: unit.ways for unit in units_of_rank(case, rank, None) for fqn in unit.parameters}
+    units = {
+        ",".join(unit): claim | {"parameters": list(unit), "ranks_after_forward": ways[unit[0]]}
+        for unit in plan.units[rank]
+    }
     return (units or {"layers.0": claim}) if used else {}
 
 

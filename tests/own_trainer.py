@@ -44,12 +44,17 @@ class Started(StartedTrainer):
         dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.world_size)
         self.case, self.dataset = case, build_dataset(case.training, case.model)
         model = renamed(llama_from(np.load(weights), config=case.model, dtype=torch.float64))
-        self.model = torch.nn.parallel.DistributedDataParallel(model)
+        self.model = self.wrapped(model)
         recipe = case.training
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps, recipe.weight_decay
         )
         self.model_parts, self.metrics = [self.model], []
+
+    def wrapped(self, model: Any) -> Any:
+        import torch
+
+        return torch.nn.parallel.DistributedDataParallel(model)
 
     def train(self, last_step: int) -> None:
         for step in range(1, last_step + 1):

@@ -1,10 +1,12 @@
 """What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
 
-A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers.
+A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers. Where a
+case leaves the units to the trainer, each parameter is in one of them, and ranks that hold the same parameters agree on them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from harness.checks import verdict_of
 from harness.evidence import TensorEvidence
 from harness.plan import tp_dim
 from harness.trial import Finding, Result, Trial, Verdict, ranks_text
+from harness.units import Unit, units_text
 
 STAGE = "structure"
 
@@ -30,12 +33,52 @@ def check(trial: Trial) -> Result:
             findings += _wrapper_findings(trial, rank, module, claim)
         examined += len(trial.plan.units[rank]) if units_seen(trial, rank) else 0
         findings += _missing_replication(trial, rank) + _wrong_units(trial, rank)
+    findings += disagreements(trial)
     unseen = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
     if unseen and not findings:
-        note = f"no wrapper of rank {unseen[0]} tells which parameters it gathers"
-        return Result("placements", Verdict.UNKNOWN, examined, note=note)
+        return Result("placements", Verdict.UNKNOWN, examined, note=_untold(unseen[0]))
     findings.sort(key=lambda f: "rank 0," not in f.where)
-    return verdict_of("placements", findings, examined)
+    return verdict_of("placements", findings, examined, note=_units_text(trial) if not findings else "")
+
+
+def untold_units(trial: Trial) -> str:
+    """Why nothing that depends on FSDP's units can be judged; empty if they are requested, or told of."""
+    untold = [rank for rank, units in (trial.plan.observed or {}).items() if not units and trial.plan.units[rank]]
+    return _untold(untold[0]) if untold else ""
+
+
+def _untold(rank: int) -> str:
+    return f"no wrapper of rank {rank} tells which parameters it gathers"
+
+
+def _units_text(trial: Trial) -> str:
+    """Those of the first rank of each pipeline stage, where they are the trainer's choice."""
+    told: dict[tuple[str, ...], tuple[Unit, ...]] = {}
+    for rank, units in (trial.plan.observed or {}).items():
+        told.setdefault(tuple(trial.plan.slices[rank]), units)
+    every = [unit for units in told.values() for unit in units]
+    return f"{len(every)} FSDP units observed: {units_text(every, trial.case.shards)}" if every else ""
+
+
+def disagreements(trial: Trial) -> list[Finding]:
+    """Of ranks that hold the same parameters, those whose units are not the ones that most of them have."""
+    alike: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
+    for rank, seen in (trial.plan.observed or {}).items():
+        same = frozenset(Unit(tuple(sorted(unit.parameters)), unit.ways) for unit in seen)
+        alike.setdefault(tuple(trial.plan.slices[rank]), {}).setdefault(same, []).append(rank)
+    findings = []
+    for kinds in alike.values():
+        (most, ranks), *others = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        for units, those in others:
+            expected = f"those of {ranks_text(ranks)}: {_units_line(trial, most - units)}"
+            findings.append(
+                Finding(f"ranks {ranks_text(those)}, FSDP units", expected, _units_line(trial, units - most))
+            )
+    return findings
+
+
+def _units_line(trial: Trial, units: frozenset[Unit]) -> str:
+    return units_text(sorted(units), trial.case.shards, most=4) or "none besides"
 
 
 def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
@@ -112,6 +155,8 @@ def units_seen(trial: Trial, rank: int) -> set[frozenset[str]]:
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
     seen, findings = units_seen(trial, rank), []
+    if trial.plan.observed is not None:
+        return _parameters_not_in_one_unit(trial, rank)
     for unit in trial.plan.units[rank] if seen else ():
         parts = [part for part in seen if part & set(unit)]
         if parts != [frozenset(unit)]:
@@ -120,6 +165,14 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
             told = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
             findings.append(Finding(where, f"its {len(unit)} parameters gathered together, and no others", told))
     return findings
+
+
+def _parameters_not_in_one_unit(trial: Trial, rank: int) -> list[Finding]:
+    assert trial.plan.observed is not None
+    units = trial.plan.observed.get(rank, ())
+    counted = Counter(fqn for unit in units for fqn in unit.parameters)
+    wrong = [fqn for fqn in trial.plan.slices[rank] if counted[fqn] != 1] if units else []
+    return [Finding(f"rank {rank}, {fqn}", "in one FSDP unit", f"in {counted[fqn] or 'none'}") for fqn in wrong]
 
 
 def _text(claim: Claim) -> str:

@@ -7,10 +7,11 @@ in backward. A unit freed on paper only, whose memory is still there, is a unit 
 from __future__ import annotations
 
 from harness.checks import not_applicable, verdict_of
+from harness.checks.placements import untold_units
 from harness.checks.traffic import Key, amount, axis_text, observed, planned
 from harness.evidence import AfterForward, RankEvidence
 from harness.plan import BYTES, numel
-from harness.trial import Finding, Result, Trial, bytes_text
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text
 
 STAGE = "structure"
 
@@ -18,6 +19,8 @@ STAGE = "structure"
 def check(trial: Trial) -> Result:
     if not any(trial.plan.after_forward.values()):
         return not_applicable("reshard", f"nothing is gathered: {_why_not(trial)}")
+    if reason := untold_units(trial):
+        return Result("reshard", Verdict.UNKNOWN, note=reason)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
@@ -94,7 +97,8 @@ def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Fin
     """Gathering over the groups in which parameters are sharded, during forward or after it."""
     wanted, seen = planned(trial, evidence.rank, step), observed(evidence, step)
     shards = trial.plan.peers(evidence.rank, trial.plan.shard_axis)
-    ours = {shards, trial.plan.peers(evidence.rank, "post_forward")}
+    after = [axis for axis in trial.plan.groups if axis.startswith("post_forward")]
+    ours = {shards, *(trial.plan.peers(evidence.rank, axis) for axis in after)}
     ours |= {ranks for ranks, op, _ in seen if op == "all_gather" and set(ranks) < set(shards)}
     keys: list[Key] = [(ranks, "all_gather", "backward") for ranks in sorted(ours) if len(ranks) > 1]
     return [

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from harness.checks import not_applicable, verdict_of
+from harness.checks.placements import untold_units
 from harness.evidence import Collective, RankEvidence
 from harness.plan import BYTES, Flow
-from harness.trial import Finding, Result, Trial, bytes_text, ranks_text
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text, ranks_text
 
 STAGE = "structure"
 
@@ -23,6 +24,8 @@ Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("traffic", "one rank moves nothing")
+    if reason := untold_units(trial):
+        return Result("traffic", Verdict.UNKNOWN, note=reason)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:

@@ -45,6 +45,10 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Other parameters are gathered together than the plan says: more collectives, or more memory at a time."""
+    if "placements" in broken and (apart := placements.disagreements(trial)):
+        told = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
+        line = finding_line("placements", broken["placements"])
+        return Diagnosis(f"ranks wrap different {trial.case.wrapper} units: {told}", (line,))
     seen = {rank: placements.units_seen(trial, rank) for rank in sorted(trial.ranks)}
     wanted = {rank: {frozenset(unit) for unit in trial.plan.units[rank]} for rank in seen}
     wrong = [rank for rank in seen if seen[rank] and seen[rank] != wanted[rank]]
@@ -91,7 +95,9 @@ def _kept_otherwise(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
 
 
 def _other_policies(case: Case) -> Iterator[str | int]:
-    policies: list[str | int] = ["default", "always", "never"]
+    """Where units are the trainer's choice the default is whatever it does, and explains nothing."""
+    policies: list[str | int] = ["always", "never"]
+    policies[:0] = [] if case.features.fsdp_units == "observed" else ["default"]
     if case.wrapper == "fsdp2":
         policies += [ways for ways in range(2, case.shards) if case.shards % ways == 0]
     yield from (policy for policy in policies if policy != case.features.reshard_after_forward)
@@ -99,4 +105,5 @@ def _other_policies(case: Case) -> Iterator[str | int]:
 
 def _fits(trial: Trial, policy: str | int) -> bool:
     other = replace(trial.case, features=replace(trial.case.features, reshard_after_forward=policy))
-    return reshard.check(replace(trial, case=other, plan=make_plan(other))).verdict is Verdict.PASS
+    plan = make_plan(other, trial.plan.observed)
+    return reshard.check(replace(trial, case=other, plan=plan)).verdict is Verdict.PASS

@@ -62,3 +62,38 @@ def whole_model_is_one_unit(fired: Fired) -> None:
         return root_only
 
     replace(parallelize, "fully_shard", make)
+
+
+@fault(
+    breaks="where units are left to the trainer, no block is freed though the policy always is requested",
+    bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered from forward to backward",
+    case="fsdp_4_open_reshard_always",
+    caught_by="reshard traffic",
+    named="reshard_after_forward always is asked for, never is in force",
+)
+def units_of_its_own_are_kept(fired: Fired) -> None:
+    _always_pass(fired, reshard_after_forward=False)
+
+
+@fault(
+    breaks="the second replica keeps its blocks gathered, as a policy set by a node's free memory would",
+    bug="of the family of H01 pytorch/torchtitan #1094: which units are kept is decided in another way than meant",
+    case="hsdp_2x2_open",
+    caught_by="placements",
+    named="ranks wrap different fsdp2 units: ranks [2,3] have layers.0 (9) kept; layers.1 (9) kept",
+)
+def replicas_keep_different_units(fired: Fired) -> None:
+    import os
+
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def kept(module: Any, **asked: Any) -> Any:
+            if hasattr(module, "ffn_norm") and int(os.environ["RANK"]) >= 2:
+                fired()
+                asked["reshard_after_forward"] = False
+            return original(module, **asked)
+
+        return kept
+
+    replace(parallelize, "fully_shard", make)

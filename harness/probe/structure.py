@@ -134,6 +134,7 @@ def _fsdp2_claim(module: nn.Module) -> dict[str, Any] | None:
         return None
     after = group.post_forward_mesh_info
     claim: dict[str, Any] = {"kind": "fsdp2", "reshard_after_forward": bool(after)}
+    claim["ranks_after_forward"] = getattr(after, "shard_mesh_size", 1)
     claim["cpu_offload"] = any(parameter.offload_to_cpu for parameter in group.fsdp_params)
     for axis in ("shard", "replicate"):
         process_group = getattr(group.mesh_info, f"{axis}_process_group", None)

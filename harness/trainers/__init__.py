@@ -67,6 +67,10 @@ if TYPE_CHECKING:
     from harness.case import Case
 
 
+OPEN = "observed"
+"""Of an option: the case leaves it to the trainer, and asks nothing of it."""
+
+
 @dataclass(frozen=True)
 class Metrics:
     """What a trainer displays after a step (counted from 1), None where it does not. grad_norm: global, before clipping."""
@@ -112,8 +116,9 @@ class Adapter(Protocol):
     displays: tuple[str, ...] = ("loss", "grad_norm")
 
     def own(self, case: Case) -> Case:
-        """The case with this trainer's choice where the case leaves one; the plan is made of that."""
-        return case
+        """The case with this trainer's choice where the case leaves one; the plan is made of that. Who says nothing has
+        FSDP2's units taken as they are observed."""
+        return observing(case)
 
     def unsupported(self, case: Case) -> str | None:
         """Why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
@@ -153,10 +158,17 @@ def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
     for record in (case.dims, case.features, case.training, case.model):
         for field in dataclasses.fields(record):
             value, values = getattr(record, field.name), known.get(field.name, ())
-            if value != field.default and values is not ... and value not in values:
+            if value not in (field.default, OPEN) and values is not ... and value not in values:
                 yield f"{field.name} {value}: {who} has no such option, or this adapter does not pass it on"
     if case.resume or case.last_step:
         yield f"resume: this adapter does not let {who} write checkpoints"
+
+
+def observing(case: Case) -> Case:
+    """FSDP2's units are the trainer's choice, unless the case asks for some: they are judged as they are observed."""
+    if case.wrapper != "fsdp2" or case.features.fsdp_units is not None:
+        return case
+    return dataclasses.replace(case, features=dataclasses.replace(case.features, fsdp_units="observed"))
 
 
 def pairs(text: str) -> dict[str, str]:

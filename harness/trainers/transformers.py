@@ -37,6 +37,10 @@ class Transformers(Adapter):
     name = "transformers"
     preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
 
+    def own(self, case: Case) -> Case:
+        """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged."""
+        return case
+
     def unsupported(self, case: Case) -> str | None:
         if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
             return "transformers and accelerate are not installed: pip install transformers accelerate"

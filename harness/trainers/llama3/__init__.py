@@ -84,7 +84,7 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "own_model: this trainer's model is the reference's"
     if not features.ac_early_stop:
         yield "ac_early_stop False: this trainer recomputes a block only until backward has all it needs"
-    if features.fsdp_units != "apart":
+    if features.fsdp_units == "root":
         yield f"fsdp_units {features.fsdp_units}: this trainer gathers embedding, blocks, and norm with output, apart"
     if case.wrapper == "fsdp1":
         yield from _fsdp1_obstacles(case)

@@ -1,0 +1,202 @@
+"""FSDP2's units as the trainer's choice: what is planned of those observed, and wrappings that people use, on real ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from literal import cause_of, judged, tiny_case, trial_of, with_rank
+
+from harness import trainers
+from harness.case import ParallelDims, find_case, load_all
+from harness.checks import all_checks, judge
+from harness.diagnose import diagnose
+from harness.line import Options, run_case
+from harness.plan import Flow, Plan, make_plan
+from harness.trainers import Adapter, beyond
+from harness.trial import Finding, Trial, Verdict
+from harness.units import Unit, modules_text, observed_units, units_text
+
+HERE = Path(__file__).parent
+FSDP_4 = ParallelDims(dp_shard=4)
+TWO = replace(tiny_case("single").model, n_layers=2)
+
+
+def own(case):
+    return Adapter.own(None, case).features.fsdp_units  # type: ignore[arg-type]
+
+
+def open_trial(*, layout="fsdp_2", asked=None, **ran) -> Trial:
+    """Units are left open; the trainer that ran wraps and keeps as these features say."""
+    ran_case = tiny_case(layout, **ran)
+    return trial_of(tiny_case(layout, fsdp_units="observed", **(asked or {})), ran_case)
+
+
+def planned_again(units: tuple[Unit, ...], **features) -> set[Flow]:
+    """What rank 0 of four gathers again in backward."""
+    case = tiny_case(FSDP_4, fsdp_units="observed", **features)
+    flows = make_plan(case, dict.fromkeys(range(4), units)).flows[0]
+    return {flow for flow in flows if (flow.role, flow.phase) == ("parameters", "backward")}
+
+
+def test_an_adapter_that_says_nothing_leaves_units_open_and_a_case_that_asks_for_some_does_not() -> None:
+    assert own(tiny_case("fsdp_2")) == "observed"
+    assert own(tiny_case("fsdp_2", fsdp_units="root")) == "root"
+    assert own(tiny_case("ddp_2")) is None
+    assert own(tiny_case("fsdp_2", wrapper="fsdp1")) is None
+
+
+def test_units_left_open_ask_nothing_of_a_trainer_and_others_do() -> None:
+    known = {"dp_shard": ...}
+    assert list(beyond(tiny_case("fsdp_2", fsdp_units="observed"), known, "mine")) == list(
+        beyond(tiny_case("fsdp_2"), known, "mine")
+    )
+    assert any("fsdp_units root" in why for why in beyond(tiny_case("fsdp_2", fsdp_units="root"), known, "mine"))
+
+
+def test_what_is_gathered_again_is_planned_by_what_each_unit_keeps() -> None:
+    shapes = list(tiny_case(FSDP_4).model.parameter_shapes())
+    units = (Unit(("norm.weight",), 1), Unit(("output.weight",), 2), Unit(tuple(shapes[:1]), 4))
+    assert planned_again(units) == {
+        Flow("post_forward_2", "parameters", "all_gather", "backward", 8 * 32),
+        Flow("dp_shard", "parameters", "all_gather", "backward", 8 * 32),
+    }
+    assert {flow.bytes for flow in planned_again(units, reshard_after_forward="always")} == {8 * (4 + 32 + 32)}
+    assert planned_again(units, reshard_after_forward="never") == set()
+    assert {flow.axis for flow in planned_again(units, reshard_after_forward=2)} == {"post_forward"}
+
+
+@pytest.mark.parametrize("layout", ["fsdp_2", "hsdp_2x2", "fsdp_2_tp_2"])
+@pytest.mark.parametrize("ran", [{}, {"fsdp_units": "root"}, {"reshard_after_forward": "always"}], ids=str)
+def test_whatever_is_wrapped_and_kept_consistently_passes_every_law(layout: str, ran) -> None:
+    results = judge(open_trial(layout=layout, **ran))
+    assert {r.verdict for r in results} <= {Verdict.PASS, Verdict.NOT_APPLICABLE}, results
+    assert len(results) == len(all_checks())
+
+
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_units_of_a_pipeline_are_planned_like_a_policy_that_says_the_same(policy: str) -> None:
+    layout, ways = ParallelDims(pp=2, dp_shard=2), 2 if policy == "always" else 1
+    case = tiny_case(layout, model=TWO, fsdp_units="observed", schedule="GPipe")
+    units = tuple(Unit((fqn,), ways) for fqn in case.model.parameter_shapes())
+    requested = make_plan(tiny_case(layout, model=TWO, reshard_after_forward=policy, schedule="GPipe"))
+    observed = make_plan(case, dict.fromkeys(range(4), units))
+    assert [moved(observed, rank) for rank in range(4)] == [moved(requested, rank) for rank in range(4)]
+    assert observed.after_forward == requested.after_forward
+
+
+def moved(plan: Plan, rank: int) -> Counter[tuple[str, str, str]]:
+    total = Counter[tuple[str, str, str]]()
+    for flow in plan.flows[rank]:
+        total[flow.axis, flow.op, flow.phase] += flow.bytes
+    return total
+
+
+def test_what_was_observed_is_said_in_the_report() -> None:
+    assert judged("placements", open_trial()).note == (
+        "3 FSDP units observed: tok_embeddings (1) freed; layers.0 (9) freed; norm, output (2) kept"
+    )
+    assert judged("placements", trial_of(tiny_case("fsdp_2"))).note == ""
+
+
+def test_units_are_told_in_words() -> None:
+    units = [Unit(("layers.0.attention.wq.weight",), 2), *[Unit(("norm.weight", "output.weight"), 4)] * 2]
+    assert units_text(units, 4, most=2) == "layers.0.attention.wq (1) over 2 ranks; norm, output (2) freed; and 1 more"
+    assert units_text(units[1:2], 1) == "norm, output (2) whole"
+    blocks = [f"layers.{layer}.{part}.weight" for layer in range(6) for part in ("ffn_norm", "feed_forward.w1")]
+    assert modules_text(blocks) == "layers.0 to layers.5"
+
+
+def test_a_policy_that_is_requested_is_judged_though_units_are_left_open() -> None:
+    trial = open_trial(asked={"reshard_after_forward": "always"}, reshard_after_forward="never")
+    assert judged("reshard", trial).verdict is judged("traffic", trial).verdict is Verdict.FAIL
+    assert cause_of(diagnose(trial, judge(trial))).endswith(
+        "reshard_after_forward always is asked for, never is in force"
+    )
+
+
+def test_a_unit_that_keeps_what_its_wrapper_says_it_frees_is_found() -> None:
+    """Claims of the one, memory of the other."""
+    trial, kept = open_trial(), open_trial(reshard_after_forward="never")
+    for rank in (0, 1):
+        trial = with_rank(trial, rank, steps=kept.ranks[rank].steps)
+    assert judged("reshard", trial).findings[0] == Finding(
+        "rank 0, step 1, tok_embeddings.weight after forward", "freed", "gathered"
+    )
+
+
+def test_replicas_that_keep_different_units_are_found_and_named() -> None:
+    trial, other = (open_trial(layout="hsdp_2x2", reshard_after_forward=policy) for policy in ("default", "always"))
+    ranks = {rank: (other if rank > 1 else trial).ranks[rank] for rank in range(4)}
+    observed = observed_units(trial.case, ranks)
+    trial = replace(trial, run=replace(trial.run, ranks=ranks), plan=make_plan(trial.case, observed))
+    finding = Finding("ranks [2,3], FSDP units", "those of [0,1]: norm, output (2) kept", "norm, output (2) freed")
+    assert judged("placements", trial).findings == (finding,)
+    assert {judged(law, trial).verdict for law in ("reshard", "traffic")} == {Verdict.PASS}
+    cause = "ranks wrap different fsdp2 units: ranks [2,3] have norm, output (2) freed, those of [0,1]: norm, output (2) kept"
+    assert cause_of(diagnose(trial, judge(trial))) == cause
+
+
+def with_structure(trial: Trial, change) -> Trial:
+    """The claims of every rank, and the plan that follows from them."""
+    for rank, evidence in trial.ranks.items():
+        structure = {module: change(claim) for module, claim in evidence.structure.items()}
+        trial = with_rank(trial, rank, structure=structure)
+    return replace(trial, plan=make_plan(trial.case, observed_units(trial.case, trial.ranks)))
+
+
+def test_a_parameter_of_no_unit_is_found() -> None:
+    def without_norm(claim):
+        return claim | {"parameters": [fqn for fqn in claim["parameters"] if fqn != "norm.weight"]}
+
+    trial = with_structure(open_trial(), without_norm)
+    assert judged("placements", trial).findings[0] == Finding("rank 0, norm.weight", "in one FSDP unit", "in none")
+
+
+def test_units_left_open_of_which_no_wrapper_tells_are_unknown() -> None:
+    trial = with_structure(open_trial(), lambda claim: {k: v for k, v in claim.items() if k != "parameters"})
+    note = "no wrapper of rank 0 tells which parameters it gathers"
+    for law in ("placements", "reshard", "traffic"):
+        assert (judged(law, trial).verdict, judged(law, trial).note) == (Verdict.UNKNOWN, note)
+
+
+def test_wrappers_that_do_not_count_the_ranks_after_forward_are_taken_at_their_word() -> None:
+    def shorter(claim):
+        freed = claim["ranks_after_forward"] > 1
+        return {k: v for k, v in claim.items() if k != "ranks_after_forward"} | {"reshard_after_forward": freed}
+
+    assert with_structure(open_trial(), shorter).plan == open_trial().plan
+
+
+# ---- on real ranks
+
+
+def run_wrapped(tmp_path: Path, name: str, wrap: str):
+    file = tmp_path / "mine.py"
+    told = f"import sys\nsys.path.append({str(HERE)!r})\nfrom own_fsdp import Fsdp\n"
+    file.write_text(f"{told}adapter = Fsdp({wrap!r})\n")
+    return run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(file), None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("fsdp_2", "blocks"),
+        ("fsdp_2", "model_only"),
+        ("fsdp_2", "linears"),
+        ("fsdp_4", "each_otherwise"),
+        ("hsdp_2x2", "pairs_of_blocks"),
+        ("fsdp_4_reshard_always", "all_freed"),
+    ],
+)
+def test_wrappings_that_people_use_keep_all_laws(tmp_path: Path, name: str, wrap: str) -> None:
+    judgement = run_wrapped(tmp_path, name, wrap)
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
+def test_what_the_root_keeps_by_default_is_not_always_freed(tmp_path: Path) -> None:
+    judgement = run_wrapped(tmp_path, "fsdp_4_reshard_always", "blocks")
+    assert judgement.diagnosis is not None
+    assert judgement.diagnosis.cause.startswith("after forward: tok_embeddings, norm, output still gathered, should be")
