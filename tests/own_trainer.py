@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from harness.case import Case
 from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, pairs
 
 NAMES = pairs("embed=tok_embeddings blocks=layers last=norm head=output")
+KNOWN = {"dp_replicate": ..., "wrapper": ("ddp",), "all_valid": ..., "accumulation": ...}
 
 
 class Own(Adapter):
@@ -20,7 +22,7 @@ class Own(Adapter):
     displays = ("loss",)
 
     def unsupported(self, case: Case) -> str | None:
-        return next(beyond(case, {"dp_replicate": ..., "wrapper": ("ddp",), "all_valid": ...}, self.name), None)
+        return next(beyond(case, KNOWN, self.name), None)
 
     def fqn(self, name: str) -> str:
         return ".".join(NAMES.get(part, part) for part in name.split("."))
@@ -61,26 +63,51 @@ class Started(StartedTrainer):
             self.metrics.append(self.step(step))
 
     def step(self, step: int) -> Metrics:
-        import torch
         import torch.distributed as dist
-        from torch.nn.functional import cross_entropy
 
-        from reference.data import step_samples
         from reference.train import lr_factor
 
-        recipe = self.case.training
-        mine = step_samples(recipe, len(self.dataset), step)[self.rank :: self.world_size]
-        tokens, labels = (torch.stack(rows) for rows in zip(*(self.dataset[i] for i in mine), strict=True))
-        valid = (labels != -100).sum()
+        batches = self.batches(step)
+        valid = sum((labels != -100).sum() for _, labels in batches)
         dist.all_reduce(valid)
-        total = cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
         self.optimizer.zero_grad()
-        (total * self.world_size / valid).backward()  # DDP averages over ranks
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_norm)
-        rate = self.optimizer.param_groups[0]["lr"] = recipe.lr * lr_factor(step, recipe)
+        total: Any = 0.0
+        for index, (tokens, labels) in enumerate(batches):
+            with contextlib.nullcontext() if index == len(batches) - 1 else self.model.no_sync():
+                loss = self.loss(self.model(tokens), labels)
+                (loss * self.world_size / valid).backward()  # DDP averages over ranks
+            total = total + self.kept(loss)
+        self.clip(self.case.training.max_norm)
+        rate = self.optimizer.param_groups[0]["lr"] = self.case.training.lr * lr_factor(step, self.case.training)
         self.optimizer.step()
-        dist.all_reduce(shown := total.detach().clone())
-        return Metrics(step, float(shown / valid), None, rate)
+        dist.all_reduce(total)
+        return Metrics(step, float(total / valid), None, rate)
+
+    def batches(self, step: int) -> list[tuple[Any, Any]]:
+        """Tokens and labels of this rank's microbatches."""
+        import torch
+
+        from reference.data import step_samples
+
+        mine = step_samples(self.case.training, len(self.dataset), step)[self.rank :: self.world_size]
+        tokens, labels = (torch.stack(rows) for rows in zip(*(self.dataset[i] for i in mine), strict=True))
+        cut = self.case.features.accumulation
+        return list(zip(tokens.chunk(cut), labels.chunk(cut), strict=True))
+
+    def loss(self, logits: Any, labels: Any) -> Any:
+        """The sum over all valid tokens."""
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def kept(self, loss: Any) -> Any:
+        """What is summed up for the display."""
+        return loss.detach().clone()
+
+    def clip(self, max_norm: float | None) -> None:
+        import torch
+
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
 
 def renamed(llama: Any) -> Any:

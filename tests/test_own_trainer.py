@@ -9,12 +9,13 @@ import pytest
 
 from harness import trainers
 from harness.case import Case, Features, ParallelDims, find_case, load_all
-from harness.line import Options, run_case
+from harness.line import Judgement, Options, run_case
 from harness.report import command
 from harness.trial import Verdict
 from reference.config import ModelConfig, TrainingConfig
 
 OWN = Path(__file__).with_name("own_trainer.py")
+HABITUAL = OWN.with_name("habitual_trainer.py")
 TRANSFORMERS = trainers.load("transformers")
 
 
@@ -27,6 +28,17 @@ def test_a_trainer_from_a_file_keeps_all_laws_without_knowing_of_them(tmp_path: 
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
     assert judgement.folder == tmp_path / "ddp_2+own_trainer"
     assert command(judgement) == f"harness run ddp_2 --trainer {OWN}"
+
+
+def judged(name: str, habits: str, folder: Path) -> Judgement:
+    """A case run by own_trainer.py with habits of real trainers."""
+    return run_case(find_case(name, load_all()), Options(out=folder, trainer=trainers.spec(str(HABITUAL), habits)))
+
+
+@pytest.mark.parametrize("habits", ["shows_by_all_reduce+reuses_a_buffer"])
+def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> None:
+    judgement = judged("ddp_2_accum", habits, tmp_path)
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 
 def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:

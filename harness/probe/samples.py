@@ -104,8 +104,10 @@ class SampleRecorder:
         self._clock.leave_forward()
 
     def _note_loss(self, target: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
-        loss = _Loss(local(target), local(value), options.get("reduction", "mean"), options.get("ignore_index", -100))
-        self._losses.setdefault(self._clock.step, []).append(loss)
+        """Copies, on the device and without waiting: a trainer may go on to reduce the loss or refill the labels in place."""
+        labels, loss = local(target).clone(), local(value).clone()
+        noted = _Loss(labels, loss, options.get("reduction", "mean"), options.get("ignore_index", -100))
+        self._losses.setdefault(self._clock.step, []).append(noted)
 
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
