@@ -9,7 +9,7 @@ PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test faults lint titan mutants
+.PHONY: matrix test faults lint titan titan-months mutants
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
@@ -22,6 +22,10 @@ faults: $(INSTALLED)
 # torchtitan in an environment of its own; with TORCHTITAN=PATH of a clone, issue 711 is looked for in its history instead.
 titan: .venv-titan/.installed
 	.venv-titan/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
+
+# One case each of pp, cp and tp at every month's end of the clone's history; makes the table in the adapter's README.
+titan-months: .venv-titan/.installed
+	.venv-titan/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
 
 .venv-titan/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-titan

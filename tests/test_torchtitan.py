@@ -10,6 +10,8 @@ import importlib.util
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from harness.case import Case, Features, ParallelDims, Saved, find_case, load_al
 from harness.line import Options, run_case
 from harness.plan import fsdp_units
 from harness.trainers.torchtitan import source
-from harness.trainers.torchtitan.job import stages
+from harness.trainers.torchtitan.job import configured, stages
 from harness.trial import Verdict
 from reference.config import ModelConfig, RopeScaling, TrainingConfig
 
@@ -113,6 +115,43 @@ def test_who_balances_context_parallel_is_an_option_since_0_2_2(release_of_2025:
 def test_a_pipeline_is_cut_as_the_plan_cuts_it() -> None:
     asked = case(ParallelDims(pp=2), model=ModelConfig(n_layers=3))
     assert stages(asked) == [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
+
+
+def test_an_option_is_left_out_where_another_took_its_place() -> None:
+    """torchtitan of 2025-07-30 to 2025-10-13 has both, and refuses whoever gives the older one."""
+    older, both = SimpleNamespace(pipeline_parallel_split_points=[]), SimpleNamespace()
+    both.pipeline_parallel_split_points, both.module_fqns_per_model_part = [], None
+    for parallelism in (older, both):
+        configured(SimpleNamespace(parallelism=parallelism), case(ParallelDims(pp=2), model=ModelConfig(n_layers=2)))
+    assert vars(older) == {"pipeline_parallel_split_points": ["layers.1"]}
+    assert vars(both) == {
+        "pipeline_parallel_split_points": [],
+        "module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]],
+    }
+
+
+def test_a_loss_is_noted_once_whoever_computes_it() -> None:
+    """torchtitan had a cross entropy of its own for two weeks before it used it."""
+    torch = pytest.importorskip("torch")
+    from harness.probe.clock import Clock
+    from harness.probe.samples import SampleRecorder
+    from harness.trainers.torchtitan.later import show_loss
+
+    def torchs(logits: Any, labels: Any) -> Any:
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    def own(logits: Any, labels: Any) -> Any:
+        return -logits.log_softmax(-1).gather(-1, labels[:, None]).sum()
+
+    for compute in (torchs, own):
+        recorder, loss = SampleRecorder(Clock()), SimpleNamespace(fn=compute)
+        recorder.install()
+        try:
+            show_loss(loss)
+            value = loss.fn(torch.eye(4), torch.arange(4))
+        finally:
+            recorder.remove()
+        assert [(part.loss_sum, part.valid_tokens) for part in recorder.microbatches(0)] == [(value.item(), 4)]
 
 
 def test_its_own_choices_are_the_plans(checkout: Path) -> None:

@@ -36,6 +36,20 @@ def note_loss(labels: torch.Tensor, value: torch.Tensor, *, reduction: str, igno
         recorder._note_loss(labels, value, {"reduction": reduction, "ignore_index": ignore_index})
 
 
+def noted(compute: Callable[..., torch.Tensor], *, reduction: str) -> Callable[..., torch.Tensor]:
+    """A trainer's function of (logits, labels), whose value is noted unless it leaves that to torch's cross_entropy."""
+
+    @functools.wraps(compute)
+    def seen(logits: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        before = [recorder.losses for recorder in _installed]
+        value = compute(logits, labels, *args, **kwargs)
+        if before == [recorder.losses for recorder in _installed]:
+            note_loss(labels, value, reduction=reduction)
+        return value
+
+    return seen
+
+
 @dataclass
 class _Loss:
     labels: torch.Tensor
@@ -51,6 +65,7 @@ class SampleRecorder:
         self._positions: dict[int, dict[bytes, np.ndarray]] = {}
         self._losses: dict[int, list[_Loss]] = {}
         self._hooks: list[Any] = []
+        self.losses = 0
         self._cross_entropy: Callable[..., torch.Tensor] | None = None
 
     def install(self) -> None:
@@ -108,6 +123,7 @@ class SampleRecorder:
         labels, loss = local(target).clone(), local(value).clone()
         noted = _Loss(labels, loss, options.get("reduction", "mean"), options.get("ignore_index", -100))
         self._losses.setdefault(self._clock.step, []).append(noted)
+        self.losses += 1
 
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""

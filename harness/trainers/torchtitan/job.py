@@ -1,6 +1,7 @@
 """What is asked of torchtitan up to 2026-02, in the words of that whole time: its JobConfig, its models' sizes, its TrainSpec.
 
-An option has every name that it ever had. One that a version does not know yet, or no more, is not looked at by it.
+An option has every name that it ever had, and is given by those that a version has: one that it does not know yet, or no
+more, is left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from harness.plan import layers_of_stage
 FLAVOR = "debugmodel"
 FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor
 CONFIG_MODULES = ("torchtitan.config", "torchtitan.config_manager")  # where TORCH_DTYPE_MAP lies
+SUPERSEDED = {
+    "pipeline_parallel_split_points": "module_fqns_per_model_part"
+}  # kept for a while to refuse whoever gives it
 CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
@@ -33,8 +37,14 @@ def configured(job: Any, case: Case) -> Any:
         job.parse_args([])
     for name, value in options(case).items():
         section, _, key = name.partition(".")
-        setattr(getattr(job, section, SimpleNamespace()), key, value)
+        put(getattr(job, section, SimpleNamespace()), key, value)
     return job
+
+
+def put(section: Any, key: str, value: object) -> None:
+    """Where the section has that option, and none that says the same in its place."""
+    if hasattr(section, key) and not hasattr(section, SUPERSEDED.get(key, "")):
+        setattr(section, key, value)
 
 
 def options(case: Case) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from harness.case import LOOPED, Case
-from harness.probe.samples import note_loss
+from harness.probe.samples import noted
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import cpu, handover, sizes
@@ -79,21 +79,14 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
         cpu.attend_densely()
     trainer = configuration(case, source.era).build()
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
-    if case.dims.tp > 1 and source.era.own_parallel_loss:
-        show_loss(trainer.loss_fn)
+    show_loss(trainer.loss_fn)
     return LaterTrainer(trainer, case)
 
 
 def show_loss(loss: Any) -> None:
-    """Over logits that lie apart torchtitan computes the cross entropy itself, where the probe does not look."""
-    original = loss.fn
-
-    def seen(logits: Any, labels: torch.Tensor, **options: Any) -> Any:
-        value = original(logits, labels, **options)
-        note_loss(labels, value, reduction="sum")
-        return value
-
-    loss.fn = seen
+    """Over logits that lie apart torchtitan has a cross entropy of its own since 2026-06, where the probe does not look."""
+    if hasattr(loss, "fn"):  # since 2026-04-27; before, a function that calls torch's
+        loss.fn = noted(loss.fn, reduction="sum")
 
 
 def configuration(case: Case, era: Era) -> Any:

@@ -30,8 +30,8 @@ class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
-    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. own_parallel_loss: over logits
-    that lie apart it computes the cross entropy itself. flat: samples lie end to end in one row, told apart by positions.
+    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
+    one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     resumes: it is asked for checkpoints. chooses: features that it has its own way with.
     replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
@@ -50,7 +50,6 @@ class Era:
     displays: tuple[str, ...]
     inputs_by_name: bool = False
     fed_microbatches: bool = False
-    own_parallel_loss: bool = False
     flat: bool = False
     cp_by_types: bool = False
     model: tuple[str, ...] = MODEL
@@ -132,7 +131,6 @@ LATER = Era(
     model=(*MODEL, "rope_scaling", "tied_embeddings"),
     resumes=True,
     fed_microbatches=True,
-    own_parallel_loss=True,
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
 BETWEEN = dataclasses.replace(
@@ -146,7 +144,6 @@ BETWEEN = dataclasses.replace(
     replicates_by="replicate",
     wraps_alone=False,
     fed_microbatches=False,
-    own_parallel_loss=False,
 )
 FLAT = dataclasses.replace(
     LATER,
@@ -187,9 +184,6 @@ CHANGES = (
         "models/llama3/infra/parallelize.py",
         "[model.norm, model.output]",
         chooses={"fsdp_units": "apart"},
-    ),
-    Change(
-        "components/loss.py", "Replaces ``torch.distributed.tensor.parallel.loss_parallel", {"own_parallel_loss": True}
     ),
     *(
         Change("models/llama3/parallelize.py", words, {"wraps_alone": True, "replicates_by": "fsdp2"})
