@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-FORMAT = 1
+from harness.format import other_version, version_of
+
 T = TypeVar("T")
 
 
 class EvidenceError(Exception):
-    """An evidence file is missing, damaged or of another format. The message names the file and the remedy."""
+    """An evidence file is missing, damaged or of another version. The message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -258,11 +259,10 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     def keys(found: dict[str, T]) -> dict[str, T]:
         return {fqn(name): value for name, value in found.items()}
 
-    def counted(calls: dict[str, int]) -> dict[str, int]:
-        return {
-            f"{phase} {fqn(name)}": count
-            for (phase, _, name), count in ((k.partition(" "), c) for k, c in calls.items())
-        }
+    def counted(counts: dict[str, int], *, at: int = 1) -> dict[str, int]:
+        """The name is word `at` of a key that has so many words."""
+        told = ((key.split(" "), count) for key, count in counts.items())
+        return {" ".join([*w[:at], *map(fqn, w[at : at + 1]), *w[at + 1 :]]): count for w, count in told}
 
     steps = tuple(
         dataclasses.replace(
@@ -271,7 +271,11 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
             parameters=keys(step.parameters),
             optimizer_state=keys(step.optimizer_state),
             activity=dataclasses.replace(
-                step.activity, calls=counted(step.activity.calls), inputs=keys(step.activity.inputs)
+                step.activity,
+                calls=counted(step.activity.calls),
+                quantized=counted(step.activity.quantized),
+                random=counted(step.activity.random, at=2),
+                inputs=keys(step.activity.inputs),
             ),
             changed=None if step.changed is None else keys(step.changed),
             after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
@@ -293,7 +297,8 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
 def save(path: Path, record: Any) -> None:
     """Writes any of the records above (or another dataclass of plain values and arrays): complete or not at all."""
     arrays: list[np.ndarray] = []
-    header = json.dumps({"format": FORMAT, "type": type(record).__name__, "record": _encode(record, arrays)})
+    kind = type(record)
+    header = json.dumps({"format": version_of(kind), "type": kind.__name__, "record": _encode(record, arrays)})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -313,15 +318,15 @@ def load(path: Path, kind: type[T]) -> T:
     try:
         with np.load(path, allow_pickle=False) as parts:
             header, blob = json.loads(parts["header"].tobytes()), parts["blob"].tobytes()
-        written = header.get("format"), header.get("type")
-        record = _decode(kind, header["record"], blob) if written == (FORMAT, kind.__name__) else None
+        found, other = str(header["type"]), other_version(str(header["format"]), kind)
+        record = _decode(kind, header["record"], blob) if found == kind.__name__ and not other else None
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such evidence; run the case again") from error
     except Exception as error:  # one flipped byte makes zipfile and numpy raise almost anything
         raise EvidenceError(f"{path}: damaged evidence ({error}); delete it and run the case again") from error
     if record is None:
-        found = f"format {written[0]} {written[1]}"
-        raise EvidenceError(f"{path}: holds {found}, expected format {FORMAT} {kind.__name__}; run the case again")
+        problem = other if found == kind.__name__ else f"holds {found}, expected {kind.__name__}"
+        raise EvidenceError(f"{path}: {problem}; run the case again")
     return record
 
 
@@ -391,7 +396,7 @@ RUN_FILE = "run.json"
 
 def save_run(run: Run) -> None:
     """The part of a Run that is not in the ranks' own files."""
-    record: dict[str, Any] = {"format": FORMAT, "world_size": run.world_size}
+    record: dict[str, Any] = {"format": version_of(Exit), "world_size": run.world_size}
     record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer, "made": run.made}
     record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
     write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
@@ -402,13 +407,15 @@ def load_run(directory: Path) -> Run:
     path = directory / RUN_FILE
     try:
         record = json.loads(path.read_text())
+        if other := other_version(str(record["format"]), Exit):
+            raise EvidenceError(f"{path}: {other}; run the case again")
         exits = tuple(Exit(**exit) for exit in record["exits"])
         run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
         run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
     except FileNotFoundError as error:
         remedy = "`harness check` wants the folder that `harness run` wrote"
         raise EvidenceError(f"{path}: no such file; {remedy}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
     for rank in filter(lambda rank: rank_file(directory, rank).exists(), range(run.world_size)):
         try:

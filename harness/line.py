@@ -27,10 +27,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import ROOT, golden, trainers
-from harness.case import Case, ExpectedFailure, from_json, to_json
+from harness.case import Case, CaseError, ExpectedFailure, from_json, to_json
 from harness.checks import judge
 from harness.diagnose import Diagnosis, diagnose
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
+from harness.format import version_of
 from harness.launch import Exit, Job, launch
 from harness.plan import make_plan
 from harness.trial import Result, Trial, Verdict, as_planned
@@ -194,6 +195,8 @@ def load_trial(folder: Path) -> Trial:
         case = from_json(json.loads(path.read_text()))
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
+    except CaseError as error:
+        raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
     except (OSError, ValueError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
     accepted, problem = None, ""
@@ -324,6 +327,7 @@ def _oracle_key(case: Case) -> str:
     digest = hashlib.sha256()
     for source in sorted((ROOT / "reference").glob("*.py")):
         digest.update(source.read_bytes())
+    digest.update(version_of(ReferenceRun).encode())
     for package in ORACLE_PACKAGES:
         digest.update(f"{package} {_version(package)}".encode())
     if case.training.data is not None and Path(case.training.data).exists():

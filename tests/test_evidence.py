@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from literal import reference_of, tiny_case, trial_of
 
-from harness import ROOT, evidence
+from harness import ROOT, format
 from harness.evidence import (
+    Activity,
     Collective,
     EvidenceError,
     Exit,
@@ -35,6 +36,7 @@ from harness.evidence import (
     save_run,
     write_text,
 )
+from harness.format import fields_digest, version_of
 from reference.record import ReferenceRun
 
 SMALL = RankEvidence(
@@ -177,14 +179,41 @@ def test_a_flipped_byte_is_damage_or_changes_nothing(tmp_path: Path) -> None:
     assert noticed > len(whole) / 2
 
 
-def test_a_record_of_another_kind_or_format_is_named(tmp_path: Path, monkeypatch) -> None:
+def test_a_record_of_another_kind_or_version_is_named(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "rank.npz"
     save(path, SMALL)
-    assert refusal(path, ReferenceRun) == (
-        f"{path}: holds format 1 RankEvidence, expected format 1 ReferenceRun; run the case again"
-    )
-    monkeypatch.setattr(evidence, "FORMAT", 2)
-    assert refusal(path) == (f"{path}: holds format 1 RankEvidence, expected format 2 RankEvidence; run the case again")
+    assert refusal(path, ReferenceRun) == f"{path}: holds RankEvidence, expected ReferenceRun; run the case again"
+    for number, age in ((format.FORMAT + 1, "an older"), (format.FORMAT - 1, "a newer")):
+        with monkeypatch.context() as patched:
+            patched.setattr(format, "FORMAT", number)
+            told = refusal(path)
+        assert told.startswith(
+            f"{path}: written by {age} version of the harness (records {version_of(RankEvidence)}, here "
+        )
+        assert told.endswith("; run the case again")
+
+
+def test_a_record_that_gets_a_field_is_another_version_without_anybodys_doing() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        x: int
+
+    @dataclasses.dataclass(frozen=True)
+    class More:
+        x: int
+        y: dict[str, np.ndarray] | None = None
+
+    def outer(inner: type) -> type:
+        return dataclasses.make_dataclass("Outer", [("inners", tuple[inner, ...])])  # type: ignore[valid-type]
+
+    More.__name__ = "Inner"
+    assert fields_digest(outer(Inner)) == fields_digest(outer(Inner)) != fields_digest(outer(More))
+
+
+def test_evidence_of_before_versions_were_told_is_older(tmp_path: Path) -> None:
+    path = tmp_path / "rank.npz"
+    write_foreign(path, "fields of another version")
+    assert "rank.npz: written by an older version of the harness (records 1, here " in refusal(path)
 
 
 def write_foreign(path: Path, what: str) -> None:
@@ -204,7 +233,7 @@ def write_foreign(path: Path, what: str) -> None:
     elif what == "fields of another version":
         save_header(path, {"format": 1, "type": "RankEvidence", "record": {"rank": 0, "colour": "red"}})
     elif what == "fewer bytes than promised":
-        header = {"format": 1, "type": "Microbatch", "record": {"tokens": ["int64", [99]]}}
+        header = {"format": version_of(Microbatch), "type": "Microbatch", "record": {"tokens": ["int64", [99]]}}
         save_header(path, header)
 
 
@@ -216,7 +245,7 @@ def save_header(path: Path, header) -> None:
     "what",
     [
         *("a plain array", "text", "nothing", "another npz", "a pickle", "no record"),
-        *("fields of another version", "fewer bytes than promised"),
+        "fewer bytes than promised",
     ],
 )
 def test_a_foreign_file_is_damaged_evidence(tmp_path: Path, what: str) -> None:
@@ -351,6 +380,21 @@ def test_what_was_resumed_is_told_in_the_references_spelling_too() -> None:
     assert told is not None
     assert (list(told.parameters), list(told.optimizer_state)) == (["output.weight"], ["output.weight"])
     assert renamed(SMALL, str).resumed is None
+
+
+def test_counts_by_module_are_told_in_the_references_spelling_too() -> None:
+    activity = Activity(
+        calls={"forward blocks.0.q": 1},
+        quantized={"backward blocks.0.q mxfp8": 2},
+        random={"forward": 3, "other state blocks.0": 1},
+    )
+    step = StepEvidence(1, (), None, None, None, {}, {}, {}, {}, activity=activity)
+    told = renamed(replace(SMALL, steps=(step,)), lambda name: name.replace("blocks", "layers")).steps[0].activity
+    assert told == Activity(
+        calls={"forward layers.0.q": 1},
+        quantized={"backward layers.0.q mxfp8": 2},
+        random={"forward": 3, "other state layers.0": 1},
+    )
 
 
 def test_runs_are_values() -> None:
