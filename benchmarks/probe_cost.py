@@ -44,7 +44,7 @@ def measure(options: dict[str, Any]) -> None:
         if probe:
             probe.remove()
     if os.environ["RANK"] == "0":
-        Path(options["result"]).write_text(json.dumps(blocks))
+        Path(options["result"]).write_text(json.dumps(blocks), encoding="utf-8")
     adapter.stop()
 
 
@@ -92,7 +92,7 @@ def main() -> None:
         failed = [exit for exit in exits if exit.how != "ok"]
         if failed:
             raise SystemExit(f"rank {failed[0].rank} {failed[0].how}: {failed[0].error}\n{failed[0].stack}")
-        blocks = json.loads(result.read_text())
+        blocks = json.loads(result.read_text(encoding="utf-8"))
     without = [statistics.median(times) for probed, times in blocks if not probed]
     probed = [statistics.median(times) for probed, times in blocks if probed]
     ratios = [b / a for a, b in zip(without, probed, strict=True)]

@@ -24,7 +24,8 @@ from typing import Protocol
 
 from harness import trainers
 from harness.case import Case
-from harness.line import Judgement, Options, Unsupported, fresh_folder, run_case
+from harness.folders import fresh_folder, without_source
+from harness.line import Judgement, Options, Unsupported, run_case
 from harness.testify import started_file
 from harness.trial import Verdict
 
@@ -176,7 +177,7 @@ class Judge:
 
     def _keep(self, folder: Path, commit: str) -> Path:
         """Out of the way of the next commit's evidence."""
-        kept = folder.parent / commit[:9] / folder.name
+        kept = folder.parent / commit[:9] / without_source(folder.name)
         fresh_folder(kept).rmdir()
         return folder.rename(kept)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from harness import ROOT, schedule
+from harness import ROOT, limits, schedule
 from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig, noise_key
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -323,8 +323,12 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
 
 
 def reseeded(case: Case, seed: int) -> Case:
-    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden."""
-    return dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
+    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden. Raises
+    CaseError for a seed that there is not."""
+    other = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
+    if problem := limits.too_large(other):
+        raise CaseError(problem)
+    return other
 
 
 # ---- from YAML to fragments
@@ -348,10 +352,14 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)
+        loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
+        limits.refuse_bombs(node := loader.get_single_node())
+        document = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise CaseError(f"{shown}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise CaseError(f"{shown}: not valid YAML: nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # the second: no UTF-8, a number of 5000 digits, the 32nd of May
         raise CaseError(f"{shown}: not valid YAML: {error}") from error
     if not isinstance(document, dict):
         raise CaseError(f"{shown}: expected a mapping with 'cases:' or 'matrix:' at the top level")
@@ -375,6 +383,8 @@ def _cross_product(product: Any, where: str) -> Iterator[tuple[str, dict[str, An
     axes = {axis: _mapping(labels, f"{where}: {axis}") for axis, labels in _mapping(product.get("each"), where).items()}
     if not axes:
         raise CaseError(f"{where}: 'each' must name at least one axis with labels")
+    if problem := limits.too_many(axes):
+        raise CaseError(f"{where}: {problem}")
     patterns = _list(product.get("exclude"), f"{where}: exclude")
     excluded = [_labels(pattern, axes, f"{where}: exclude") for pattern in patterns]
     for labels in itertools.product(*axes.values()):
@@ -441,6 +451,8 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
         last_step=fragment.get("last_step"),
         file=file,
     )
+    if problem := limits.too_large(case):
+        raise CaseError(f"{where}: {problem}")
     _validate(case, fragment.get("world_size"), where)
     _validate_resume(case, where)
     return case
@@ -511,9 +523,13 @@ def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
     for key, given in value.items():
         _check_type(given, getattr(base, key), str(fields[key].type), f"{where}: {key}")
     try:
-        return dataclasses.replace(base, **value)
+        record = dataclasses.replace(base, **value)
     except ValueError as error:
         raise CaseError(f"{where}: {error}") from error
+    for key, given in value.items():
+        if isinstance(given, float) and math.isnan(given):
+            raise CaseError(f"{where}: {key}: expected a number, got nan")
+    return record
 
 
 def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
@@ -524,7 +540,7 @@ def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
         if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
             return
     hint = " (YAML reads 1e-3 as text: write 1.0e-3)" if isinstance(given, str) and "float" in wanted else ""
-    raise CaseError(f"{where}: expected {annotation}, got {given!r}{hint}; the default is {default!r}")
+    raise CaseError(f"{where}: expected {annotation}, got {limits.shown(given)}{hint}; the default is {default!r}")
 
 
 def _validate(case: Case, world_size: Any, where: str) -> None:
@@ -631,7 +647,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise CaseError(f"{where}: expected a mapping of keys to values, got {value!r}")
+        raise CaseError(f"{where}: expected a mapping of keys to values, got {limits.shown(value)}")
     return value
 
 
@@ -639,7 +655,7 @@ def _list(value: Any, where: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise CaseError(f"{where}: expected a list (lines that begin with '-'), got {value!r}")
+        raise CaseError(f"{where}: expected a list (lines that begin with '-'), got {limits.shown(value)}")
     return value
 
 

@@ -104,7 +104,11 @@ def control() -> Fault:
 
 def listing(faults: Sequence[Fault], stored: Path = STORED) -> str:
     """By kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
-    named = {attempt.fault: attempt.cause for attempt in from_json(stored.read_text())} if stored.exists() else {}
+    named = (
+        {attempt.fault: attempt.cause for attempt in from_json(stored.read_text(encoding="utf-8"))}
+        if stored.exists()
+        else {}
+    )
     width = {key: max(len(getattr(fault, key)) for fault in faults) for key in ("name", "case")}
     lines = []
     for family in [*FAMILIES.values(), ""]:
@@ -268,7 +272,9 @@ def _broken(judgement: Judgement) -> tuple[str, ...]:
 def _exits(judgement: Judgement) -> Sequence[Any]:
     """How the ranks of all launches ended."""
     folders = [judgement.folder / name for name in judgement.case.launches]
-    return [exit for folder in folders for exit in json.loads((folder / "run.json").read_text())["exits"]]
+    return [
+        exit for folder in folders for exit in json.loads((folder / "run.json").read_text(encoding="utf-8"))["exits"]
+    ]
 
 
 def _ended_well(judgement: Judgement) -> bool:
@@ -355,12 +361,14 @@ BEGIN, END = "<!-- table: harness faults --accept -->\n", "<!-- end of table -->
 
 def accept(done: Sequence[Attempt], known: Sequence[Fault], stored: Path = STORED, readme: Path = README) -> str:
     """Puts what was measured in the place of what is stored of the same faults, and the table into the README."""
-    before = {attempt.fault: attempt for attempt in (from_json(stored.read_text()) if stored.exists() else [])}
+    before = {
+        attempt.fault: attempt for attempt in (from_json(stored.read_text(encoding="utf-8")) if stored.exists() else [])
+    }
     now = before | {attempt.fault: attempt for attempt in done}
     told = [(fault, now[fault.name]) for fault in known if fault.name in now]
     kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in told]
     write_text(stored, to_json(kept))
-    write_text(readme, with_table(readme.read_text(), kept))
+    write_text(readme, with_table(readme.read_text(encoding="utf-8"), kept))
     return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
 
 

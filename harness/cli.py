@@ -24,6 +24,7 @@ from harness.checks import golden as golden_law
 from harness.checks import run_check
 from harness.evidence import EvidenceError, Run, load, write_text
 from harness.faults import FaultError, faults_of_file, load_fault
+from harness.folders import folder_of
 from harness.golden import GoldenError
 from harness.launch import LaunchError, preload
 from harness.launch.torchrun import join
@@ -92,7 +93,10 @@ def complain(text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     case, options = case_of(args), options_of(args)
-    judgement = run_case(case if args.seed is None else reseeded(case, args.seed), options)
+    case = case if args.seed is None else reseeded(case, args.seed)
+    if options.torchrun_args:
+        say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
+    judgement = run_case(case, options)
     say(case_report(judgement))
     return exit_code(judgement)
 
@@ -191,7 +195,7 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
     """Every pair of options with its case or its reason; a pair with neither is a gap in the matrix."""
     if accept:
         readme = ROOT / "README.md"
-        write_text(readme, coverage.with_table(readme.read_text(), cases))
+        write_text(readme, coverage.with_table(readme.read_text(encoding="utf-8"), cases))
     found = coverage.pairs(cases, trainers.load(trainer))
     say(coverage.pairs_text(found))
     return NOT_JUDGED if any(pair.missing for pair in found) else PASSED

@@ -406,7 +406,7 @@ def load_run(directory: Path) -> Run:
     """A launch as it was stored. A damaged or missing rank file is not fatal: laws judge it; `unreadable` tells the damage."""
     path = directory / RUN_FILE
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         if other := other_version(str(record["format"]), Exit):
             raise EvidenceError(f"{path}: {other}; run the case again")
         exits = tuple(Exit(**exit) for exit in record["exits"])
@@ -434,7 +434,7 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):

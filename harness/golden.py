@@ -80,7 +80,7 @@ def load(case: Case, folder: Path | None = None) -> Golden:
     path, ours = path_of(case, folder), path_of(case, FOLDER)
     path = ours if folder is None and not path.exists() and ours.exists() else path
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         steps = record["steps"]
         golden = Golden(
             tuple(float(step["loss"]) for step in steps),

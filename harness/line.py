@@ -31,8 +31,10 @@ from harness.case import Case, CaseError, ExpectedFailure, from_json, to_json
 from harness.checks import judge
 from harness.diagnose import Diagnosis, diagnose
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
+from harness.folders import folder_of, fresh_folder
 from harness.format import version_of
 from harness.launch import Exit, Job, launch
+from harness.limits import too_much_memory
 from harness.plan import make_plan
 from harness.trial import Result, Trial, Verdict, as_planned
 from harness.units import observed_units
@@ -184,7 +186,7 @@ def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) 
         exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
         if any(exit.how != "ok" for exit in exits):
             return ()
-        losses += json.loads((folder / name / "losses.json").read_text())
+        losses += json.loads((folder / name / "losses.json").read_text(encoding="utf-8"))
     return tuple(losses)
 
 
@@ -192,7 +194,7 @@ def load_trial(folder: Path) -> Trial:
     """Raises EvidenceError if the folder is not one that `harness run` wrote."""
     path = folder / "case.json"
     try:
-        case = from_json(json.loads(path.read_text()))
+        case = from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
     except CaseError as error:
@@ -241,7 +243,7 @@ def unsupported(case: Case, options: Options) -> str | None:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
     if case.runs > 1 and options.torchrun_args:
         return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
-    if reason := _too_few_descriptors(case):
+    if reason := too_much_memory(case) or _too_few_descriptors(case):
         return reason
     on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":
@@ -271,26 +273,6 @@ def visible_gpus() -> int:
 
 
 # ---- folders
-
-
-def folder_of(case: Case, options: Options) -> Path:
-    parts = [case.name]
-    parts += [Path(options.trainer.partition("@")[0]).stem] if options.trainer != "llama3" else []
-    parts += [options.fault.rpartition(":")[2]] if options.fault else []
-    return options.out / "+".join(parts)
-
-
-def fresh_folder(folder: Path) -> Path:
-    """Empty, and ours. Refuses to delete a folder that this harness did not write."""
-    try:
-        if folder.exists():
-            if any(folder.iterdir()) and not (folder / "case.json").exists():
-                raise EvidenceError(f"{folder}: not empty and not written by this harness; choose another --out")
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise EvidenceError(f"{folder}: cannot be written: {error.strerror}; choose another --out") from error
-    return folder
 
 
 def _link(source: Path, target: Path) -> None:
@@ -349,7 +331,7 @@ def _only_one(lock: Path) -> Iterator[None]:
     """One process and one thread at a time; the kernel releases the lock of a process that died."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "w")  # noqa: SIM115 - held while the caller works
+        handle = open(lock, "w", encoding="utf-8")  # noqa: SIM115 - held while the caller works
     except OSError as error:
         raise EvidenceError(f"{lock.parent}: cannot be written: {error.strerror}; choose another --out") from error
     with handle:
@@ -408,7 +390,9 @@ def _commit(source: str) -> str:
         return ""
     words = ("git", "-C", source, "describe", "--always", "--dirty", "--exclude=*")
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", check=False
+        ).stdout.strip()
     except OSError:
         return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -59,8 +60,8 @@ def command(judgement: Judgement) -> str:
     given = {"fault": judgement.fault}
     given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
     given |= {"seed": str(seed)} if not judgement.case.file and seed != TrainingConfig().seed else {}
-    told = (f"--{key} {value}" for key, value in (given | _how(judgement)).items() if value)
-    return " ".join([f"harness run {judgement.case.name}", *told])
+    told = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
+    return shlex.join(["harness", "run", judgement.case.name, *told])
 
 
 def pytest_command(judgement: Judgement) -> str:
@@ -69,7 +70,7 @@ def pytest_command(judgement: Judgement) -> str:
     told = (
         f"--{key}={value}" for key, value in (given | _how(judgement)).items() if value
     )  # "=", or a folder is of tests
-    return " ".join([f"pytest -k {judgement.case.name}", *told])
+    return shlex.join(["pytest", "-k", judgement.case.name, *told])
 
 
 def _how(judgement: Judgement) -> dict[str, str]:

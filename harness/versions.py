@@ -25,7 +25,8 @@ from harness import ROOT
 from harness.bisect import BisectError, Found, Judged, Tell, both_sides, line_of, read, relative
 from harness.case import Case
 from harness.evidence import EvidenceError, write_text
-from harness.line import Options, folder_of, fresh_folder, judge_folder
+from harness.folders import folder_of, fresh_folder
+from harness.line import Options, judge_folder
 
 PATIENCE = 3600.0  # seconds for making an environment
 
@@ -140,7 +141,9 @@ def typed(options: Options) -> list[str]:
 def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """With this harness, whatever is installed there."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    return subprocess.run([str(python), *arguments], env=environment, capture_output=True, text=True, errors="replace")
+    return subprocess.run(
+        [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
+    )
 
 
 def interpreter(version: Version, folder: Path, tell: Tell) -> Path:
@@ -187,7 +190,7 @@ def release(package: str, number: str, folder: Path) -> Path:
 
 def do(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         raise BisectError(f"{' '.join(command[:5])} .. took more than {PATIENCE:.0f} s") from None
     if done.returncode:

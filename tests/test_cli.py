@@ -181,7 +181,7 @@ def test_who_stops_reading_changes_no_verdict(stored: Path, tmp_path: Path, unre
 
 def test_a_disk_too_full_for_the_report_is_a_message(stored: Path) -> None:
     command = [sys.executable, "-m", "harness", "check", str(stored)]
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (
         2,
@@ -322,7 +322,7 @@ def test_ctrl_c_in_a_run_leaves_no_process(cases: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_a_matrix_says_what_was_finished_and_leaves_no_process(cases: Any, tmp_path: Path) -> None:
-    arguments = ["matrix", *cases("cases: {long: {why: a test, training: {steps: 100000}}}")]
+    arguments = ["matrix", *cases("cases: {long: {why: a test, training: {steps: 500}}}")]
     code, told = interrupt(
         arguments, when=lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log")), cwd=tmp_path
     )

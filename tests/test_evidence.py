@@ -221,7 +221,7 @@ def write_foreign(path: Path, what: str) -> None:
         with open(path, "wb") as file:
             np.save(file, np.zeros(3))
     elif what == "text":
-        path.write_text("hello")
+        path.write_text("hello", encoding="utf-8")
     elif what == "nothing":
         path.write_bytes(b"")
     elif what == "another npz":

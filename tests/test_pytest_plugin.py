@@ -178,7 +178,7 @@ def test_a_missing_golden_fails(in_project: Pytest, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     (tmp_path / "cases").mkdir()
-    (tmp_path / "cases" / "some.yaml").write_text("cases: {long: {why: a test, training: {steps: 100000}}}")
+    (tmp_path / "cases" / "some.yaml").write_text("cases: {long: {why: a test, training: {steps: 500}}}")
     arguments = ["-p", "conftest", "-p", "no:cacheprovider", "-n", workers, "cases"]
     started = lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log"))  # noqa: E731
     code, _ = interrupt(arguments, when=started, cwd=tmp_path, module="pytest")

@@ -86,7 +86,7 @@ def absolute_sys_path() -> list[str]:
 def write_json(path: Path, value: Any) -> None:
     """Complete or absent, also when the machine stops in between."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "w") as file:
+    with open(partial, "w", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
@@ -95,4 +95,4 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The value, or None where the file was never finished."""
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

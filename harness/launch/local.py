@@ -104,7 +104,7 @@ class RankServer:
         return process, ours_out, ours_in
 
     def listen(self, reports: int) -> None:
-        with open(reports) as lines:
+        with open(reports, encoding="utf-8") as lines:
             for line in lines:
                 self.hear(json.loads(line))
         self.process.wait()

@@ -32,7 +32,7 @@ _stacks: Any = None  # the file faulthandler writes to: it must never be collect
 def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
     """Be rank `rank` of a job on this machine, in a process just forked from the server, whose pid is `parent`."""
     die_with_parent(parent)
-    job = json.loads(job_file.read_text())
+    job = json.loads(job_file.read_text(encoding="utf-8"))
     run(job, rank, environment=local_environment(job, rank))
 
 
@@ -70,7 +70,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
 def dump_stacks_to(path: Path) -> None:
     """On SIGUSR1 and on fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL."""
     global _stacks
-    _stacks = open(path, "w")  # noqa: SIM115 - open until the end
+    _stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until the end
     print(f"main thread {threading.main_thread().ident:#018x}", file=_stacks, flush=True)
     faulthandler.enable(file=_stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)

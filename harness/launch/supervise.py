@@ -18,6 +18,8 @@ STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers
 KILL_PATIENCE = 10.0
 GLANCE = 1.0
 LOG_TAIL = 4000
+END_OF_LOG = 1_000_000  # bytes that are read at all
+LOG_CAP = 100_000_000  # bytes of one rank
 
 
 class Ranks(Protocol):
@@ -45,7 +47,9 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
     def failed() -> bool:
         return any(ranks.statuses.values())
 
-    ranks.wait(lambda: over() or failed(), job.timeout)
+    give_up = time.monotonic() + job.timeout
+    while not (over() or failed() or flooding(job) is not None) and (left := give_up - time.monotonic()) > 0:
+        ranks.wait(lambda: over() or failed(), min(GLANCE, left))
     if failed():
         ranks.wait(over, GRACE)
     killed: dict[int, str] = {}
@@ -60,11 +64,19 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
 
 def why_kill(job: Job, ranks: Ranks) -> str:
     failed = sorted(rank for rank, status in ranks.statuses.items() if status)
+    if (rank := flooding(job)) is not None and not failed:
+        return f"killed by the harness after rank {rank} wrote more than {LOG_CAP / 1e6:g} MB into its log"
     if not failed:
         slow = f", {AT_WORK}: --timeout gives it more" if advances(job) else ""
         return f"killed by the harness at the time limit of {job.timeout:g} s{slow}"
     first = min(failed, key=lambda rank: ranks.ended[rank])
     return f"killed by the harness {GRACE:g} s after rank {first} failed"
+
+
+def flooding(job: Job) -> int | None:
+    """The rank that writes without end. A rank that fills the disk takes everybody's evidence with it."""
+    logs = ((rank, rank_file(job.directory, "logs", rank)) for rank in range(job.world_size))
+    return next((rank for rank, log in logs if log.exists() and log.stat().st_size > LOG_CAP), None)
 
 
 def advances(job: Job) -> bool:
@@ -89,7 +101,7 @@ def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
 
 
 def dumped(file: Path) -> bool:
-    return file.exists() and "most recent call first" in file.read_text(errors="replace")
+    return file.exists() and "most recent call first" in file.read_text(encoding="utf-8", errors="replace")
 
 
 def fate(job: Job, ranks: Ranks, rank: int, killed: str) -> Fate:
@@ -103,11 +115,17 @@ def fate(job: Job, ranks: Ranks, rank: int, killed: str) -> Fate:
         killed=killed if status == -signal.SIGKILL else "",
         failure=read_json(rank_file(job.directory, "failures", rank)),
         issued=tuple(read_inflight(rank_file(job.directory, "inflight", rank))),
-        stack=stack.read_text(errors="replace") if stack.exists() else "",
+        stack=stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else "",
         log=str(log),
-        log_tail=tail_of(log.read_text(errors="replace")) if log.exists() else "",
+        log_tail=tail_of(end_of(log)) if log.exists() else "",
         trouble=ranks.trouble,
     )
+
+
+def end_of(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - END_OF_LOG))
+        return file.read().decode(errors="replace")
 
 
 def tail_of(log: str) -> str:

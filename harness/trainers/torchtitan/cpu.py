@@ -147,7 +147,7 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
-        return compile(CUDA.sub("cpu", Path(path).read_text()), path, "exec", dont_inherit=True)
+        return compile(CUDA.sub("cpu", Path(path).read_text(encoding="utf-8")), path, "exec", dont_inherit=True)
 
 
 class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):

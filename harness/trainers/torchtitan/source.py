@@ -210,7 +210,7 @@ def changed(era: Era, package: Path) -> Era:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 @dataclass(frozen=True)
