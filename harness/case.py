@@ -69,6 +69,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "cp_rotation": ("allgather", "alltoall"),
     "fsdp_units": (None, "apart", "root", "observed"),
     "cp_heads": ("query", "key_value"),
+    "attention": (None, "fused"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
 }
@@ -90,8 +91,9 @@ class Features:
     and norm with output; "root", all the rest, and by default only the last block stays whole after forward; "observed", what
     the trainer wraps, which is then its choice, as is what it keeps by default; None: the adapter says which. cp_heads: keys
     and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
-    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. Trainers
-    choose these four, cases need not.
+    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. attention:
+    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. Trainers choose these five,
+    cases need not.
     """
 
     wrapper: str | None = None
@@ -115,6 +117,7 @@ class Features:
     cp_heads: str = "query"
     ac_early_stop: bool = True
     own_model: bool = False
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("accumulation", "microbatches", "stages_per_rank"):

@@ -110,6 +110,8 @@ class Activity:
     random: "phase", operators that drew random numbers, and "other state fqn", recomputations that began with another state
     of the generator than forward.
     inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in forward, and how many numbers it was.
+    saved: "phase owner", how often hooks were put on the tensors that autograd saves for backward, by the module and class
+    or function that they come from: "forward torch.utils.checkpoint _checkpoint_hook".
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Activity:
     random: dict[str, int] = field(default_factory=dict)
     quantized: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ class StepEvidence:
     positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
     actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
     after_forward: one record for each forward pass of each model part.
+    graphs: how many torch.compile had made in this process when the optimizer had stepped; None if nobody looked.
+    settings: switches of torch by name, and every value that each was seen to have in this step.
     """
 
     step: int
@@ -160,6 +165,8 @@ class StepEvidence:
     actions: tuple[str, ...] = ()
     after_forward: tuple[AfterForward, ...] = ()
     changed: dict[str, np.ndarray] | None = None
+    graphs: int | None = None
+    settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,11 +193,13 @@ class RankEvidence:
 
     structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...});
     "parameters": those that an FSDP unit gathers together.
-    compiler: graphs that torch.compile made ("graphs"), and its graph breaks ("graph break: why").
+    compiler: graphs that torch.compile made ("graphs"), its graph breaks ("graph break: why"), and limits at which it left code
+    to run eagerly ("gave up: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
     resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all.
     held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
     rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
+    settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
     """
 
     rank: int
@@ -207,6 +216,7 @@ class RankEvidence:
     displays: tuple[str, ...] = ("loss", "grad_norm")
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     held: tuple[HeldTensor, ...] | None = None
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 AT_WORK = "still at work"

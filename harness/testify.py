@@ -55,7 +55,9 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
         rows = adapter.rows(case)
-        evidence = renamed(dataclasses.replace(evidence, displays=adapter.displays, rows=rows), adapter.fqn)
+        settings = evidence.settings | dict(adapter.settings)
+        evidence = dataclasses.replace(evidence, displays=adapter.displays, rows=rows, settings=settings)
+        evidence = renamed(evidence, adapter.fqn)
     finally:
         probe.remove()
     save(rank_file(Path(options["directory"]), this), evidence)

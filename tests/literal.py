@@ -53,6 +53,10 @@ LAYOUTS = {
     "tp_2": ParallelDims(tp=2),
     "fsdp_2_tp_2": ParallelDims(dp_shard=2, tp=2),
 }
+SETTINGS = {
+    **{"autograd anomaly detection": "off", "deterministic algorithms": "off", "cudnn.benchmark": "off"},
+    **{"float32 matmul precision": "highest", "default dtype": "float32", "threads": "1"},
+}
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
 
 
@@ -190,6 +194,7 @@ def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -
         structure=_structure(ran, rank),
         compiler={"graphs": 2} if ran.features.compile else {},
         held=(),
+        settings=SETTINGS,
         resumed=_resumed(reference.steps[ran.steps.start - 2], part) if ran.resume else None,
     )
 
@@ -283,6 +288,8 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         changed={},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
         activity=_activity(case),
+        graphs=2 if case.features.compile else 0,
+        settings={name: (value,) for name, value in SETTINGS.items()},
         after_forward=(after_forward_of(case, rank),) * case.features.accumulation,
         positions=(positions_of(case, rank, case.seq_len(step.step)),) if case.dims.cp > 1 else (),
     )

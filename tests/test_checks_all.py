@@ -26,7 +26,8 @@ from harness.trial import Finding, Result, Verdict
 
 NAMES = [
     "completed",
-    *("collective_order", "features", "memory", "placements", "process_groups", "reshard", "shard_contents", "traffic"),
+    *("collective_order", "features", "memory", "placements", "process_groups", "reshard", "settings"),
+    *("shard_contents", "traffic"),
     *("initial_weights", "samples"),
     *("determinism", "golden", "grad_norm", "gradients", "loss", "replica_agreement", "reported_loss", "update"),
 ]
@@ -166,6 +167,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_number
         "placements": "FAIL",
         "process_groups": "PASS",
         "reshard": "FAIL",
+        "settings": "PASS",
         "shard_contents": "FAIL",
         "traffic": "FAIL",
         "initial_weights": "PASS",

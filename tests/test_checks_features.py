@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -259,18 +260,55 @@ def test_attention_is_done_for_each_part_of_the_sequence_that_a_rank_may_look_at
         trial = trial_of(tiny_case(ParallelDims(cp=2), cp_load_balance=balanced))
         for rank, count in enumerate(parts):
             right = {"forward attention": count, "backward attention_backward": count}
-            assert found(with_activity(trial, rank, 1, attention=right)) == []
+            for step in (1, 2, 3):
+                trial = with_activity(trial, rank, step, attention=right)
+        assert found(trial) == []
+        for rank in trial.ranks:
             assert len(found(with_activity(trial, rank, 1, attention={key: 3 for key in right}))) == 2
 
 
-def test_a_table_of_angles_and_attention_that_is_not_fused_break_nothing() -> None:
+MATMULS = {"forward batched product": 2, "backward batched product": 4}
+
+
+def all_attend(trial: Trial, attention: dict[str, int]) -> Trial:
+    for rank, step in itertools.product(trial.ranks, (1, 2, 3)):
+        trial = with_activity(trial, rank, step, attention=attention)
+    return trial
+
+
+def test_a_table_of_angles_breaks_nothing() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = trial.ranks[0].steps[0].activity.attention
-    for attention in (
-        seen | {"forward batched product": 1},
-        {"forward batched product": 2, "backward batched product": 4},
-    ):
-        assert found(with_activity(trial, 0, 1, attention=attention)) == []
+    assert found(with_activity(trial, 0, 1, attention=seen | {"forward batched product": 1})) == []
+
+
+def test_a_trainer_whose_attention_is_plain_matmuls_everywhere_is_right() -> None:
+    assert found(all_attend(trial_of(tiny_case("fsdp_2")), MATMULS)) == []
+    assert found(all_attend(trial_of(tiny_case("fsdp_2")), {})) == []  # flex attention is one kernel of its own
+
+
+def test_fused_attention_that_was_requested_and_fell_back_to_matmuls_is_named() -> None:
+    trial = all_attend(trial_of(tiny_case("fsdp_2", attention="fused")), MATMULS)
+    assert found(trial)[:3] == [
+        Finding("rank 0, step 1, attention in forward", "1", "0"),
+        Finding("rank 0, step 1, attention's gradients", "1", "0"),
+        Finding("rank 0, step 1, batched products", "at most 1", "6"),
+    ]
+    told = "attention falls back to plain matmuls: 0 fused kernels in forward, requested 1, and 6 batched matmuls"
+    assert cause(trial) == f"{told} (rank 0, step 1)"
+
+
+def test_attention_that_falls_back_in_one_step_of_one_rank_is_named_whoever_chose_it() -> None:
+    trial = with_activity(trial_of(tiny_case("fsdp_2")), 1, 2, attention=MATMULS)
+    assert [finding.where for finding in found(trial)][0] == "rank 1, step 2, attention in forward"
+    assert cause(trial).endswith("and 6 batched matmuls (rank 1, step 2)")
+
+
+def test_gpus_have_no_fused_attention_in_float64() -> None:
+    trial = all_attend(trial_of(tiny_case("fsdp_2", attention="fused")), MATMULS)
+    for rank in trial.ranks:
+        trial = with_rank(trial, rank, environment={"device": "NVIDIA H200"})
+    assert found(trial) == []
 
 
 def test_attention_computed_twice_is_named() -> None:
@@ -278,3 +316,79 @@ def test_attention_computed_twice_is_named() -> None:
     seen = trial.ranks[0].steps[0].activity.attention
     trial = with_activity(trial, 0, 1, attention=seen | {"forward attention": 2})
     assert cause(trial) == "attention is computed 2 times in forward (rank 0, step 1), once is needed"
+
+
+# ---- what is computed besides
+
+
+@pytest.mark.parametrize("phase", ["other", "pipeline", "optimizer"])
+def test_a_second_pass_of_the_bare_model_is_named(phase: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    record = trial.ranks[0].steps[1].activity
+    products, calls = record.products | {f"{phase} float64": 8}, record.calls | {f"{phase} layers.0": 1}
+    trial = with_activity(trial, 0, 2, products=products, calls=calls)
+    assert found(trial) == [Finding("rank 0, step 2, matmuls besides training passes", "0", "8")]
+    told = "8 matmuls, some in its blocks, outside of forward and backward (rank 0, step 2)"
+    assert cause(trial) == f"the model runs besides its training passes: {told}"
+
+
+def two_layers(case: dict[str, Any]) -> Trial:
+    """Forward without the output's product, which a loss does in two chunks: 2 x 7 of blocks, and 2 beside them."""
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, n_layers=2)))
+    for rank, step in itertools.product(trial.ranks, (1, 2, 3)):
+        calls = {f"forward layers.{layer}": 1 for layer in (0, 1)} | {
+            f"forward layers.{layer}.attention.wq": 1 for layer in (0, 1)
+        }
+        attention = {"forward attention": 2, "backward attention_backward": 2}
+        trial = with_activity(trial, rank, step, calls=calls, attention=attention, **case)
+    return trial
+
+
+def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> None:
+    products = {"forward float64": 14, "other float64": 2, "backward float64": 32}
+    assert [f for f in found(two_layers({"products": products})) if "besides" in f.where] == []
+    whole = {"forward float64": 15, "other float64": 2, "backward float64": 30}
+    assert "besides" in found(two_layers({"products": whole}))[0].where
+
+
+# ---- hooks on saved tensors
+
+
+def test_recomputation_may_put_hooks_on_saved_tensors_and_nobody_else() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    hooks = {"forward torch.utils.checkpoint _checkpoint_hook": 1}
+    assert found(with_activity(trial, 0, 1, saved=hooks)) == []
+    trial = with_activity(trial, 1, 2, saved=hooks | {"forward torch.autograd.graph save_on_cpu": 2})
+    where = "rank 1, step 2, hooks on tensors saved for backward"
+    assert found(trial) == [Finding(where, "none", "torch.autograd.graph.save_on_cpu")]
+    told = "activations saved for backward go through torch.autograd.graph.save_on_cpu, which nobody requested"
+    assert cause(trial) == f"{told} on rank 1"
+
+
+# ---- compiled again
+
+
+def graphs(trial: Trial, counts: tuple[int, ...]) -> Trial:
+    for rank in trial.ranks:
+        for step, count in enumerate(counts, 1):
+            trial = with_step(trial, rank, step, graphs=count)
+    return trial
+
+
+def test_blocks_that_are_compiled_in_every_step_are_named() -> None:
+    trial = graphs(trial_of(tiny_case("fsdp_2", compile=True)), (2, 4, 6))
+    assert found(trial)[0] == Finding("rank 0, step 3, graphs compiled anew", "0", "2")
+    assert cause(trial) == "blocks are compiled anew in step 3 (graphs on rank 0: 2)"
+
+
+def test_a_limit_at_which_the_compiler_gives_up_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2", compile=True))
+    trial = with_rank(trial, 1, compiler={"graphs": 2, "gave up: recompile limit exceeded": 1})
+    assert found(trial) == [Finding("rank 1, torch.compile", "no limit reached", "recompile limit exceeded")]
+    assert cause(trial) == "torch.compile gave up and leaves blocks to run eagerly: recompile limit exceeded"
+
+
+def test_the_second_step_and_a_new_length_may_compile() -> None:
+    assert found(graphs(trial_of(tiny_case("fsdp_2", compile=True)), (2, 4, 4))) == []
+    variable = replace(ADAMW, variable_length=True)
+    assert found(graphs(trial_of(tiny_case("fsdp_2", variable, compile=True)), (2, 4, 5))) == []

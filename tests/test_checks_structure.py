@@ -538,6 +538,29 @@ def test_units_of_other_parameters_are_found_wherever_they_are_claimed() -> None
     assert judged("placements", gathering(trial, 0, last, first, tuple(reversed(block)))).verdict == Verdict.PASS
 
 
+@pytest.mark.parametrize(
+    ("op", "size", "phase", "wrong"),
+    [
+        ("barrier", 0, "forward", True),
+        ("all_reduce", 0, "backward", True),
+        ("barrier", 0, "optimizer", True),
+        ("barrier", 0, "other", False),
+    ],
+)
+def test_ranks_do_not_wait_for_each_other_inside_of_a_pass(op: str, size: int, phase: str, wrong: bool) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in trial.ranks:
+        calls = trial.ranks[rank].collectives
+        waiting = Collective(op, (0, 1), "(0, 1)", "uint8", size, phase, 2, len(calls))
+        trial = with_rank(trial, rank, collectives=(*calls, waiting))
+    result = judged("traffic", trial)
+    expected = Finding(f"rank 0, step 2, {phase}", "no rank waits for others", f"1 x {op} of no bytes")
+    assert (result.findings[:1] == (expected,)) is wrong
+    told = diagnose(trial, [result])
+    named = f"ranks wait for each other in {phase}: 1 x {op} of no bytes over [0,1] (rank 0, step 2)"
+    assert (told.cause if told else None) == (named if wrong else None)
+
+
 def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     mute = {

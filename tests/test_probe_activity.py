@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from harness.evidence import Activity
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
+from harness.probe.compiler import CompilerRecorder, compiler
 from harness.probe.samples import SampleRecorder
+from harness.probe.saved_tensors import SavedTensorsRecorder
+from harness.probe.settings import SettingsRecorder
+from harness.probe.settings import settings as settings_now
 
 
 class Block(nn.Module):
@@ -83,3 +89,102 @@ def test_removed_it_sees_nothing_any_more(recorder: ActivityRecorder) -> None:
     told = dict(before.calls), dict(before.products)
     model(torch.ones(2, 4)).sum().backward()
     assert (recorder.of_step(1).calls, recorder.of_step(1).products) == told
+
+
+# ---- what belongs to a step
+
+
+def test_a_pass_of_the_bare_model_between_steps_counts_only_if_it_records_gradients(recorder: ActivityRecorder) -> None:
+    inner = Block()
+    seen(recorder, nn.Sequential(inner))
+    recorder._clock.leave_optimizer()
+    with torch.no_grad():
+        inner(torch.ones(2, 4))
+    assert not any(key.startswith("other") for key in recorder.of_step(1).calls | recorder.of_step(1).products)
+    inner(torch.ones(2, 4))
+    activity = recorder.of_step(1)
+    assert (activity.calls["other 0"], activity.products["other float32"]) == (1, 2)
+
+
+def test_before_the_optimizer_a_pass_of_the_bare_model_counts_in_any_case(recorder: ActivityRecorder) -> None:
+    inner = Block()
+    seen(recorder, nn.Sequential(inner))
+    with torch.no_grad():
+        inner(torch.ones(2, 4))
+    assert recorder.of_step(1).products["other float32"] == 2
+
+
+# ---- who hooks saved tensors
+
+
+class Elsewhere:
+    """A hook of a library's own that goes to torch's function directly."""
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def test_who_puts_hooks_on_saved_tensors_is_known_by_name_whichever_way_it_goes() -> None:
+    clock, x = Clock(), torch.ones(2, 4, requires_grad=True)
+    recorder = SavedTensorsRecorder(clock)
+    recorder.install()
+    with torch.autograd.graph.save_on_cpu():
+        (x * x).sum().backward()
+    torch._C._autograd._push_saved_tensors_default_hooks(Elsewhere().keep, Elsewhere().keep)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    checkpoint(Block(), x, use_reentrant=False).sum().backward()
+    recorder.remove()
+    with torch.autograd.graph.save_on_cpu():
+        pass
+    assert recorder.of_step(0) == {
+        "other torch.autograd.graph save_on_cpu": 1,
+        f"other {__name__} Elsewhere": 1,
+        "other torch.utils.checkpoint _checkpoint_hook": 1,
+        "backward torch.utils.checkpoint _recomputation_hook": 1,
+    }
+
+
+# ---- switches
+
+
+def test_a_switch_that_is_on_in_backward_only_is_seen(recorder: ActivityRecorder) -> None:
+    settings = SettingsRecorder(recorder._clock)
+    settings.install()
+    recorder.on_phase = settings.look
+    model = nn.Sequential(Block())
+    recorder.samples.attach([model])
+    with warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(False):
+        loss = model(torch.ones(2, 4)).sum()
+        torch.autograd.set_detect_anomaly(True)
+        loss.backward()
+    settings.remove()
+    assert settings.started["autograd anomaly detection"] == "off"
+    assert settings.of_step(1)["autograd anomaly detection"] == ("off", "on")
+    assert settings.of_step(1)["default dtype"] == ("float32",)
+    assert settings.of_step(2) == {}
+
+
+def test_every_switch_has_one_value_in_words() -> None:
+    assert all(isinstance(value, str) and value for value in settings_now().values())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert settings_now()["deterministic algorithms"] == "warn only"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- the compiler
+
+
+def test_graphs_are_counted_as_optimizers_step() -> None:
+    clock = Clock()
+    compiled = CompilerRecorder(clock)
+    compiled.install()
+    block = nn.Linear(4, 4)
+    forward, optimizer = torch.compile(block, backend="eager"), torch.optim.SGD(block.parameters(), lr=0.1)
+    before = compiler().get("graphs", 0)
+    for clock.step in (1, 2):
+        forward(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    compiled.remove()
+    assert [compiled.of_step(step) for step in (1, 2, 3)] == [before + 1, before + 1, None]

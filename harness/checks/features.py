@@ -5,11 +5,13 @@ and a backward pass need. A compiled block calls none of its modules from Python
 precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
 there is the wrapper's word; where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once.
 Fused attention is done once a layer and pass, in context parallel once for each part that a rank may look at, and beside it
-there are no batched products but that of a table of angles.
+there are no batched products but that of a table of angles. Matmuls outside of passes are a second pass that nobody
+requested, hooks on tensors saved for backward are recomputation's only, and blocks are compiled once for each length.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -26,14 +28,16 @@ Looked = Iterator[Finding | None]  # None: something was looked at, and was righ
 
 def check(trial: Trial) -> Result:
     looked: list[Finding | None] = []
+    fused = attention_is_fused(trial)
     for rank, evidence in sorted(trial.ranks.items()):
-        looked += [*_wrappers(trial, rank), *_graphs(trial, rank)]
+        looked += [*_wrappers(trial, rank), *_graphs(trial, rank), *compiled_again(trial, rank)]
         for step in evidence.steps:
             looked += _recomputed_blocks(trial, rank, step)
             looked += _compiled_blocks(trial, rank, step)
             looked += _products(trial, rank, step)
             looked += _quantized_products(trial, rank, step)
-            looked += _attention(trial, rank, step)
+            looked += _attention(trial, rank, step) if fused else ()
+            looked += [*_beside(trial, rank, step), *_hooks(trial, rank, step)]
             looked += _random_numbers(trial, rank, step)
         looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
     return verdict_of("features", [finding for finding in looked if finding], len(looked))
@@ -163,27 +167,95 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    """Attention that is not fused, or is one kernel of a compiler's (flex attention), cannot be told from what else is done."""
+    """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched products instead."""
     seen, case = step.activity.attention, trial.case
-    if not seen.get("forward attention"):
-        return
-    once = case.passes * parts_attended(trial, rank)
-    forward, again = once * len(layers_of(trial, rank)), once * len(recomputed_layers(case, rank))
+    forward = fused_in_forward(trial, rank)
+    again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
     again = 0 if case.features.activation_checkpointing == "op" else again
     where = f"rank {rank}, step {step.step}, attention"
     yield _expect(f"{where} in forward", forward, seen.get("forward attention", 0))
     yield _expect(f"{where} recomputed", again, seen.get("backward attention", 0))
     yield _expect(f"{where}'s gradients", forward, seen.get("backward attention_backward", 0))
-    batched = sum(count for key, count in seen.items() if key.endswith("batched product"))
-    most = case.passes * len(trial.plan.stages[rank])
+    batched, most = batched_products(step), case.passes * len(trial.plan.stages[rank])
     where = f"rank {rank}, step {step.step}, batched products"
     yield None if batched <= most else Finding(where, f"at most {most}", str(batched))
+
+
+def fused_in_forward(trial: Trial, rank: int) -> int:
+    return trial.case.passes * parts_attended(trial, rank) * len(layers_of(trial, rank))
+
+
+def batched_products(step: StepEvidence) -> int:
+    return sum(count for key, count in step.activity.attention.items() if key.endswith("batched product"))
+
+
+def attention_is_fused(trial: Trial) -> bool:
+    """Requested, where there is a kernel; else seen anywhere, for a trainer that has it has it in all layers and steps.
+
+    What is not fused, or is one kernel of a compiler's (flex attention), cannot be told from what else is done.
+    """
+    if trial.case.features.attention == "fused" and has_fused_kernel(trial):
+        return True
+    return any(step.activity.attention.get("forward attention") for _, step, _ in trial.steps())
+
+
+def has_fused_kernel(trial: Trial) -> bool:
+    """On GPUs none takes float64 or heads of odd sizes (sdp_utils.cpp of torch)."""
+    training, devices = trial.case.training, {e.environment.get("device", "cpu") for e in trial.ranks.values()}
+    narrow = (training.compute_dtype or training.dtype) != "float64" and trial.case.model.head_dim % 8 == 0
+    return narrow or devices == {"cpu"}
 
 
 def parts_attended(trial: Trial, rank: int) -> int:
     """Whose keys a rank's queries may look at: those of all cp ranks if tokens are balanced, else of none that come later."""
     balanced = trial.case.features.cp_load_balance
     return trial.case.dims.cp if balanced else coordinate(trial.case.dims, rank)["cp"] + 1
+
+
+# ---- what is computed besides
+
+BESIDE = ("pipeline", "optimizer", "other")
+
+
+def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
+    """Matmuls outside of forward and backward. Of a loss that projects to the vocabulary itself, which forward then lacks,
+    those are right that no block does."""
+    multiplied = sum(products(step, phase).total() for phase in BESIDE)
+    return multiplied if projects_inside(trial, rank, step) or blocks_beside(step) else 0
+
+
+def blocks_beside(step: StepEvidence) -> int:
+    """Calls of blocks, and of what is in them, outside of forward and backward."""
+    calls = (key.partition(" ") + (count,) for key, count in step.activity.calls.items())
+    return sum(count for phase, _, fqn, count in calls if phase in BESIDE and fqn.startswith("layers."))
+
+
+def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
+    """Whether forward has the products of the output projection, beside equally many in every block."""
+    case, layers = trial.case, len(layers_of(trial, rank))
+    outputs = case.passes * (case.n_stages - 1 in trial.plan.stages[rank])
+    return (products(step, "forward").total() - outputs) % (layers * case.passes) == 0
+
+
+def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    yield _expect(f"rank {rank}, step {step.step}, matmuls besides training passes", 0, beside(trial, rank, step))
+
+
+# ---- tensors saved for backward
+
+HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torch._inductor")
+"""Recomputation's are judged by what is recomputed; a compiler's are there while it traces."""
+
+
+def foreign_hooks(step: StepEvidence) -> list[str]:
+    """Whose hooks were put on tensors saved for backward, besides those of recomputation."""
+    owners = {key.partition(" ")[2] for key in step.activity.saved}
+    return sorted(owner.replace(" ", ".") for owner in owners if not owner.startswith(HOOKS_OF))
+
+
+def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    where = f"rank {rank}, step {step.step}, hooks on tensors saved for backward"
+    yield _expect(where, "none", " and ".join(foreign_hooks(step)) or "none")
 
 
 # ---- 8 bits
@@ -244,6 +316,22 @@ def _graphs(trial: Trial, rank: int) -> Looked:
     wanted = "compiled graphs" if trial.case.features.compile else "no compiled graph"
     yield _expect(f"rank {rank}, torch.compile", wanted, "compiled graphs" if graphs else "no compiled graph")
     yield _expect(f"rank {rank}, torch.compile", "no graph break", breaks[0] if breaks else "no graph break")
+    yield _expect(f"rank {rank}, torch.compile", "no limit reached", next(gave_up(trial, rank), "no limit reached"))
+
+
+def gave_up(trial: Trial, rank: int) -> Iterator[str]:
+    """Why code that was compiled once now runs eagerly."""
+    return (key.removeprefix("gave up: ") for key in trial.ranks[rank].compiler if key.startswith("gave up: "))
+
+
+def compiled_again(trial: Trial, rank: int) -> Looked:
+    """In the first two steps of a launch compilers settle; later only a length that is new is compiled anew."""
+    steps = trial.ranks[rank].steps
+    for before, step in itertools.pairwise(steps):
+        seen = {trial.case.seq_len(earlier.step) for earlier in steps if earlier.step < before.step}
+        lengths = {trial.case.seq_len(before.step), trial.case.seq_len(step.step)}
+        if step.graphs is not None and before.graphs is not None and lengths <= seen:
+            yield _expect(f"rank {rank}, step {step.step}, graphs compiled anew", 0, step.graphs - before.graphs)
 
 
 # ---- dropout

@@ -2,11 +2,12 @@
 
 Bytes are counted of unsharded tensors, so bucketing does not matter. Of what is moved outside forward and backward (losses,
 norms, counts), and of integers inside (DDP's agreement on parameters and buckets, in the first two steps), there is a most.
+Inside of a pass no rank waits at a barrier.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from harness.checks import not_applicable, verdict_of
 from harness.checks.placements import untold_units
@@ -33,9 +34,10 @@ def check(trial: Trial) -> Result:
             optional = planned(trial, rank, step, optional_only=True)
             seen = observed(evidence, step)
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
-            examined += len(wanted)
+            examined += len(wanted) + 1
             findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
             findings += _outside(trial, rank, step) + _integers(trial, rank, step)
+            findings += _waiting(evidence, step)
     return verdict_of("traffic", findings, examined)
 
 
@@ -93,6 +95,25 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
         return []
     told = f"at most {amount(most)}" if most else amount(0)
     return [Finding(f"rank {rank}, step {step}, integers in forward and backward", told, amount(moved))]
+
+
+def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
+    """Collectives that move nothing, of which ranks only wait for each other. Between passes that is a habit, not in them."""
+    return Counter(
+        (call.ranks, call.op, call.phase)
+        for call in evidence.collectives
+        if call.step == step and call.op in ("barrier", "all_reduce", "broadcast") and not call.bytes
+        if call.phase in (*INSIDE, "optimizer") and len(call.ranks) > 1
+    )
+
+
+def _waiting(evidence: RankEvidence, step: int) -> list[Finding]:
+    return [
+        Finding(
+            f"rank {evidence.rank}, step {step}, {phase}", "no rank waits for others", f"{count} x {op} of no bytes"
+        )
+        for (_, op, phase), count in sorted(waits(evidence, step).items())
+    ]
 
 
 def _compare(trial: Trial, where: str, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:

@@ -26,12 +26,14 @@ from harness.diagnose.rest import (
     copies_kept,
     not_deterministic,
     out_of_order,
+    ranks_wait,
     reference_moved,
     replicas_drift,
     wrong_display,
     wrong_structure,
 )
 from harness.diagnose.resume import resumed_wrongly, started_elsewhere
+from harness.diagnose.settings import wrong_precision, wrong_settings
 from harness.diagnose.updates import changed_afterwards, wrong_update
 from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
 from harness.trial import Result, Trial, Verdict
@@ -48,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     wrong_contents,
     resumed_wrongly,
     wrong_schedule,
+    wrong_precision,
     wrong_features,
     wrong_resharding,
     wrong_units,
@@ -63,6 +66,8 @@ RULES: tuple[Rule, ...] = (
     replicas_drift,
     copies_kept,
     attended_too_often,
+    ranks_wait,
+    wrong_settings,
     wrong_structure,
     wrong_display,
     not_deterministic,

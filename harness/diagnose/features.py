@@ -27,7 +27,9 @@ def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
     cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial)
-    cause = cause or _checkpointing(trial)
+    cause = (
+        cause or _checkpointing(trial) or _compiled_again(trial) or _hooks(trial) or _beside(trial) or _fallback(trial)
+    )
     return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
@@ -73,12 +75,54 @@ def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
     return None
 
 
+def _fallback(trial: Trial) -> str | None:
+    """Fewer fused kernels than layers, and batched products in their place."""
+    if not features.attention_is_fused(trial):
+        return None
+    for rank, step, _ in trial.steps():
+        seen, wanted = step.activity.attention.get("forward attention", 0), features.fused_in_forward(trial, rank)
+        if seen < wanted and (batched := features.batched_products(step)):
+            told = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
+            return f"attention falls back to plain matmuls: {told} (rank {rank}, step {step.step})"
+    return None
+
+
+def _beside(trial: Trial) -> str | None:
+    """The first rank and step in which matmuls are neither forward's nor backward's."""
+    for rank, step, _ in trial.steps():
+        if count := features.beside(trial, rank, step):
+            blocks = ", some in its blocks," if features.blocks_beside(step) else ""
+            told = f"{count} matmuls{blocks} outside of forward and backward (rank {rank}, step {step.step})"
+            return f"the model runs besides its training passes: {told}"
+    return None
+
+
+def _hooks(trial: Trial) -> str | None:
+    owners = {rank: owner for rank, step, _ in trial.steps() for owner in features.foreign_hooks(step)}
+    if not owners:
+        return None
+    what = "activations saved for backward go through"
+    return f"{what} {some(sorted(set(owners.values())))}, which nobody requested{on_ranks(trial, owners)}"
+
+
+def _compiled_again(trial: Trial) -> str | None:
+    wrong = [finding for rank in sorted(trial.ranks) for finding in features.compiled_again(trial, rank) if finding]
+    if not wrong:
+        return None
+    steps = sorted({finding.where.split(", ")[1] for finding in wrong}, key=lambda step: int(step.split()[1]))
+    return (
+        f"blocks are compiled anew in {some(steps, 3)} (graphs on {wrong[0].where.split(',')[0]}: {wrong[0].observed})"
+    )
+
+
 def _compile(trial: Trial) -> str | None:
     asked = trial.case.features.compile
     breaks = {key for evidence in trial.ranks.values() for key in evidence.compiler if key.startswith("graph break")}
     compiled = [rank for rank, evidence in trial.ranks.items() if evidence.compiler.get("graphs")]
     if breaks:
         return f"compiled blocks break into pieces: {some(sorted(breaks))}"
+    if limits := {reason for rank in trial.ranks for reason in features.gave_up(trial, rank)}:
+        return f"torch.compile gave up and leaves blocks to run eagerly: {some(sorted(limits))}"
     if asked and len(compiled) < len(trial.ranks):
         without = [rank for rank in trial.ranks if rank not in compiled]
         return f"compile is asked for, no block ran compiled{on_ranks(trial, without)}"

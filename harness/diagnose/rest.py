@@ -18,7 +18,7 @@ from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, ra
 from harness.evidence import RankEvidence, StepEvidence
 from harness.plan import groups, make_plan
 from harness.tolerance import clip_coefficient
-from harness.trial import Trial, Verdict, bytes_text
+from harness.trial import Trial, Verdict, bytes_text, ranks_text
 
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see different tokens
 
@@ -152,6 +152,17 @@ def out_of_order(trial: Trial, broken: Broken) -> Diagnosis | None:
     first = broken["collective_order"].findings[0]
     told = f"{STRUCTURE['collective_order']}: {first.where}: {first.observed}, {first.expected}"
     return Diagnosis(told, (finding_line("collective_order", broken["collective_order"]),))
+
+
+def ranks_wait(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """Collectives that move nothing. Asked late: ranks that wait compute the right thing."""
+    for rank, step, _ in trial.steps() if "traffic" in broken else ():
+        for (ranks, op, phase), count in sorted(traffic.waits(trial.ranks[rank], step.step).items()):
+            told = f"{count} x {op} of no bytes over {ranks_text(ranks)} (rank {rank}, step {step.step})"
+            return Diagnosis(
+                f"ranks wait for each other in {phase}: {told}", (finding_line("traffic", broken["traffic"]),)
+            )
+    return None
 
 
 def copies_kept(trial: Trial, broken: Broken) -> Diagnosis | None:

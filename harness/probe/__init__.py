@@ -21,15 +21,18 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from harness.evidence import Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
-from harness.probe import activity, held, structure
+from harness.evidence import Activity, Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
+from harness.probe import held, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
+from harness.probe.compiler import CompilerRecorder, compiler
 from harness.probe.gathered import GatheredRecorder
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.precision import QuantizedRecorder
 from harness.probe.samples import SampleRecorder
+from harness.probe.saved_tensors import SavedTensorsRecorder
+from harness.probe.settings import SettingsRecorder
 from harness.probe.values import StepValues, ValueRecorder
 
 
@@ -51,6 +54,10 @@ class Probe:
         self.pipeline = PipelineRecorder(self.clock)
         self.gathered = GatheredRecorder(self.clock)
         self.quantized = QuantizedRecorder(self.clock)
+        self.compiler = CompilerRecorder(self.clock)
+        self.saved = SavedTensorsRecorder(self.clock)
+        self.settings = SettingsRecorder(self.clock)
+        self.activity.on_phase = self.settings.look
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
         self._held: tuple[HeldTensor, ...] | None = None
@@ -61,6 +68,9 @@ class Probe:
         self.samples.install()
         self.activity.install()
         self.pipeline.install()
+        self.compiler.install()
+        self.saved.install()
+        self.settings.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
@@ -82,6 +92,9 @@ class Probe:
         self._held = held.beside(self._parts, self.values.optimizers, self.samples.tensors())
 
     def remove(self) -> None:
+        self.settings.remove()
+        self.saved.remove()
+        self.compiler.remove()
         self.pipeline.remove()
         self.quantized.remove()
         self.activity.remove()
@@ -104,10 +117,11 @@ class Probe:
             steps=tuple(self._step(step, self.values.steps[step], displayed) for step in steps),
             structure=structure.wrappers(self._parts),
             environment=environment(),
-            compiler=activity.compiler(),
+            compiler=compiler(),
             fault=fault,
             resumed=self.values.resumed,
             held=self._held,
+            settings=self.settings.started,
         )
 
     def _step(
@@ -126,10 +140,16 @@ class Probe:
             optimizer_state=values.optimizer_state,
             memory=values.memory,
             changed=values.changed,
-            activity=dataclasses.replace(self.activity.of_step(step), quantized=self.quantized.of_step(step)),
+            activity=self._activity(step),
+            graphs=self.compiler.of_step(step),
+            settings=self.settings.of_step(step),
             positions=self.samples.positions(step),
             after_forward=self.gathered.of_step(step),
         )
+
+    def _activity(self, step: int) -> Activity:
+        computed = self.activity.of_step(step)
+        return dataclasses.replace(computed, quantized=self.quantized.of_step(step), saved=self.saved.of_step(step))
 
 
 def environment() -> dict[str, str]:

@@ -1,16 +1,16 @@
-"""What a rank computed in a step: forward calls of modules, matrix products, random numbers, compiled graphs.
+"""What a rank computed in a step: forward calls of modules, matrix products, random numbers.
 
 No feature need report itself. A module called inside backward is recomputed. A module inside a compiled one is never
 called from Python: its hooks are silent, though its products are counted. Random numbers move the generator's state.
+What is computed between two steps without recording gradients (validation of the bare model) belongs to no step.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,11 +38,16 @@ DRAWS = ("uniform_", "normal_", "bernoulli_.float", "bernoulli_.Tensor", "native
 
 
 class ActivityRecorder:
+    """on_phase is called at the first matmul of each pass."""
+
+    on_phase: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._steps: dict[int, Activity] = {}
         self._states: dict[tuple[int, str], set[int]] = defaultdict(set)
         self._draws = False
+        self._last: tuple[int, str] | None = None
         self._hooks: list[Any] = []
         self._library: torch.library.Library | None = None
 
@@ -75,11 +80,15 @@ class ActivityRecorder:
         return self._steps.get(step, Activity())
 
     def _now(self) -> Activity:
-        return self._steps.setdefault(self._clock.step, Activity())
+        between = self._clock.is_between_steps and not torch.is_grad_enabled()
+        return self._steps.setdefault(0 if between else self._clock.step, Activity())
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[factor]
         if _is_real(first):
+            if (where := self._clock.where()) != self._last:
+                self._last = where
+                self.on_phase()
             _count(self._now().products, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
@@ -141,13 +150,3 @@ def _random_state() -> int:
     if torch.cuda.is_initialized():
         found = zlib.crc32(torch.cuda.get_rng_state().numpy().data, found)
     return found
-
-
-def compiler() -> dict[str, int]:
-    """Of torch.compile in this process: graphs made, and graph breaks by their reason."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return {}
-    counters = sys.modules["torch._dynamo.utils"].counters
-    found = {"graphs": int(counters["stats"]["unique_graphs"])}
-    found |= {f"graph break: {str(reason).splitlines()[0]}": int(n) for reason, n in counters["graph_break"].items()}
-    return {key: count for key, count in found.items() if count}

@@ -44,6 +44,11 @@ class Clock:
             return "pipeline"
         return "optimizer" if self.in_optimizer else "other"
 
+    @property
+    def is_between_steps(self) -> bool:
+        """The optimizer has stepped, and no forward pass has begun a new step."""
+        return self._step_is_over and self.phase() == "other"
+
     def enter_forward(self) -> bool:
         """Returns True if this forward pass begins a new step."""
         begins = self._step_is_over and not self.forward_depth and self.phase() != "backward"

@@ -58,6 +58,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -105,15 +106,17 @@ class Adapter(Protocol):
     """How the harness starts one trainer on one rank. Importing it must be cheap: torch and the trainer's own code are
     imported by `start`. Inherit from it for what has a usual answer here.
 
-    displays: which of "loss" and "grad_norm" the trainer shows its user. preload: modules that the rank server may import
-    once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides,
-    which gives the adapter of another checkout, or of the folder in which pip laid the version asked for:
+    displays: which of "loss" and "grad_norm" the trainer shows its user. settings: switches of torch that the trainer sets on
+    purpose, as harness/probe/settings.py names and reads them: {"threads": "4"}. preload: modules that the rank server may
+    import once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)`
+    besides, which gives the adapter of another checkout, or of the folder in which pip laid the version asked for:
     `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs.
     """
 
     name: str
     preload: tuple[str, ...] = ()
     displays: tuple[str, ...] = ("loss", "grad_norm")
+    settings: Mapping[str, str] = MappingProxyType({})
 
     def own(self, case: Case) -> Case:
         """The case with this trainer's choice where the case leaves one; the plan is made of that. Who says nothing has

@@ -6,6 +6,7 @@ as data are sizes, seed weights, samples and the recipe's rates.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import tempfile
@@ -38,8 +39,8 @@ class Transformers(Adapter):
     preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
 
     def own(self, case: Case) -> Case:
-        """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged."""
-        return case
+        """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged. So is attention."""
+        return dataclasses.replace(case, features=dataclasses.replace(case.features, attention="fused"))
 
     def unsupported(self, case: Case) -> str | None:
         if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):

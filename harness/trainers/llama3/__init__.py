@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ class Llama3(Adapter):
     displays: tuple[str, ...] = ("loss", "grad_norm")
 
     def own(self, case: Case) -> Case:
-        return case
+        return replace(case, features=replace(case.features, attention="fused"))
 
     def unsupported(self, case: Case) -> str | None:
         return next(_obstacles(case), None)

@@ -231,7 +231,7 @@ class Source:
     def own(self, case: Case) -> Case:
         """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's. What is
         expected to fail with the wrapper of other trainers is not with its own."""
-        chosen = dict(self.era.chooses)
+        chosen = {"attention": "fused"} | dict(self.era.chooses)
         if case.features.wrapper is None and case.wrapper == "ddp":
             chosen["wrapper"] = self.era.replicates_by
             case = dataclasses.replace(case, expected_failure=None)
@@ -277,7 +277,7 @@ class Source:
         if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
-            if value not in (*era.features.get(key, ()), era.chooses.get(key)):
+            if key != "attention" and value not in (*era.features.get(key, ()), era.chooses.get(key)):
                 yield f"{key} {value}: {era.without(key)}"
         for key, value in _unusual(case.training, TrainingConfig()):
             if key not in era.training:

@@ -1,0 +1,75 @@
+"""Torch's switches are in every step what the rank was started with, or the trainer's declared choice, and alike on all ranks.
+
+Anomaly detection, deterministic algorithms and a distributed debug level cost time; TF32 changes numbers; other switches
+are set for good reasons, but not in some steps or on some ranks only. A case that runs twice may be deterministic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from harness.checks import verdict_of
+from harness.evidence import RankEvidence
+from harness.trial import Finding, Result, Trial
+
+STAGE = "structure"
+
+DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
+FLOAT32 = ("float32 matmul precision", "TF32 in CUDA matmuls")
+FREE = ("cudnn.benchmark",)  # chooses among kernels that are all right
+
+
+def check(trial: Trial) -> Result:
+    examined = sum(len(step.settings) for evidence in trial.ranks.values() for step in evidence.steps)
+    return verdict_of("settings", findings(trial), examined)
+
+
+def findings(trial: Trial) -> list[Finding]:
+    """One of each rank and switch, those that break what was requested first."""
+    return [*_changed(trial), *_unlike(trial)]
+
+
+def is_free(trial: Trial, name: str) -> bool:
+    """Whether a trainer may set it as it likes, as long as it does so everywhere."""
+    training = trial.case.training
+    multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
+    deterministic = trial.case.runs > 1 and name in DETERMINISM
+    return name in FREE or deterministic or (name in FLOAT32 and not multiplies_float32)
+
+
+def allowed(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
+    """A recipe's dtype may be the default of all tensors."""
+    requested = evidence.settings[name]
+    return (requested, trial.case.training.dtype) if name == "default dtype" else (requested,)
+
+
+def _changed(trial: Trial) -> Iterator[Finding]:
+    """Of each rank and switch, the first step in which it is another."""
+    for rank, evidence in sorted(trial.ranks.items()):
+        for name in evidence.settings:
+            right = allowed(trial, evidence, name)
+            for step in evidence.steps if not is_free(trial, name) else ():
+                if set(step.settings.get(name, right)) - set(right):
+                    yield Finding(f"rank {rank}, step {step.step}, {name}", right[0], _words(step.settings[name]))
+                    break
+
+
+def _unlike(trial: Trial) -> Iterator[Finding]:
+    """Of each switch that a trainer may set, the first rank and step that has not what most have."""
+    names = {name for evidence in trial.ranks.values() for step in evidence.steps for name in step.settings}
+    for name in sorted(name for name in names if is_free(trial, name) or name == "default dtype"):
+        seen = {
+            (rank, step.step): step.settings.get(name, ())
+            for rank, evidence in sorted(trial.ranks.items())
+            for step in evidence.steps
+        }
+        ((usual, _),) = Counter(seen.values()).most_common(1)
+        for (rank, step), values in seen.items():
+            if values != usual:
+                yield Finding(f"rank {rank}, step {step}, {name}", f"{_words(usual)} as elsewhere", _words(values))
+                break
+
+
+def _words(values: tuple[str, ...]) -> str:
+    return " and ".join(values) or "not seen"

@@ -1,0 +1,50 @@
+"""Who puts hooks on the tensors that autograd saves for backward: recomputation does, and so does moving them to the host.
+
+Every way to do that (torch.autograd.graph.saved_tensors_hooks and all that is made of it, or the call beneath) comes down
+to one function of torch, which is called through its module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from harness.probe.clock import Clock
+
+PUSH = "_push_saved_tensors_default_hooks"
+
+
+class SavedTensorsRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._steps: dict[int, dict[str, int]] = {}
+        self._original: Any = None
+
+    def install(self) -> None:
+        self._original = original = getattr(torch._C._autograd, PUSH)
+
+        def seen(pack: Any, unpack: Any) -> None:
+            self._note(pack)
+            original(pack, unpack)
+
+        setattr(torch._C._autograd, PUSH, seen)
+
+    def remove(self) -> None:
+        if self._original is not None:
+            setattr(torch._C._autograd, PUSH, self._original)
+        self._original = None
+
+    def of_step(self, step: int) -> dict[str, int]:
+        return dict(self._steps.get(step, {}))
+
+    def _note(self, pack: Any) -> None:
+        counts = self._steps.setdefault(self._clock.step, {})
+        key = f"{self._clock.phase()} {owner(pack)}"
+        counts[key] = counts.get(key, 0) + 1
+
+
+def owner(hook: Any) -> str:
+    """Its module, and the outermost class or function that it is defined in."""
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__} {named.__qualname__.partition('.')[0]}"

@@ -1,0 +1,82 @@
+"""Torch's switches: as this process was started with them, and as they are while a step is at work.
+
+Looked at where phases of a step begin: at the first matmul of each forward and backward pass, and as an optimizer steps.
+What is switched on and off again within a phase is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as torch_optimizer
+
+from harness.probe.clock import Clock
+
+ENVIRONMENT = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NAN_CHECK")
+"""Variables that make ranks wait, or check every tensor that is sent."""
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _tf32() -> str:
+    """Newer versions of torch have a precision instead of a switch, and refuse to read the switch where both were set."""
+    matmul = torch.backends.cuda.matmul
+    return str(matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+READERS: dict[str, Callable[[], str]] = {
+    "autograd anomaly detection": lambda: _switch(torch.is_anomaly_enabled()),
+    "deterministic algorithms": _deterministic,
+    "cudnn.deterministic": lambda: _switch(torch.backends.cudnn.deterministic),
+    "cudnn.benchmark": lambda: _switch(torch.backends.cudnn.benchmark),
+    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "TF32 in CUDA matmuls": _tf32,
+    "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+    "torch.distributed debug level": lambda: dist.get_debug_level().name if dist.is_available() else "OFF",
+    "threads": lambda: str(torch.get_num_threads()),
+}
+READERS |= {name: lambda name=name: os.environ.get(name, "unset") for name in ENVIRONMENT}  # type: ignore[misc]
+
+
+def settings() -> dict[str, str]:
+    return {name: read() for name, read in READERS.items()}
+
+
+class SettingsRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self.started: dict[str, str] = {}
+        self._clock = clock
+        self._steps: dict[int, dict[str, set[str]]] = {}
+        self._hook: Any = None
+
+    def install(self) -> None:
+        self.started = settings()
+        self._hook = torch_optimizer.register_optimizer_step_pre_hook(self.look)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def look(self, *_: Any) -> None:
+        """Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a thread of its own."""
+        seen = self._steps.setdefault(self._clock.step, {})
+        in_backward = self._clock.phase() == "backward"
+        for name, value in settings().items():
+            if not (in_backward and name == "threads"):
+                seen.setdefault(name, set()).add(value)
+
+    def of_step(self, step: int) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(sorted(values)) for name, values in self._steps.get(step, {}).items()}
