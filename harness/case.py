@@ -150,15 +150,21 @@ class ExpectedFailure:
 
 @dataclass(frozen=True)
 class Saved:
-    """An earlier launch: it trained up to step `after` in this layout, and saved."""
+    """An earlier launch: it trained up to step `after` in this layout, and saved.
+
+    until: it went on up to this step, after which it was lost, as a job that is killed some time after it saved.
+    """
 
     after: int
     dims: ParallelDims = ParallelDims()
     features: Features = Features()
+    until: int | None = None
 
     def __post_init__(self) -> None:
         if self.after < 1:
             raise ValueError(f"after must be at least 1, got {self.after}")
+        if self.until is not None and self.until <= self.after:
+            raise ValueError(f"until must be above after {self.after}, got {self.until}")
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ class Case:
     """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare.
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
-    last_step: of an earlier launch alone, after which it saves; never written in a file.
+    last_step: of an earlier launch alone; saves_after: of one that saves before its last step; never written in a file.
     tier: when it runs. "default": before every push. "nightly": more of the same, and combinations that no smaller case
     has. "compiled": what waits for a compiler.
     """
@@ -182,6 +188,7 @@ class Case:
     expected_failure: ExpectedFailure | None = None
     resume: tuple[Saved, ...] = ()
     last_step: int | None = None
+    saves_after: int | None = None
     file: str = ""
 
     @property
@@ -190,11 +197,22 @@ class Case:
         return range(self.resume[-1].after + 1 if self.resume else 1, (self.last_step or self.training.steps) + 1)
 
     @property
+    def saved_step(self) -> int | None:
+        """After which step this launch saves; None if it saves nothing."""
+        return self.saves_after or self.last_step
+
+    @property
     def launches(self) -> dict[str, Case]:
         """By the name of its folder: the earlier launches as cases of their own, then this one."""
         earlier = {
             f"saved_{number}": dataclasses.replace(
-                self, dims=s.dims, features=s.features, resume=self.resume[: number - 1], last_step=s.after, runs=1
+                self,
+                dims=s.dims,
+                features=s.features,
+                resume=self.resume[: number - 1],
+                last_step=s.until or s.after,
+                saves_after=s.until and s.after,
+                runs=1,
             )
             for number, s in enumerate(self.resume, start=1)
         }
@@ -277,10 +295,12 @@ def from_json(record: Mapping[str, Any]) -> Case:
     return _build_case(record, file=record.get("file", ""))
 
 
+_BEFORE = "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it"
 UNWRITTEN = {
     "name": ": its key is its name",
     "file": ": it is the file's path",
-    "last_step": "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it",
+    "last_step": _BEFORE,
+    "saves_after": _BEFORE,
 }
 
 
@@ -293,7 +313,7 @@ def load_cases(path: Path) -> list[Case]:
     cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
         fragment = _merge(defaults, _mapping(fragment, f"{shown}: case {name!r}"))
-        for key in {"name", "file", "last_step"} & set(fragment):
+        for key in set(UNWRITTEN) & set(fragment):
             raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
         case = _build_case(fragment | {"name": name}, file=shown)
         if any(case.name == other.name for other in cases):
@@ -452,6 +472,7 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
         expected_failure=_expected_failure(fragment.get("expected_failure"), f"{where}: expected_failure"),
         resume=_resume(fragment.get("resume"), f"{where}: resume"),
         last_step=fragment.get("last_step"),
+        saves_after=fragment.get("saves_after"),
         file=file,
     )
     if problem := limits.too_large(case):
@@ -500,6 +521,11 @@ def _validate_resume(case: Case, where: str) -> None:
         raise CaseError(
             f"{where}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
         )
+    for saved in case.resume:
+        if (saved.until or 0) > case.training.steps:
+            raise CaseError(
+                f"{where}: resume: until {saved.until} is beyond the {case.training.steps} steps of the recipe"
+            )
     for name, launch in list(case.launches.items())[:-1]:
         _validate(launch, None, f"{where}: resume: {name}")
 

@@ -204,7 +204,7 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
 def show_composition(cases: Sequence[Case]) -> int:
     """Which cases the default tier needs, and which add nothing; nothing is moved. Its cases of faults are needed."""
     demanded = {fault.case for fault in catalogue.known()} & {case.name for case in cases if case.tier == "default"}
-    print(composition.proposal_text(cases, composition.propose(cases, demanded)))
+    say(composition.proposal_text(cases, composition.propose(cases, demanded)))
     return NOT_JUDGED if composition.missing(cases) else PASSED
 
 

@@ -139,7 +139,7 @@ class StepEvidence:
     """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
 
     gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
-    likewise, kept for the last step only.
+    likewise, kept for the last step, and for one after which a checkpoint was written.
     reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
     changed: of parameters that were something else when the next step began, or training ended, what they then were;
     None if nobody looked.

@@ -177,17 +177,17 @@ def _fired(trial: Trial, folder: Path) -> bool | None:
 
 
 def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
-    """What rank 0 displays in a longer run of the case that nobody watches, resumed like the case; nothing if a rank
-    failed."""
+    """What rank 0 displays in a longer run of the case that nobody watches, resumed like the case, of a step that two
+    launches train the first; nothing if a rank failed."""
     longer = replace(case, training=replace(case.training, steps=steps))
     weights = reference_folder(case, options) / "weights.npz"
-    losses: list[float] = []
+    losses: dict[int, float] = {}
     for name, launched in longer.launches.items():
         exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
         if any(exit.how != "ok" for exit in exits):
             return ()
-        losses += json.loads((folder / name / "losses.json").read_text(encoding="utf-8"))
-    return tuple(losses)
+        losses = dict(json.loads((folder / name / "losses.json").read_text(encoding="utf-8"))) | losses
+    return tuple(losses[step] for step in sorted(losses))
 
 
 def load_trial(folder: Path) -> Trial:

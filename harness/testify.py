@@ -6,13 +6,14 @@ return is kept until the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from harness.evidence import Collective, rank_file, renamed, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
 from harness.trainers import StartedTrainer
+
+if TYPE_CHECKING:
+    from harness.probe import Probe
 
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
@@ -48,10 +52,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             trainer.resume(checkpoints)
             probe.resumed(case.steps.start - 1)
         started_file(Path(options["directory"]), this).touch()
-        trainer.train(case.steps[-1])
-        probe.trained()
-        if case.last_step is not None:
-            trainer.save(checkpoints)
+        _train(trainer, case, checkpoints, probe)
         displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
         rows = adapter.rows(case)
@@ -63,6 +64,20 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     save(rank_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
+
+
+def _train(trainer: StartedTrainer, case: Case, checkpoints: Path, probe: Probe | None = None) -> None:
+    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way."""
+    saved, last = case.saved_step, case.steps[-1]
+    if saved is not None and saved < last:
+        trainer.train(saved)
+        with probe.saving() if probe else contextlib.nullcontext():
+            trainer.save(checkpoints)
+    trainer.train(last)
+    if probe:
+        probe.trained()
+    if saved == last:
+        trainer.save(checkpoints)
 
 
 def _row_length(case: Case, step: int) -> int:
@@ -97,11 +112,9 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
     trainer = adapter.start(case, Path(options["weights"]), options["device"])
     if case.resume:
         trainer.resume(Path(options["checkpoints"]))
-    trainer.train(case.steps[-1])
-    if case.last_step is not None:
-        trainer.save(Path(options["checkpoints"]))
+    _train(trainer, case, Path(options["checkpoints"]))
     if this == 0:
-        write_text(directory / "losses.json", json.dumps([metrics.loss for metrics in trainer.metrics]))
+        write_text(directory / "losses.json", json.dumps([(metrics.step, metrics.loss) for metrics in trainer.metrics]))
     adapter.stop()
     return trainer
 

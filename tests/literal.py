@@ -274,7 +274,7 @@ def after_forward_of(case: Case, rank: int) -> AfterForward:
 
 def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, part: Any) -> StepEvidence:
     parameters = {fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}
-    last, state = step.step == case.steps[-1], _state(step, part)
+    kept, state = step.step in (case.steps[-1], case.saved_step), _state(step, part)
     held = sum(value.nbytes for value in parameters.values())
     return StepEvidence(
         step=step.step,
@@ -284,7 +284,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         lr=step.lr,
         gradients={fqn: full[part[fqn]].copy() for fqn, full in step.gradients.items()},
         parameters=parameters,
-        optimizer_state=state if last else {},
+        optimizer_state=state if kept else {},
         changed={},
         memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
         activity=_activity(case),

@@ -156,16 +156,21 @@ WRONG_LINES = {
     "resume: [{dims: {tp: 2}}]": "resume: entry 1: 'after' is missing: the step after which that launch saves",
     "resume: [{after: 0}]": "resume: entry 1: after must be at least 1, got 0",
     "resume: [{after: 1, dim: {tp: 2}}]": "resume: entry 1: unknown key 'dim'; did you mean 'dims'?;"
-    " known: after, dims, features",
+    " known: after, dims, features, until",
     "resume: [{after: 3}]": "resume: launches end after steps 3, 3; each must train at least one step",
     "resume: [{after: 2}, {after: 1}]": "resume: launches end after steps 2, 1, 3; each must train at least one step",
     "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16",
+    "resume: [{after: 2, until: 2}]": "resume: entry 1: until must be above after 2, got 2",
+    "resume: [{after: 1, until: 9}]": "resume: until 9 is beyond the 3 steps of the recipe",
+    "saves_after: 2": "'saves_after' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
+    " the launches before it",
     "last_step: 2": "'last_step' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",
     "dims: {dp_shrad: 2}": "dims: unknown key 'dp_shrad'; did you mean 'dp_shard'?;"
     " known: pp, dp_replicate, dp_shard, cp, tp",
     "dim: {tp: 2}": "unknown key 'dim'; did you mean 'dims'?;"
-    " known: name, why, dims, model, training, features, runs, tier, expected_failure, resume, last_step, file, world_size",
+    " known: name, why, dims, model, training, features, runs, tier, expected_failure, resume, last_step,"
+    " saves_after, file, world_size",
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
     " variable_length, document_mask, masked_samples, all_valid, decay",

@@ -46,6 +46,12 @@ def resumed(before: ParallelDims = TP_2, after: ParallelDims = FSDP_4, training:
     return trial_of(tiny_case(after, training, resume=(Saved(2, before),), **changes))
 
 
+def trained_on() -> Trial:
+    """Saved after step 2, went on to step 3, was lost, and is continued from what it saved."""
+    dims = ParallelDims(dp_shard=2)
+    return trial_of(tiny_case(dims, resume=(Saved(2, dims, until=3),)))
+
+
 def with_resumed(trial: Trial, rank: int, what: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Trial:
     """what: parameters or optimizer_state."""
     held = trial.ranks[rank].resumed
@@ -86,6 +92,31 @@ def test_through_three_launches_both_checkpoints_are_examined() -> None:
     result = next(r for r in judge(trial_of(case)) if r.check == "resume")
     parameters = len(case.model.parameter_shapes())
     assert (result.verdict, result.examined) == (Verdict.PASS, (1 + 4) * parameters * 4)
+
+
+def test_a_launch_that_trains_on_after_saving_is_judged_to_its_end_and_resumed_from_where_it_saved() -> None:
+    trial = trained_on()
+    results = judge(trial)
+    assert not [result for result in results if result.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)]
+    assert [step.step for step in trial.saved[0].ranks[0].steps] == [1, 2, 3]
+    assert [step.step for step in trial.ranks[0].steps] == [3]
+
+
+def test_what_saving_does_to_the_weights_that_train_on_is_named() -> None:
+    trial = trained_on()
+    saved = trial.saved[0]
+    (kept,) = [step.parameters for step in saved.ranks[0].steps if step.step == 2]
+    rounded = {fqn: value.astype(np.float32).astype(np.float64) for fqn, value in kept.items()}
+    trial = replace(trial, saved=(with_step(saved, 0, 2, changed=rounded),))
+    assert cause(trial).startswith("saved_1: weights are changed between steps 2 and 3, where it saves")
+
+
+def test_moments_are_judged_where_they_are_saved_too() -> None:
+    saved = trained_on().saved[0]
+    (kept,) = [step.optimizer_state for step in saved.ranks[0].steps if step.step == 2]
+    wrong = {fqn: state | {"exp_avg": state["exp_avg"] * 1.01} for fqn, state in kept.items()}
+    found = judged("update", with_step(saved, 0, 2, optimizer_state=wrong)).findings
+    assert found[0].where.startswith("rank 0, step 2, ")
 
 
 def test_a_case_that_resumes_nothing_has_nothing_to_judge() -> None:

@@ -49,12 +49,12 @@ def check(trial: Trial) -> Result:
 
 
 def saved_state(launch: Trial) -> dict[Key, np.ndarray]:
-    """Whole tensors after the last step of a launch; the elements that no rank held are NaN."""
-    return state_after(launch, launch.case.steps[-1])
+    """Whole tensors after the step that a launch saved; the elements that no rank held are NaN."""
+    return state_after(launch, launch.case.saved_step or launch.case.steps[-1])
 
 
 def state_after(launch: Trial, step: int) -> dict[Key, np.ndarray]:
-    """The same after any step, but for the optimizer's state, which is kept for the last one."""
+    """The same after any step, but for the optimizer's state, which is kept for that step and the last one."""
     records = {rank: record for rank, e in launch.ranks.items() for record in e.steps if record.step == step}
     return put_together(launch, {rank: Resumed(r.parameters, r.optimizer_state) for rank, r in records.items()})
 

@@ -56,7 +56,9 @@ def _unseen(trial: Trial) -> str:
 
 def until(trial: Trial, step: int) -> str:
     """The time after a step, in words."""
-    return "after the last step" if step == trial.case.steps[-1] else f"between steps {step} and {step + 1}"
+    if step == trial.case.steps[-1]:
+        return "after the last step"
+    return f"between steps {step} and {step + 1}" + ", where it saves" * (step == trial.case.saved_step)
 
 
 def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
@@ -118,7 +120,7 @@ def _replay(
         bound = tolerance.update_bound(trial.case, magnitude)
         where = f"rank {evidence.rank}, step {step.step}, {fqn}"
         finding = _compare(where, step.parameters[fqn], expected, bound, state.value)
-        if step is evidence.steps[-1]:
+        if step is evidence.steps[-1] or step.optimizer_state:
             finding = finding or _compare_moments(where, trial, step.optimizer_state.get(fqn, {}), state)
         finding = finding or _compare_with_what_was_left(where, trial, step, fqn)
         if finding:
@@ -208,7 +210,7 @@ def _compare_with_what_was_left(where: str, trial: Trial, step: StepEvidence, fq
 
 
 def _compare_moments(where: str, trial: Trial, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
-    """The state after the last step. The observer keeps no earlier one: these are averages over all steps."""
+    """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
     if trial.case.training.optimizer == "sgd":
         return None
     for key, expected, magnitude in (

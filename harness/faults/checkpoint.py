@@ -217,6 +217,55 @@ def initial_parameters_saved(fired: Fired) -> None:
 
 
 @fault(
+    breaks="what is made smaller for a checkpoint is the live weights, which train on rounded to bfloat16",
+    bug="of the family of S05: what is saved and what trains are the same tensors, and one is changed for the other",
+    case="fsdp_2_trained_on_to_fsdp_2",
+    caught_by="update gradients",
+    named="weights are changed between steps 2 and 3, where it saves",
+)
+def saving_rounds_the_live_weights(fired: Fired) -> None:
+    import torch
+
+    from harness.trainers.llama3 import checkpoint
+
+    def make(original: Any) -> Any:
+        @torch.no_grad()
+        def save(trainer: Any, folder: Any) -> Any:
+            written = original(trainer, folder)
+            for parameter in (p for part in trainer.model_parts for p in part.parameters()):
+                fired()
+                parameter.copy_(parameter.to(torch.bfloat16))
+            return written
+
+        return save
+
+    replace(checkpoint, "save", make)
+
+
+@fault(
+    breaks="the number of the epoch is not restored, so a job that resumes in a later one reads on in the first's order",
+    bug="of the family of D08 pytorch/torchtitan #3023: later epochs read in the order of the first, here after a resume",
+    case="fsdp_2_to_ddp_2_in_the_second_epoch",
+    caught_by="resume samples loss",
+    named="the data position is wrong after resuming: step 66 is fed the samples of step 2",
+)
+def later_epoch_resumed_in_the_order_of_the_first(fired: Fired) -> None:
+    from harness.trainers.llama3 import data
+
+    def make(original: Any) -> Any:
+        def seek(self: Any, samples: int) -> None:
+            original(self, samples)
+            if samples > len(self.dataset) and samples % len(self.dataset):
+                fired()
+                self.loader.sampler.set_epoch(0)
+                self.iterator = iter(self.loader)
+
+        return seek
+
+    replace(data.Microbatches, "seek", make)
+
+
+@fault(
     breaks="shards of a dim that tp and FSDP both cut are saved in the mesh's order, so rows change places",
     bug="S08 FSDP with TP: strided sharding lost on the way to a full tensor",
     case="fsdp_2_tp_2_to_tp_4",

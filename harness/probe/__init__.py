@@ -5,7 +5,8 @@
     probe.attach(trainer.model_parts)    when it is built, before its first step
     probe.resumed(step)                  if it resumed: when it has, before it goes on
     trainer.train()
-    probe.trained()                      before it writes a checkpoint
+    with probe.saving(): ..              around a checkpoint that it writes before it goes on
+    probe.trained()                      before it writes its last one
     evidence = probe.evidence(...)       afterwards
     probe.remove()
 
@@ -14,9 +15,10 @@ To add an observation: one file here, one field in evidence.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -84,6 +86,15 @@ class Probe:
         """The trainer has read a checkpoint that was written after this step."""
         self.clock.resume(step)
         self.values.watch_resumed()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """The trainer writes a checkpoint and goes on. What happens meanwhile belongs to no step, what it leaves of the
+        parameters is compared when the next one begins."""
+        self.values.keep_final_state()
+        before = self.clock.enter_set_up()
+        yield
+        self.clock.leave_set_up(before)
 
     def trained(self) -> None:
         """What follows belongs to no step."""

@@ -127,7 +127,8 @@ class ValueRecorder:
             step.changed = {fqn: p.copy() for fqn, p in now if not same_bits(p, step.parameters[fqn])}
 
     def keep_final_state(self) -> None:
-        """Optimizer state is copied once, when training has ended: the laws derive that of each step from the gradients."""
+        """Optimizer state is copied when training has ended, and where it is saved: the laws derive that of each step from
+        the gradients."""
         stepped = [number for number, step in self.steps.items() if step.parameters]
         for optimizer in self.optimizers if stepped else ():
             states = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}

@@ -287,6 +287,8 @@ class Source:
                 yield f"{key} {value}: the model of {era.without(key)}"
         if (case.resume or case.last_step) and not era.resumes:
             yield f"resume: this adapter does not let {era.name} write checkpoints"
+        if case.saves_after:
+            yield f"resume: {era.name} leaves its loop at the last step it is configured for, and does not enter it again"
 
 
 def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
