@@ -346,7 +346,11 @@ def two_layers(case: dict[str, Any]) -> Trial:
 
 def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> None:
     products = {"forward float64": 14, "other float64": 2, "backward float64": 32}
-    assert [f for f in found(two_layers({"products": products})) if "besides" in f.where] == []
+    assert found(two_layers({"products": products})) == []
+    assert found(two_layers({"products": products | {"backward float64": 34}})) == []  # the chunks are recomputed
+    fused = {"forward float64": 14, "other float64": 6, "backward float64": 28}  # their gradients are computed at once
+    assert found(two_layers({"products": fused})) == []
+    assert "repeated in backward" in found(two_layers({"products": products | {"backward float64": 35}}))[0].where
     whole = {"forward float64": 15, "other float64": 2, "backward float64": 30}
     assert "besides" in found(two_layers({"products": whole}))[0].where
 

@@ -30,6 +30,12 @@ def test_a_trainer_from_a_file_keeps_all_laws_without_knowing_of_them(tmp_path: 
     assert command(judgement) == f"harness run ddp_2 --trainer {OWN}"
 
 
+def test_plain_attention_a_look_between_steps_and_declared_switches_break_no_law(tmp_path: Path) -> None:
+    mine = str(OWN.with_name("plain_trainer.py"))
+    judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=mine))
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
 def judged(name: str, habits: str, folder: Path) -> Judgement:
     """A case run by own_trainer.py with habits of real trainers."""
     return run_case(find_case(name, load_all()), Options(out=folder, trainer=trainers.spec(str(HABITUAL), habits)))

@@ -138,8 +138,8 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     the product before is needed for nothing, which a compiler sees and leaves it out.
     """
     case, layers = trial.case, len(layers_of(trial, rank))
-    outputs = case.passes * (case.n_stages - 1 in trial.plan.stages[rank])
-    each, rest = divmod(products(step, "forward").total() - outputs, layers * case.passes)
+    projected = outputs(trial, rank) if projects_inside(trial, rank, step) else 0
+    each, rest = divmod(products(step, "forward").total() - projected, layers * case.passes)
     if rest or each < 1:
         return None
     last = 1 if case.features.ac_early_stop and not case.model.dropout else 0
@@ -160,7 +160,12 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     if again is None:
         yield Finding(f"{where} in forward", "equally many in every block", str(forward.total()))
     else:
-        yield _expect(f"{where} repeated in backward", again, backward.total() - 2 * forward.total())
+        seen = backward.total() - 2 * forward.total()
+        beside = (
+            0 if projects_inside(trial, rank, step) else matmuls_beside(step)
+        )  # the loss's, at once, later, or again
+        right = seen in {again + times * beside for times in (0, 2, 3)}
+        yield _expect(f"{where} repeated in backward", again, again if right else seen)
 
 
 # ---- attention
@@ -220,8 +225,11 @@ BESIDE = ("pipeline", "optimizer", "other")
 def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
     """Matmuls outside of forward and backward. Of a loss that projects to the vocabulary itself, which forward then lacks,
     those are right that no block does."""
-    multiplied = sum(products(step, phase).total() for phase in BESIDE)
-    return multiplied if projects_inside(trial, rank, step) or blocks_beside(step) else 0
+    return matmuls_beside(step) if projects_inside(trial, rank, step) or blocks_beside(step) else 0
+
+
+def matmuls_beside(step: StepEvidence) -> int:
+    return sum(products(step, phase).total() for phase in BESIDE)
 
 
 def blocks_beside(step: StepEvidence) -> int:
@@ -231,10 +239,15 @@ def blocks_beside(step: StepEvidence) -> int:
 
 
 def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
-    """Whether forward has the products of the output projection, beside equally many in every block."""
-    case, layers = trial.case, len(layers_of(trial, rank))
-    outputs = case.passes * (case.n_stages - 1 in trial.plan.stages[rank])
-    return (products(step, "forward").total() - outputs) % (layers * case.passes) == 0
+    """Whether forward has the products of the output projection. One that lacks them has equally many in every block."""
+    seen, blocks = products(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
+    lacks_them = (seen - outputs(trial, rank)) % blocks and seen % blocks == 0
+    return not (lacks_them and matmuls_beside(step))
+
+
+def outputs(trial: Trial, rank: int) -> int:
+    """Products of the output projection in forward passes, which the last stage has."""
+    return trial.case.passes * (trial.case.n_stages - 1 in trial.plan.stages[rank])
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:

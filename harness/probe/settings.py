@@ -29,7 +29,7 @@ def _deterministic() -> str:
 def _tf32() -> str:
     """Newer versions of torch have a precision instead of a switch, and refuse to read the switch where both were set."""
     matmul = torch.backends.cuda.matmul
-    return str(matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+    return _switch(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
 def _switch(on: bool) -> str:
