@@ -179,7 +179,7 @@ def options(config: pytest.Config) -> Options:
 def accept_golden(case: Case, options: Options) -> str:
     """Rewrites the golden and says what changed. Raises GoldenError in CI."""
     reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)
-    return f"{golden.accept(case, reference)}\naccepted, not a pass: review `git diff golden/`"
+    return f"{golden.accept(case, reference)}\naccepted, not a pass: review `{golden.review_command(case)}`"
 
 
 # ---- the end: skips alone are not green

@@ -2,6 +2,14 @@
 
 import sys
 
-from harness.cli import main
 
-sys.exit(main())
+def main() -> int:
+    try:
+        from harness.cli import main as command_line
+    except KeyboardInterrupt:
+        return 130
+    return command_line()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import os
 import shlex
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from harness.checks import run_check
 from harness.evidence import EvidenceError, Run, load, write_text
 from harness.faults import FaultError, faults_of_file, load_fault
 from harness.folders import folder_of
+from harness.format import FORMAT
 from harness.golden import GoldenError
 from harness.launch import LaunchError, preload
 from harness.launch.torchrun import join
@@ -32,6 +37,7 @@ from harness.line import (
     Judgement,
     Options,
     Unsupported,
+    commit_of,
     judge_folder,
     reference_folder,
     run_case,
@@ -49,6 +55,8 @@ from reference.record import ReferenceRun
 PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
 JOBS = {"cpu": 2, "cuda": 1}  # by device; on two cores 2 took 10 to 20 % less time than 1, and 4 no less than 2
 
+USUAL_JOBS = "default " + ", ".join(f"{count} on {device}" for device, count in JOBS.items())
+
 
 class BadInput(Exception):
     """What was typed cannot be done. The message is for the person who typed it."""
@@ -65,8 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # it has said what was wrong
         code = NOT_JUDGED if stop.code else PASSED
     else:
-        code = _do(args)
+        with one_interrupt():
+            code = _do(args)
     return SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
+
+
+@contextmanager
+def one_interrupt() -> Iterator[None]:
+    """The first Ctrl-C ends what is under way; while that is cleaned up, another would leave a traceback and processes."""
+
+    def interrupted(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupted)
+    yield
+    if signal.getsignal(signal.SIGINT) is interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _do(args: argparse.Namespace) -> int:
@@ -365,7 +390,8 @@ def _golden(case: Case, options: Options, noise: Sequence[str], *, accept: bool)
     """Compare one recipe's reference with its golden, or accept it and measure its noise, which is never a pass."""
     reference = load(reference_folder(case, options, noise if accept else ()) / "reference.npz", ReferenceRun)
     if accept:
-        say(golden.accept(case, reference) + "\n  accepted, not judged: review `git diff golden/`")
+        review = golden.review_command(case)
+        say(golden.accept(case, reference), f"  accepted, not judged: review `{review}`")
         return NOT_JUDGED
     result = _against_golden(case, reference)
     say(f"{golden.path_of(case).name}: {result.verdict}" + (f": {result.note}" if result.note else ""))
@@ -395,8 +421,31 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **how)
 
 
+class Version(argparse.Action):
+    """What a report of a mistake begins with."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        say(version_text())
+        parser.exit()
+
+
+def version_text() -> str:
+    def installed(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    commit = commit_of(str(ROOT)) or "unknown"
+    return (
+        f"harness {installed('harness')}, commit {commit}, records {FORMAT}, torch {installed('torch')},"
+        f" Python {sys.version.split()[0]}"
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("--version", action=Version, nargs=0, help="of the harness, its records, torch and Python")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     one = _command(commands, "run", run, "run one case and judge it")
     one.add_argument("case", metavar="CASE")
@@ -439,7 +488,7 @@ def parser() -> argparse.ArgumentParser:
     _selection(many)
     tiers = (*TIERS, matrix.ALL_TIERS)
     many.add_argument("--tier", choices=tiers, default="default", help="which cases; all but default are for the night")
-    many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; default {JOBS}")
+    many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; {USUAL_JOBS}")
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
     many.add_argument(
         "--random",
@@ -462,7 +511,7 @@ def parser() -> argparse.ArgumentParser:
     wrong.add_argument(
         "-k", dest="expression", default="", metavar="EXPR", help="words of name, case, bug, kind of bug and laws"
     )
-    wrong.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"at a time; default {JOBS}")
+    wrong.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"at a time; {USUAL_JOBS}")
     wrong.add_argument(
         "--file", type=Path, metavar="FILE.py", help="a catalogue of your own in place of harness/faults"
     )

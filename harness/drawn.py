@@ -33,8 +33,13 @@ def first(count: int, seed: int, reason: Callable[[Case], str | None]) -> list[C
     """The first ones for which there is no reason why they cannot run. Raises CaseError if there are too few."""
     numbers = itertools.islice(itertools.count(1), count * PATIENCE)
     found = list(itertools.islice((case for n in numbers if not reason(case := draw(seed, n))), count))
+    if not found:
+        first = draw(seed, 1)
+        raise CaseError(
+            f"--random {count}: none of {count * PATIENCE} drawn can run here; of {first.name}: {reason(first)}"
+        )
     if len(found) < count:
-        raise CaseError(f"--random {count}: of {count * PATIENCE} drawn this trainer runs {len(found)}; ask for fewer")
+        raise CaseError(f"--random {count}: {len(found)} of {count * PATIENCE} drawn can run here; ask for fewer")
     return found
 
 

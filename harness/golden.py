@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,14 +90,29 @@ def load(case: Case, folder: Path | None = None) -> Golden:
             {key: _noise(told) for key, told in record.get("noise", {}).items()},
         )
     except FileNotFoundError as error:
-        beside = f" --cases {(ROOT / case.file).parent}" if home(case) != FOLDER else ""
-        remedy = f"make it with `harness golden --accept{beside}`, review it"
+        remedy = f"make it with `{accept_command(case)}`, review it"
         raise GoldenError(f"{path}: no golden for this recipe; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GoldenError(f"{path}: damaged golden ({error!r}); restore it from git or accept it anew") from error
+        raise GoldenError(
+            f"{path}: damaged golden ({error!r}); restore it from git or accept it anew: `{accept_command(case)}`"
+        ) from error
     if record.get("recipe") != json.loads(json.dumps(recipe(case))):
-        raise GoldenError(f"{path}: made for another recipe; accept it anew with `harness golden --accept`")
+        raise GoldenError(f"{path}: made for another recipe; accept it anew with `{accept_command(case)}`")
     return golden
+
+
+def accept_command(case: Case, *more: str) -> str:
+    """What is typed to accept the golden of a case, wherever its file lies."""
+    beside = ["--cases", str((ROOT / case.file).parent)] if home(case) != FOLDER else []
+    return shlex.join(["harness", "golden", "--accept", *beside, *more])
+
+
+def review_command(case: Case) -> str:
+    """What shows how the accepted goldens of the case's folder differ from those in git."""
+    folder, here = home(case), Path.cwd()
+    if folder.is_relative_to(here):
+        return f"git diff {shlex.quote(str(folder.relative_to(here)))}/"
+    return f"git -C {shlex.quote(str(folder))} diff ."
 
 
 def _noise(told: dict[str, Any]) -> Noise:

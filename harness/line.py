@@ -377,13 +377,13 @@ def _made(options: Options) -> dict[str, str]:
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
-        "commit": _commit(source or own),
+        "commit": commit_of(source or own),
         "device": options.device,
         "launcher": options.launcher,
     }
 
 
-def _commit(source: str) -> str:
+def commit_of(source: str) -> str:
     """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that pip laid
     into OUT is not of the commit around it."""
     if ".environments" in Path(source).parts:

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.case import Case
+from harness.golden import accept_command
 from reference.config import TrainingConfig
 from reference.record import Noise, ReferenceRun, ReferenceStep
 
@@ -83,7 +84,7 @@ def bounds(case: Case, reference: ReferenceRun, noise: Noise | None = None) -> B
 
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
     if noise is None:
-        accept = f"`harness golden --accept -k {case.name}` measures it"
+        accept = f"`{accept_command(case, '-k', case.name)}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
     if not noise.finite:
         raise NoBound("a repeat of the reference has a NaN")

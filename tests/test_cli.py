@@ -224,6 +224,16 @@ def test_an_unexpected_exception_in_one_case_keeps_the_outcomes_of_all_others(
     assert "KeyError('nobody thought of this') in judged, " in told
 
 
+def test_the_version_says_what_a_report_of_a_mistake_begins_with(capsys: Any) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"harness \S.*, commit \S+, records \d+, torch \S+, Python 3\.\S+\n", capsys.readouterr().out)
+
+
+def test_help_names_the_usual_number_of_jobs_in_words(capsys: Any) -> None:
+    assert main(["matrix", "--help"]) == 0
+    assert "default 2 on cpu, 1 on cuda" in " ".join(capsys.readouterr().out.split())
+
+
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
@@ -315,9 +325,9 @@ def test_a_broken_law_exits_with_1_also_under_bisect(cases: Any, capsys: Any) ->
     assert "on purpose" in capsys.readouterr().out
 
 
-def test_ctrl_c_in_a_run_leaves_no_process(cases: Any, tmp_path: Path) -> None:
+def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_traceback(cases: Any, tmp_path: Path) -> None:
     arguments = ["run", "pair", *cases(PAIR), "--fault", "wrong.py:endless"]
-    code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path)
+    code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path, times=3)
     assert (code, told) == (130, "harness: interrupted; nothing was judged, the ranks are killed\n")
 
 
@@ -408,7 +418,9 @@ def harness(*arguments: str, cwd: Path = ROOT, **how: Any) -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, **how)
 
 
-def interrupt(arguments: list[str], *, when: Callable[[], bool], cwd: Path, module: str = "harness") -> tuple[int, str]:
+def interrupt(
+    arguments: list[str], *, when: Callable[[], bool], cwd: Path, module: str = "harness", times: int = 1
+) -> tuple[int, str]:
     """Ctrl-C once `when` is true. Exit code and stderr; fails if a process of this run is left in /proc."""
     mark = f"HARNESS_TEST={uuid.uuid4()}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), mark.split("=")[0]: mark.split("=")[1]}
@@ -425,7 +437,9 @@ def interrupt(arguments: list[str], *, when: Callable[[], bool], cwd: Path, modu
     try:
         assert eventually(when, seconds=100)
         assert len(marked(mark)) >= 3  # the harness, its server, a rank
-        os.killpg(process.pid, signal.SIGINT)
+        for _ in range(times):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.05)
         _, told = process.communicate(timeout=60)
         assert eventually(lambda: not marked(mark), seconds=10), marked(mark)
         return process.returncode, told

@@ -11,8 +11,20 @@ import pytest
 from literal import SGD, reference_of, tiny_case
 
 from harness import golden
-from harness.case import find_case, load_all
-from harness.golden import Golden, GoldenError, accept, describe, largest_difference, load, path_of, recipe_name, render
+from harness.case import ParallelDims, find_case, load_all
+from harness.golden import (
+    Golden,
+    GoldenError,
+    accept,
+    accept_command,
+    describe,
+    largest_difference,
+    load,
+    path_of,
+    recipe_name,
+    render,
+    review_command,
+)
 from reference.record import Noise
 
 CASE = tiny_case("fsdp_2")
@@ -167,7 +179,9 @@ def test_a_missing_golden_is_answered_with_the_command(tmp_path: Path) -> None:
 def test_a_damaged_golden_is_answered_with_the_remedy(tmp_path: Path, damage: str) -> None:
     path_of(CASE, tmp_path).write_text(damage)
     message = refusal(tmp_path)
-    assert message.startswith("damaged golden (") and message.endswith("); restore it from git or accept it anew")
+    assert message.startswith("damaged golden (") and message.endswith(
+        "); restore it from git or accept it anew: `harness golden --accept`"
+    )
 
 
 def test_the_golden_of_another_recipe_is_not_believed(tmp_path: Path) -> None:
@@ -216,3 +230,13 @@ def test_the_file_has_one_line_a_step_so_that_a_review_sees_what_moved() -> None
         '    {"step": 2, "loss": 0.1, "grad_norm": 1e-09}\n  ]\n}\n'
     )
     assert json.loads(text)["recipe"] == json.loads(json.dumps(golden.recipe(CASE)))
+
+
+def test_what_is_to_be_typed_names_the_folder_of_the_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my cases"
+    case = replace(tiny_case(ParallelDims()), file=str(folder / "some.yaml"))
+    assert accept_command(case, "-k", "x") == f"harness golden --accept --cases '{folder}' -k x"
+    assert review_command(case) == f"git -C '{folder}/golden' diff ."
+    monkeypatch.chdir(tmp_path)
+    assert review_command(case) == "git diff 'my cases/golden'/"
+    assert accept_command(replace(case, file="cases/some.yaml")) == "harness golden --accept"

@@ -16,7 +16,7 @@ import pytest
 
 from harness.case import Case, from_json
 from harness.evidence import EvidenceError, load_run
-from harness.line import Judgement, Options, _commit, _oracle_key, judge_folder, run_case, unsupported
+from harness.line import Judgement, Options, _oracle_key, commit_of, judge_folder, run_case, unsupported
 from harness.report import case_report
 from harness.trial import Verdict
 
@@ -169,7 +169,7 @@ def test_evidence_names_the_commit_that_its_sources_are_of_now(tmp_path: Path) -
     git("init", "--quiet")
     for number in range(2):
         git("commit", "--allow-empty", "--quiet", "-m", f"commit {number}")
-        assert git("rev-parse", "HEAD").startswith(_commit(str(tmp_path)))
+        assert git("rev-parse", "HEAD").startswith(commit_of(str(tmp_path)))
 
 
 @pytest.mark.parametrize("package", ["torch", "numpy", "torchao"])
