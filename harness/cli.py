@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, catalogue, composition, coverage, drawn, golden, matrix, trainers, versions
+from harness import ROOT, catalogue, composition, coverage, drawn, golden, matrix, trainers, unaimed, versions
 from harness.bisect import BisectError, bisect
 from harness.bisect_report import bisect_report
 from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
 from harness.evidence import EvidenceError, Run, load, write_text
-from harness.faults import FaultError, faults_of_file, load_fault
+from harness.faults import Fault, FaultError, faults_of_file, load_fault
 from harness.folders import folder_of
 from harness.format import FORMAT
 from harness.golden import GoldenError
@@ -191,6 +191,8 @@ def run_faults(args: argparse.Namespace) -> int:
         say(catalogue.listing(chosen))
         return PASSED
     cases, options, jobs = load_all(args.cases), options_of(args), args.jobs or JOBS[args.device]
+    if args.unaimed:
+        return search_unaimed(chosen, cases, options, accept=args.accept)
     tried = [catalogue.control(), *chosen]
     needed = catalogue.needed(tried, cases)
     names = {case.name: matrix.weight(case) for case in needed}
@@ -204,8 +206,19 @@ def run_faults(args: argparse.Namespace) -> int:
     say(catalogue.report(done, control, progress.elapsed()))
     if args.accept:
         say(catalogue.accept(done, catalogue.known()))
+        unaimed.accept()
         return NOT_JUDGED
     return faults_code(done, control)
+
+
+def search_unaimed(faults: Sequence[Fault], cases: Sequence[Case], options: Options, *, accept: bool) -> int:
+    """Of the faults whose own case is in no tier but nightly: does the default tier notice them?"""
+    found = [unaimed.search(fault, cases, options) for fault in unaimed.elsewhere(faults, cases)]
+    if accept:
+        unaimed.accept(found)
+    stored = {one.fault: one for one in (*unaimed.load(), *found)}
+    say(unaimed.report(catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8")), cases, list(stored.values())))
+    return NOT_JUDGED if accept else worst(PASSED if one.case else BROKEN for one in found)
 
 
 def faults_code(done: Sequence[catalogue.Attempt], control: catalogue.Attempt) -> int:
@@ -227,8 +240,9 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
 
 
 def show_composition(cases: Sequence[Case]) -> int:
-    """Which cases the default tier needs, and which add nothing; nothing is moved. Its cases of faults are needed."""
-    demanded = {fault.case for fault in catalogue.known()} & {case.name for case in cases if case.tier == "default"}
+    """Which cases the default tier needs, and which add nothing; nothing is moved. Those that notice faults are needed."""
+    stored = catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8"))
+    demanded = {case for _, case in unaimed.noticed(stored, cases, unaimed.load())}
     say(composition.proposal_text(cases, composition.propose(cases, demanded)))
     return NOT_JUDGED if composition.missing(cases) else PASSED
 
@@ -520,6 +534,9 @@ def parser() -> argparse.ArgumentParser:
     )
     wrong.add_argument(
         "--laws-only", action="store_true", help="do not measure weaker tests, which takes half of the time"
+    )
+    wrong.add_argument(
+        "--unaimed", action="store_true", help="instead, try faults of nightly cases on those of the default tier"
     )
     wrong.add_argument(
         "--accept", action="store_true", help="store what was measured, with the README's table; never a pass"

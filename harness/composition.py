@@ -71,7 +71,7 @@ def propose(cases: Sequence[Case], demanded: Collection[str], most: int = RANKS)
     stay = [case for case in cases if case.tier == "default" and case not in usable]
     taken = [*stay, *(case for case in usable if case.name in demanded)]
     taken += _cover(usable if missing(cases) else now, taken, joins)
-    for has in (_values, _pairs):
+    for has in (values, _pairs):
         taken += _within(_cover(now, taken, has), most - sum(map(ranks, taken)))
     rest = sorted((case for case in now if case not in taken), key=ranks)
     taken += _within(rest, most - sum(map(ranks, taken)))
@@ -112,7 +112,7 @@ def _options_of(case: Case) -> list[Option]:
     return [option for option in options() if option.holds(case)]
 
 
-def _values(case: Case) -> set[tuple[str, object]]:
+def values(case: Case) -> set[tuple[str, object]]:
     """Everything that the case says, whether or not it is an option of coverage.py."""
     records = (case.dims, case.features, case.training, case.model)
     return {(field.name, getattr(record, field.name)) for record in records for field in fields(record)}

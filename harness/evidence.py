@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from harness.checkpoint import Checkpoint
 from harness.format import other_version, version_of
 
 T = TypeVar("T")
@@ -250,6 +251,7 @@ class Run:
 
     trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
     a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher"; no law reads it.
+    checkpoint: what the one that it left holds; None if it left none, or nobody looked.
     """
 
     directory: str
@@ -261,6 +263,7 @@ class Run:
     fault: str | None = None
     trainer: str = "llama3"
     made: dict[str, str] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
 
 
 def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
@@ -402,6 +405,7 @@ def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
 
 
 RUN_FILE = "run.json"
+CHECKPOINT_FILE = "checkpoint.npz"
 
 
 def save_run(run: Run) -> None:
@@ -432,6 +436,8 @@ def load_run(directory: Path) -> Run:
             run.ranks[rank] = load(rank_file(directory, rank), RankEvidence)
         except EvidenceError as error:
             run.unreadable[rank] = str(error)
+    if (directory / CHECKPOINT_FILE).exists():
+        run = dataclasses.replace(run, checkpoint=load(directory / CHECKPOINT_FILE, Checkpoint))
     return run
 
 

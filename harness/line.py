@@ -5,7 +5,8 @@ One folder holds all that is known of one run of a case and can be judged anywhe
     case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
     reference.npz    the oracle          repeat/      the second launch, where the case asks for one
     report.txt       what was found      verdict.json the same, for programs
-    saved_1 ..       earlier launches    checkpoint/  what they saved, kept only if the case does not pass
+    saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz)
+    checkpoint/      what they saved, kept only if the case does not pass
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from reference.record import ReferenceRun
 RANK_ENTRY = "harness.testify:rank"
 CHECKPOINT = "checkpoint"
 UNWATCHED_ENTRY = "harness.testify:unwatched"
+CHECKPOINT_ENTRY = "harness.testify:checkpoint"
 REFERENCE_ENTRY = "harness.testify:reference"
 ORACLE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
 PATIENCE = 5  # with ranks that have to compile before their first step ends: times the time limit
@@ -177,9 +179,10 @@ def _fired(trial: Trial, folder: Path) -> bool | None:
 
 
 def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
-    """What rank 0 displays in a longer run of the case that nobody watches, resumed like the case, of a step that two
-    launches train the first; nothing if a rank failed."""
-    longer = replace(case, training=replace(case.training, steps=steps))
+    """What rank 0 displays in the last steps of a longer run of the case that nobody watches, resumed like the case; of a
+    step that two launches train the first. Nothing if a rank failed."""
+    most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
+    longer = replace(case, training=replace(case.training, steps=most))
     weights = reference_folder(case, options) / "weights.npz"
     losses: dict[int, float] = {}
     for name, launched in longer.launches.items():
@@ -187,7 +190,7 @@ def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) 
         if any(exit.how != "ok" for exit in exits):
             return ()
         losses = dict(json.loads((folder / name / "losses.json").read_text(encoding="utf-8"))) | losses
-    return tuple(losses[step] for step in sorted(losses))
+    return tuple(losses[step] for step in sorted(losses)[-steps:])
 
 
 def load_trial(folder: Path) -> Trial:
@@ -368,7 +371,10 @@ def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
         made=made,
     )
     save_run(run)
-    return all(exit.how == "ok" for exit in exits)
+    ended_well = all(exit.how == "ok" for exit in exits)
+    if ended_well and case.saved_step is not None:
+        launch(Job(folder / CHECKPOINT, 1, CHECKPOINT_ENTRY, _wanted(case, folder, weights, options)))
+    return ended_well
 
 
 def _made(options: Options) -> dict[str, str]:
@@ -397,8 +403,9 @@ def commit_of(source: str) -> str:
         return ""
 
 
-def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:
-    wanted = {
+def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
+    """What the entries of testify.py are told."""
+    return {
         "case": to_json(case),
         "trainer": options.trainer,
         "weights": str(weights.resolve()),
@@ -408,12 +415,15 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, 
         "directory": str(folder.resolve()),
         "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
     }
+
+
+def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:
     timeout = options.timeout * (PATIENCE if case.features.compile else 1)
     job = Job(
         folder,
         case.dims.world_size,
         entry,
-        wanted,
+        _wanted(case, folder, weights, options),
         timeout=timeout,
         device=options.device,
         group_timeout=max(10.0, timeout / 2),

@@ -19,7 +19,7 @@ import numpy as np
 
 from harness import trainers
 from harness.case import Case, from_json
-from harness.evidence import Collective, rank_file, renamed, save, write_text
+from harness.evidence import CHECKPOINT_FILE, Collective, rank_file, renamed, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
 from harness.trainers import StartedTrainer
@@ -101,6 +101,15 @@ def reference(options: dict[str, Any]) -> None:
     np.savez(partial, **told.weights)  # type: ignore[arg-type]
     os.replace(partial, directory / "weights.npz")
     save(directory / "reference.npz", told)
+
+
+def checkpoint(options: dict[str, Any]) -> None:
+    """What the latest checkpoint holds, read by a process that trains nothing. Options as above; leaves checkpoint.npz."""
+    from harness.checkpoint import TIED, read
+
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    found = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED}, adapter.fqn)
+    save(Path(options["directory"]) / CHECKPOINT_FILE, found)
 
 
 def unwatched(options: dict[str, Any]) -> StartedTrainer:

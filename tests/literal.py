@@ -17,6 +17,7 @@ import numpy as np
 
 from harness import golden
 from harness.case import Case, Features, ParallelDims
+from harness.checkpoint import Checkpoint, SavedTensor
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
 from harness.diagnose import Diagnosis
@@ -174,7 +175,8 @@ def trial_of(asked: Case, ran: Case | None = None) -> Trial:
     world = ran.dims.world_size
     oracle = flattened_reference(reference) if make_plan(ran).flat else reference
     ranks = {rank: _rank_evidence(asked, ran, rank, oracle) for rank in range(world)}
-    run = Run("run", world, tuple(Exit(rank, "ok", 0) for rank in range(world)), ranks)
+    exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
+    run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
     repeat = run if asked.runs > 1 else None
     saved = tuple(trial_of(launch) for launch in asked.launches.values() if launch is not asked)
     plan = make_plan(asked, observed_units(asked, ranks))
@@ -197,6 +199,18 @@ def _rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -
         settings=SETTINGS,
         resumed=_resumed(reference.steps[ran.steps.start - 2], part) if ran.resume else None,
     )
+
+
+def checkpoint_of(case: Case, reference: ReferenceRun) -> Checkpoint | None:
+    """Parameters and moments, each once and whole, and a counter."""
+    if case.saved_step is None:
+        return None
+    state = reference.steps[case.saved_step - 1].optimizer_state
+    names = [(f"model.{fqn}", fqn) for fqn in reference.weights]
+    names += [(f"optimizer.{fqn}.{key}", fqn) for fqn, held in state.items() for key in held]
+    shapes = case.model.parameter_shapes()
+    tensors = [SavedTensor(name, fqn, shapes[fqn], "float64", math.prod(shapes[fqn])) for name, fqn in names]
+    return Checkpoint((*tensors, SavedTensor("step", "", (), "float32", 1)), {"samples": 100})
 
 
 def _resumed(step: ReferenceStep, part: Any) -> Resumed:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, catalogue, coverage
+from harness import ROOT, catalogue, coverage, unaimed
 from harness.case import find_case, load_all
 from harness.checks import all_checks, law
 from harness.cli import parser
@@ -43,6 +43,10 @@ def test_the_failing_output_at_the_top_is_the_real_one(tmp_path: Path) -> None:
 
 def test_the_table_of_what_is_noticed_is_made_from_what_was_measured() -> None:
     assert catalogue.with_table(README, catalogue.from_json(catalogue.STORED.read_text())) == README
+
+
+def test_the_line_of_what_the_default_tier_notices_is_made_from_what_was_measured() -> None:
+    assert unaimed.with_line(README) == README, "make it anew: harness faults --accept"
 
 
 def _without_noise(text: str) -> str:

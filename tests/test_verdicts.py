@@ -98,6 +98,7 @@ def test_a_law_without_an_object_says_why() -> None:
         "traffic": "one rank moves nothing",
         "positions": "the model is told none: it counts from 0, or reads them from a table",
         "resume": "nothing is resumed",
+        "checkpoint": "this launch writes none",
         "determinism": "the case asks for one run (runs: 2 repeats it)",
         "replica_agreement": "no two ranks hold the same slice of anything",
     }

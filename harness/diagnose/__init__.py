@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from harness.checks import judge, launch_label
+from harness.diagnose.checkpoint import wrong_checkpoint
 from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnose.features import attended_too_often, wrong_features, wrong_masks
 from harness.diagnose.gradients import wrong_gradients
@@ -65,6 +66,7 @@ RULES: tuple[Rule, ...] = (
     wrong_later_gradients,
     replicas_drift,
     copies_kept,
+    wrong_checkpoint,
     attended_too_often,
     ranks_wait,
     wrong_settings,

@@ -217,6 +217,48 @@ def initial_parameters_saved(fired: Fired) -> None:
 
 
 @fault(
+    breaks="gradients are saved besides, one more tensor of each parameter",
+    bug="of the family of S05: a state dict that is made of whatever the trainer has",
+    case="fsdp_2_trained_on_to_fsdp_2",
+    caught_by="checkpoint",
+    named="the checkpoint of step 2 holds 2 tensors for one, gradients.* and model.*, in every parameter",
+)
+def gradients_saved_besides(fired: Fired) -> None:
+    from harness.trainers.llama3 import checkpoint
+
+    def make(original: Any) -> Any:
+        def state_of(trainer: Any) -> State:
+            named = {
+                f: p.grad for part in trainer.model_parts for f, p in part.named_parameters() if p.grad is not None
+            }
+            fired()
+            return original(trainer) | ({"gradients": named} if named else {})
+
+        return state_of
+
+    replace(checkpoint, "state_of", make)
+
+
+@fault(
+    breaks="optimizer state is saved in bfloat16, which halves a checkpoint and rounds what is resumed",
+    bug="of the family of S05: what is saved is not what trains",
+    case="fsdp_4_to_hsdp_2x2",
+    caught_by="checkpoint resume",
+    named="the checkpoint of step 2 holds exp_avg in bfloat16, trained in float64, in every parameter",
+)
+def optimizer_state_saved_in_bfloat16(fired: Fired) -> None:
+    import torch
+
+    def change(state: State) -> None:
+        fired()
+        for key, value in state["optimizer"].items():
+            if torch.is_tensor(value) and value.dim():
+                state["optimizer"][key] = value.to(torch.bfloat16)
+
+    before_save(change)
+
+
+@fault(
     breaks="what is made smaller for a checkpoint is the live weights, which train on rounded to bfloat16",
     bug="of the family of S05: what is saved and what trains are the same tensors, and one is changed for the other",
     case="fsdp_2_trained_on_to_fsdp_2",

@@ -1,0 +1,105 @@
+"""A checkpoint holds every parameter and its optimizer state once, whole, in the type they train in, and nothing as large.
+
+What it should hold is what the ranks held when it was written. Besides that it may have single numbers, integers and small
+objects: counters, rates, states of generators. Read is its index, not its numbers: those the law `resume` compares. What is
+smaller than 16 KiB and no tensor of floating-point numbers is not told apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from harness.checkpoint import TIED, Checkpoint, SavedTensor
+from harness.checks import not_applicable, verdict_of
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text
+
+STAGE = "data"
+
+Key = tuple[str, str]
+"""What it is (parameter, or the optimizer's name for it) and the parameter's fqn."""
+
+PARAMETER = "parameter"
+SMALL = 16 * 1024
+
+
+def check(trial: Trial) -> Result:
+    if trial.case.saved_step is None:
+        return not_applicable("checkpoint", "this launch writes none")
+    held = trial.run.checkpoint
+    if held is None or held.unread:
+        return Result("checkpoint", Verdict.UNKNOWN, note=held.unread if held else "nobody looked at what was saved")
+    findings = [*_beyond(trial, held), *_wrong(trial, held)]
+    return verdict_of("checkpoint", findings, examined=len(held.tensors))
+
+
+def wanted(trial: Trial) -> dict[Key, set[str]]:
+    """What should be saved, with the types it may have: a bfloat16 is stored as float32 in evidence."""
+    types: dict[Key, set[str]] = defaultdict(set)
+    for evidence in trial.ranks.values():
+        own = {tensor.fqn: tensor.dtype for tensor in evidence.parameters}
+        for fqn, dtype in own.items():
+            types[PARAMETER, fqn].add(dtype)
+        for step in evidence.steps:
+            for fqn, state in step.optimizer_state.items() if step.step == trial.case.saved_step else ():
+                for name, value in state.items():
+                    narrow = {own[fqn]} if own.get(fqn) == "bfloat16" and value.dtype == "float32" else set()
+                    types[name, fqn] |= {str(value.dtype), *narrow} if value.ndim else set()
+    return {key: names for key, names in types.items() if names}
+
+
+def saved(trial: Trial, held: Checkpoint) -> dict[Key, list[SavedTensor]]:
+    """The tensors of floating-point numbers that are about a parameter, by what they are taken for."""
+    names = {name for name, _ in wanted(trial)} - {PARAMETER}
+    found: dict[Key, list[SavedTensor]] = defaultdict(list)
+    for tensor in held.tensors:
+        if tensor.fqn and _counts(tensor):
+            found[next((name for name in names if name in tensor.name.split(".")), PARAMETER), tensor.fqn].append(
+                tensor
+            )
+    return dict(found)
+
+
+def may_be(trial: Trial, key: Key) -> int:
+    """How many tensors; a tied weight may be saved under both of its names."""
+    return int(key in wanted(trial) or (trial.case.model.tied_embeddings and key == (PARAMETER, TIED)))
+
+
+def unknown(trial: Trial, held: Checkpoint) -> list[SavedTensor]:
+    """Tensors of floating-point numbers that are about no parameter of the model."""
+    return [tensor for tensor in held.tensors if not tensor.fqn and _counts(tensor)]
+
+
+def _counts(tensor: SavedTensor) -> bool:
+    return "float" in tensor.dtype and math.prod(tensor.shape) > 1
+
+
+def _beyond(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
+    """More than there should be."""
+    for (name, fqn), tensors in saved(trial, held).items():
+        if len(tensors) > (most := may_be(trial, (name, fqn))):
+            what = "one tensor" if most else "none"
+            yield Finding(f"{fqn}, {name}", what, f"{len(tensors)}: {', '.join(tensor.name for tensor in tensors)}")
+    for tensor in unknown(trial, held):
+        yield Finding(tensor.name, "nothing but parameters and their optimizer state", f"{tensor.dtype} {tensor.shape}")
+    for name, size in (held.objects or {}).items():
+        if size > SMALL:
+            yield Finding(name, f"objects of at most {bytes_text(SMALL)}", bytes_text(size))
+    if held.unindexed > (most := SMALL * trial.case.dims.world_size):
+        yield Finding("files", f"at most {bytes_text(most)} that are not in the index", bytes_text(held.unindexed))
+
+
+def _wrong(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
+    """What is lacking, not whole, stored more than once, or of another type."""
+    found, shapes = saved(trial, held), trial.case.model.parameter_shapes()
+    for (name, fqn), types in wanted(trial).items():
+        if (name, fqn) not in found:
+            yield Finding(f"{fqn}, {name}", "saved", "not there")
+        for tensor in found.get((name, fqn), ()):
+            if tensor.shape != shapes[fqn]:
+                yield Finding(tensor.name, f"shape {shapes[fqn]}", f"shape {tensor.shape}")
+            elif tensor.numbers != math.prod(tensor.shape):
+                yield Finding(tensor.name, f"{math.prod(tensor.shape)} numbers, each once", f"{tensor.numbers}")
+            if tensor.dtype not in types:
+                yield Finding(tensor.name, " or ".join(sorted(types)), tensor.dtype)

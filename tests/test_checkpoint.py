@@ -1,0 +1,250 @@
+"""What a checkpoint holds: its index is read, and judged against what trained."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from literal import ADAMW, SGD, TINY, cause_of, judged, tiny_case, trial_of
+
+from harness import testify
+from harness.case import ParallelDims, Saved
+from harness.checkpoint import Checkpoint, SavedTensor, read
+from harness.checks import judge
+from harness.diagnose import diagnose
+from harness.trial import Finding, Trial, Verdict
+
+WEIGHT = "layers.0.attention.wq.weight"
+
+
+def saving(**changes: Any) -> Trial:
+    """The launch that saves, of two."""
+    case = tiny_case("fsdp_2", resume=(Saved(2, ParallelDims(dp_shard=2)),), **changes)
+    return trial_of(case).saved[0]
+
+
+def with_tensors(trial: Trial, change: Callable[[SavedTensor], list[SavedTensor]]) -> Trial:
+    held = trial.run.checkpoint
+    assert held is not None
+    tensors = tuple(new for tensor in held.tensors for new in change(tensor))
+    return replace(trial, run=replace(trial.run, checkpoint=replace(held, tensors=tensors)))
+
+
+def with_checkpoint(trial: Trial, **changes: Any) -> Trial:
+    held = trial.run.checkpoint
+    assert held is not None
+    return replace(trial, run=replace(trial.run, checkpoint=replace(held, **changes)))
+
+
+def cause(trial: Trial) -> str:
+    return cause_of(diagnose(trial, judge(trial)))
+
+
+# ---- right
+
+
+@pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_parameters_and_their_optimizer_state_once_each_are_right(training: Any) -> None:
+    trial = saving(training=training)
+    result = judged("checkpoint", trial)
+    parameters = len(trial.plan.shapes)
+    assert (result.verdict, result.examined) == (Verdict.PASS, 1 + parameters * (1 if training is SGD else 3))
+
+
+def test_integers_single_numbers_and_small_objects_may_be_saved_besides() -> None:
+    more = [SavedTensor("rng", "", (5056,), "uint8", 5056), SavedTensor("loss", "", (1,), "float32", 1)]
+    held = saving().run.checkpoint
+    assert held is not None
+    trial = with_checkpoint(saving(), tensors=(*held.tensors, *more), objects={"loader": 2000}, unindexed=900)
+    assert judged("checkpoint", trial).verdict is Verdict.PASS
+
+
+def test_a_tied_weight_may_be_saved_under_both_of_its_names_once() -> None:
+    tied = saving(model=replace(TINY, tied_embeddings=True))
+    shape = tied.case.model.parameter_shapes()["tok_embeddings.weight"]
+    for names, verdict in ((["output.weight"], Verdict.PASS), (["output.weight", "grad.output.weight"], Verdict.FAIL)):
+        second = [SavedTensor(name, "output.weight", shape, "float64", math.prod(shape)) for name in names]
+        held = tied.run.checkpoint
+        assert held is not None
+        assert judged("checkpoint", with_checkpoint(tied, tensors=(*held.tensors, *second))).verdict is verdict
+
+
+def test_optimizer_state_that_the_recipe_has_not_is_found() -> None:
+    extra = SavedTensor(f"optimizer.{WEIGHT}.exp_avg", WEIGHT, (4, 4), "float64", 16)
+    sgd = saving(training=SGD)
+    held = sgd.run.checkpoint
+    assert held is not None
+    trial = with_checkpoint(sgd, tensors=(*held.tensors, extra))
+    assert judged("checkpoint", trial).verdict is Verdict.FAIL
+
+
+def test_a_launch_that_saves_nothing_has_nothing_to_judge() -> None:
+    assert judged("checkpoint", trial_of(tiny_case("fsdp_2"))).verdict is Verdict.NOT_APPLICABLE
+
+
+def test_a_format_that_nobody_can_read_is_unknown_with_the_reason() -> None:
+    trial = with_checkpoint(saving(), unread="not complete in torch's distributed format")
+    result = judged("checkpoint", trial)
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "not complete in torch's distributed format")
+    trial = replace(trial, run=replace(trial.run, checkpoint=None))
+    assert judged("checkpoint", trial).note == "nobody looked at what was saved"
+
+
+# ---- wrong
+
+
+def besides(prefix: str) -> Trial:
+    def change(tensor: SavedTensor) -> list[SavedTensor]:
+        copied = replace(tensor, name=tensor.name.replace("model.", f"{prefix}."))
+        return [tensor, copied] if tensor.name.startswith("model.") else [tensor]
+
+    return with_tensors(saving(), change)
+
+
+@pytest.mark.parametrize("prefix", ["gradients", "ema"])
+def test_a_second_tensor_of_each_parameter_is_named(prefix: str) -> None:
+    trial = besides(prefix)
+    assert (
+        Finding(f"{WEIGHT}, parameter", "one tensor", f"2: model.{WEIGHT}, {prefix}.{WEIGHT}")
+        in judged("checkpoint", trial).findings
+    )
+    names = " and ".join(sorted([f"{prefix}.*", "model.*"]))
+    assert cause(trial).endswith(f"the checkpoint of step 2 holds 2 tensors for one, {names}, in every parameter")
+
+
+def test_optimizer_state_in_another_type_is_named() -> None:
+    def change(tensor: SavedTensor) -> list[SavedTensor]:
+        return [replace(tensor, dtype="bfloat16") if "exp_avg" in tensor.name else tensor]
+
+    told = "the checkpoint of step 2 holds exp_avg in bfloat16, trained in float64, in every parameter"
+    assert cause(with_tensors(saving(), change)).endswith(told)
+
+
+def test_a_parameter_that_is_not_saved_is_named() -> None:
+    trial = with_tensors(saving(), lambda tensor: [] if tensor.name == f"model.{WEIGHT}" else [tensor])
+    assert judged("checkpoint", trial).findings == (Finding(f"{WEIGHT}, parameter", "saved", "not there"),)
+    assert f"lacks parameters in 1 of {len(trial.plan.shapes)} parameters ({WEIGHT})" in cause(trial)
+
+
+def test_pieces_that_overlap_or_leave_a_gap_are_found() -> None:
+    for numbers in (8, 15, 32):
+        trial = with_tensors(
+            saving(), lambda t, n=numbers: [replace(t, numbers=n) if t.name == f"model.{WEIGHT}" else t]
+        )
+        assert judged("checkpoint", trial).findings == (
+            Finding(f"model.{WEIGHT}", "16 numbers, each once", str(numbers)),
+        )
+
+
+def test_a_tensor_that_is_about_no_parameter_is_found() -> None:
+    held = saving().run.checkpoint
+    assert held is not None
+    trial = with_checkpoint(saving(), tensors=(*held.tensors, SavedTensor("buffer", "", (64,), "float64", 64)))
+    assert [finding.where for finding in judged("checkpoint", trial).findings] == ["buffer"]
+    assert cause(trial).endswith("holds 1 tensors that are about no parameter: buffer")
+
+
+def test_large_objects_and_files_that_the_index_does_not_know_are_found() -> None:
+    trial = with_checkpoint(saving(), objects={"everything": 20_000}, unindexed=40_000)
+    assert [finding.where for finding in judged("checkpoint", trial).findings] == ["everything", "files"]
+
+
+# ---- when it is written
+
+
+class Recorded:
+    """A trainer and a probe that say what is asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def train(self, last_step: int) -> None:
+        self.asked.append(last_step)
+
+    def save(self, folder: Path) -> None:
+        self.asked.append("save")
+
+    def trained(self) -> None:
+        self.asked.append("trained")
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        self.asked.append("saving")
+        yield
+        self.asked.append("saved")
+
+
+def test_a_launch_saves_where_it_is_asked_to_and_belongs_to_no_step_meanwhile() -> None:
+    for saved, asked in (
+        (Saved(2), [2, "trained", "save"]),
+        (Saved(2, until=3), [2, "saving", "save", "saved", 3, "trained"]),
+    ):
+        launches = tiny_case("single", resume=(saved,)).launches
+        both = Recorded()
+        testify._train(both, launches["saved_1"], Path(), both)  # type: ignore[arg-type]
+        assert both.asked == asked
+        last = Recorded()
+        testify._train(last, launches["run"], Path(), last)  # type: ignore[arg-type]
+        assert last.asked == [3, "trained"]
+
+
+# ---- reading
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {
+        "model": {"tok.weight": torch.ones(4, 2)},
+        "optimizer": {"tok.weight.exp_avg": torch.ones(4, 2)},
+        "step": 3,
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    return tmp_path
+
+
+def told(folder: Path) -> Checkpoint:
+    return read(folder, {"embeddings.weight"}, lambda name: name.replace("tok", "embeddings"))
+
+
+def test_the_index_tells_names_shapes_types_and_the_rest(folder: Path) -> None:
+    found = told(folder)
+    assert sorted(found.tensors, key=lambda tensor: tensor.name) == [
+        SavedTensor("model.tok.weight", "embeddings.weight", (4, 2), "float32", 8),
+        SavedTensor("optimizer.tok.weight.exp_avg", "embeddings.weight", (4, 2), "float32", 8),
+    ]
+    assert list(found.objects or {}) == ["step"]
+    assert (found.unindexed, found.unread) == (0, "")
+
+
+def test_a_file_that_the_index_does_not_know_is_counted(folder: Path) -> None:
+    (folder / "gradients.pt").write_bytes(b"x" * 1000)
+    assert told(folder).unindexed == 1000
+
+
+def test_an_older_checkpoint_beside_it_is_another_matter(folder: Path) -> None:
+    import os
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    os.utime(folder / "step_1" / ".metadata", (1, 1))
+    dcp.save({"other": torch.ones(2)}, checkpoint_id=folder / "step_2", no_dist=True)
+    found = told(folder)
+    assert ([tensor.name for tensor in found.tensors], found.unindexed) == (["other"], 0)
+
+
+def test_what_cannot_be_read_says_why(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (folder / "step_1" / ".metadata").write_bytes(b"garbage")
+    assert told(folder).unread.startswith("its index step_1/.metadata cannot be read: ")
+    other = tmp_path_factory.mktemp("other")
+    assert told(other).unread == "not complete in torch's distributed format, the only one read here: no file"
+    (other / "model.safetensors").touch()
+    assert told(other).unread.endswith("read here: 1 files, model.safetensors among them")

@@ -1,0 +1,100 @@
+"""Faults on cases that nobody chose for them: which are tried, what counts as noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from literal import SGD, tiny_case
+
+from harness import unaimed
+from harness.case import Case
+from harness.catalogue import Attempt, Outcome
+from harness.faults import fault
+from harness.line import Judgement, Options
+from harness.trial import Finding, Result, Verdict
+from harness.unaimed import Searched, likeliest, line, noticed, search
+
+
+def case(name: str, layout: str, tier: str = "default", **changes: Any) -> Case:
+    return replace(tiny_case(layout, **changes), name=name, tier=tier)
+
+
+OWN = case("own", "fsdp_2", "nightly", training=SGD)
+ALIKE, OTHER = case("alike", "fsdp_2"), case("other", "tp_2")
+CASES = [OTHER, ALIKE, OWN]
+
+
+@fault(breaks="-", bug="-", case="own", caught_by="loss", named="-")
+def wrong(fired: Callable[[], None]) -> None:
+    fired()
+
+
+def attempt(name: str, case: str, outcome: Outcome = Outcome.CAUGHT) -> Attempt:
+    return Attempt(name, "M01", "mesh", True, case, outcome)
+
+
+def broken_on(
+    name: str, verdict: Verdict = Verdict.FAIL, *, fired: bool = True
+) -> Callable[[Case, Options], Judgement]:
+    """Without a fault every case passes; with one it is noticed on the case of that name."""
+
+    def run(case: Case, options: Options) -> Judgement:
+        wrong_here = options.fault is not None and case.name == name
+        result = Result("loss", verdict if wrong_here else Verdict.PASS, 1, (Finding("-", "-", "-"),) * wrong_here)
+        return Judgement(case, Path("-"), (result,), None, 0.0, options.fault, fired if options.fault else None)
+
+    return run
+
+
+def test_the_cases_most_like_a_faults_own_are_tried_first() -> None:
+    assert [case.name for case in likeliest(wrong, CASES)] == ["alike", "other"]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.UNKNOWN])
+def test_a_fault_is_noticed_on_the_first_case_whose_laws_do_not_hold(monkeypatch: Any, verdict: Verdict) -> None:
+    monkeypatch.setattr(unaimed, "run_case", broken_on("other", verdict))
+    assert search(wrong, CASES, Options()) == Searched("wrong", "other", ("loss",), ("alike",), True)
+
+
+def test_a_fault_that_no_case_notices_says_whether_it_fired(monkeypatch: Any) -> None:
+    for fired in (True, False):
+        monkeypatch.setattr(unaimed, "run_case", broken_on("nowhere", fired=fired))
+        assert search(wrong, CASES, Options()) == Searched("wrong", "", (), ("alike", "other"), fired)
+
+
+def test_only_faults_that_can_fire_in_the_default_tier_are_counted() -> None:
+    done = [attempt("aimed", "alike"), attempt("missed", "other", Outcome.MISSED)]
+    done += [attempt(name, "own") for name in ("found", "passed", "silent", "not_searched")]
+    found = [Searched("found", "other", ("loss",), (), True), Searched("passed", "", (), ("alike",), True)]
+    found += [Searched("silent", "", (), ("alike",), False)]
+    every = {"aimed": "alike", "missed": "", "found": "other", "passed": ""}
+    assert dict(noticed(done, CASES, found)) == every
+    assert line(done, CASES, found) == (
+        "`make matrix`, told neither fault nor case, notices 2 of the 4 faults that fire in it, of 6 in the catalogue"
+        " (6 of them real bugs)."
+    )
+
+
+def test_a_case_that_has_left_the_tier_notices_nothing_there() -> None:
+    found = [Searched("found", "own", ("loss",), (), True)]
+    assert dict(noticed([attempt("found", "own")], CASES, found)) == {"found": ""}
+
+
+def test_what_was_searched_is_stored_in_the_place_of_what_was(tmp_path: Path) -> None:
+    stored = tmp_path / "unaimed.json"
+    for case_name in ("alike", "other"):
+        unaimed.store([Searched("one", case_name, ("loss",), (), True)], stored)
+    assert unaimed.load(stored) == [Searched("one", "other", ("loss",), (), True)]
+
+
+def test_the_default_tier_notices_nearly_every_fault_that_fires_in_it() -> None:
+    from harness import catalogue
+    from harness.case import load_all
+
+    stored = catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8"))
+    seen = [case for _, case in noticed(stored, load_all(), unaimed.load())]
+    assert sum(map(bool, seen)) >= 0.95 * len(seen)
