@@ -231,6 +231,7 @@ class Exit:
     how: "ok", "raised", "signal", "killed" (by the harness, at the time limit or because others failed) or "lost".
     error: one line. stack: the Python stack where it raised or was stuck. waiting_for: the collective it was in.
     blamed: True for the rank that caused the failure, False for those that only waited for it.
+    left: command lines of processes that it started and that outlived it, until they were killed.
     """
 
     rank: int
@@ -242,6 +243,7 @@ class Exit:
     last_collective: str = ""
     blamed: bool = False
     log: str = ""
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -423,7 +425,7 @@ def load_run(directory: Path) -> Run:
         record = json.loads(path.read_text(encoding="utf-8"))
         if other := other_version(str(record["format"]), Exit):
             raise EvidenceError(f"{path}: {other}; run the case again")
-        exits = tuple(Exit(**exit) for exit in record["exits"])
+        exits = tuple(Exit(**{**exit, "left": tuple(exit.get("left", ()))}) for exit in record["exits"])
         run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
         run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
     except FileNotFoundError as error:

@@ -142,9 +142,40 @@ def subgroup_hangs(_: dict[str, Any]) -> None:
     time.sleep(0.5)
 
 
+def hangs_at_exit(_: dict[str, Any]) -> None:
+    import atexit
+
+    if join() == 1:
+        atexit.register(time.sleep, 600)  # the line that must be named
+
+
+def leaves_processes(_: dict[str, Any]) -> None:
+    """One that ends soon, one that another interpreter executes, one that is only forked, twice."""
+    import subprocess
+
+    if join() == 1:
+        for seconds in (0.5, 600):
+            command = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+            subprocess.Popen(command, start_new_session=True)
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(0)
+
+
+def is_stopped(_: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_reduce()
+
+
 def starts_a_process_and_sleeps(options: dict[str, Any]) -> None:
     import subprocess
 
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     open(f"{options['here']}/{os.environ['RANK']}", "w").close()
     time.sleep(600)

@@ -16,6 +16,7 @@ import pytest
 
 from harness.evidence import Exit
 from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
+from harness.launch.leftovers import leftovers
 
 ROOT = Path(__file__).parents[1]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for survivors in /proc")
@@ -109,6 +110,30 @@ def test_a_collective_of_another_size_quotes_both_sizes(tmp_path):
     assert "(step 1, forward, 16 B) where rank 1 issued" in exits[0].error
 
 
+def test_a_rank_that_hangs_as_it_exits_is_blamed_though_its_work_was_done(tmp_path):
+    well, hangs = launch(job(tmp_path, "hangs_at_exit", timeout=3.0))
+    assert summary([well, hangs]) == [("ok", False), ("killed", True)]
+    assert hangs.error.endswith(
+        "its work was done, and a thread or something registered with atexit kept it from exiting"
+    )
+
+
+@needs_proc
+def test_processes_that_outlive_their_rank_are_named_and_ended(tmp_path):
+    well, leaves = launch(job(tmp_path, "leaves_processes"))
+    assert summary([well, leaves]) == [("ok", False)] * 2
+    command = f"{sys.executable} -c import time; time.sleep(600)"
+    assert (well.left, sorted(leaves.left)) == ((), [command, "forked from the rank"])
+    assert leftovers(tmp_path / "job", range(2)) == []
+
+
+@needs_proc
+def test_a_rank_that_was_stopped_is_blamed(tmp_path):
+    victim, stopped = launch(job(tmp_path, "is_stopped", timeout=3.0))
+    assert summary([victim, stopped]) == [("killed", False), ("killed", True)]
+    assert stopped.error.endswith("it had been stopped (SIGSTOP or a debugger) and did not go on")
+
+
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +219,18 @@ def test_when_the_server_is_killed_its_ranks_are_lost_and_the_next_job_gets_anot
     assert summary(launch(job(tmp_path / "again", "reduces"))) == [("ok", False)] * 2
 
 
+def test_a_server_that_is_stopped_is_killed_and_nobody_is_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["harness.launch.supervise"], "KILL_PATIENCE", 1.0)
+    with RankServer() as server:
+        server.ready()
+        os.kill(server.pid, signal.SIGSTOP)
+        exits = launch(job(tmp_path, "sleeps", timeout=1.0), server=server)
+    assert summary(exits) == [("lost", False)] * 2
+    assert exits[0].error.endswith(
+        f"the rank server (pid {server.pid}) ended: it did not answer (stopped?) and was killed"
+    )
+
+
 def test_a_server_that_cannot_start_says_its_last_words(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemError('broken build')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -250,7 +287,7 @@ def stop_driver(directory: Path, launcher: str, number: int) -> str:
     command = [sys.executable, "-c", DRIVER, str(directory), launcher]
     driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed)
     wait_for(lambda: all((directory / name).exists() for name in "01"))
-    assert len(alive_with(mark)) >= 6  # the driver, the server or torchrun, two ranks, a process of each
+    assert len(alive_with(mark)) >= 8  # the driver, the server or torchrun, two ranks, two processes of each
     driver.send_signal(number)
     printed = driver.communicate(timeout=20)[0]
     wait_for(lambda: not alive_with(mark), 5.0)

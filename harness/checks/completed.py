@@ -1,4 +1,4 @@
-"""Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
+"""Every rank exited by itself with code 0, left no process behind, but evidence of every step and parameter asked for.
 
 What became of the harness is no verdict on the trainer: a disk that took no evidence, a file that was damaged since, ranks
 lost with the launcher that had started them.
@@ -18,6 +18,9 @@ def check(trial: Trial) -> Result:
     if note := _not_the_trainers(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
+    findings += [
+        Finding(f"rank {exit.rank}", "no process left behind", "; ".join(exit.left)) for exit in ended if exit.left
+    ]
     if trial.run.world_size != trial.plan.dims.world_size:
         asked, ran = trial.plan.dims.world_size, trial.run.world_size
         findings.append(Finding("launch", f"{asked} ranks", f"{ran} ranks"))

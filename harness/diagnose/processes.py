@@ -65,6 +65,10 @@ def incomplete(trial: Trial, broken: Broken) -> Diagnosis | None:
     silent = [rank for rank in range(ran) if rank not in trial.ranks and rank not in trial.run.unreadable]
     if silent:
         return Diagnosis(f"{rank_words(silent)} left no evidence: its process ended with code 0 and wrote no file")
+    leaving = [exit for exit in trial.run.exits if exit.left]
+    if leaving:
+        told = f"{rank_words([exit.rank for exit in leaving])} left a process behind: {'; '.join(leaving[0].left)}"
+        return Diagnosis(told, (("ended", "by the harness, which looks for what ranks started and did not end"),))
     return _missing_steps(trial) or _missing_parameters(trial)
 
 

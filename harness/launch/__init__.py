@@ -12,6 +12,7 @@ from harness.evidence import Exit
 from harness.launch.blame import judge
 from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare
+from harness.launch.leftovers import end_leftovers
 from harness.launch.local import LocalRanks, RankServer, default_server, preload
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
@@ -43,6 +44,9 @@ def launch(job: Job, launcher: str = "local", *, server: RankServer | None = Non
         ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, job_file)
     else:
         ranks = LocalRanks(server or default_server(), job_file, job.world_size)
-    with ranks:
-        ranks.start()
-        return judge(supervise(job, ranks))
+    try:
+        with ranks:
+            ranks.start()
+            return judge(supervise(job, ranks))
+    finally:
+        end_leftovers(job.directory, range(job.world_size))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.evidence import AT_WORK, Exit
-from harness.launch.fate import Fate, busy, failed, frames, moment, render, useful
+from harness.launch.fate import Fate, busy, failed, frames, moment, render, useful, winding_up
 from harness.launch.sequences import describe, disagreeing, waited_for
 
 
@@ -40,6 +40,7 @@ def exit_of(fate: Fate, why: str | None) -> Exit:
         last_collective=describe(fate.issued[-1]) if fate.issued else "",
         blamed=why is not None,
         log=fate.log,
+        left=fate.left,
     )
 
 
@@ -153,7 +154,13 @@ def left_early(fates: Sequence[Fate]) -> dict[int, str]:
 def stuck(fates: Sequence[Fate]) -> dict[int, str]:
     killed = [fate for fate in fates if fate.killed]
     guilty = [fate for fate in killed if busy(fate)] or ([] if any(map(failed, fates)) else killed)
-    return {fate.rank: "still running, and no other rank is known to be the cause" for fate in guilty}
+    return {fate.rank: stuck_words(fate) for fate in guilty}
+
+
+def stuck_words(fate: Fate) -> str:
+    if winding_up(fate):
+        return "its work was done, and a thread or something registered with atexit kept it from exiting"
+    return "still running, and no other rank is known to be the cause"
 
 
 PEER_GONE = re.compile(

@@ -15,7 +15,7 @@ class Fate:
     """How one rank ended. status: exit code, minus the signal, or None if nothing was heard. killed: why we killed it.
 
     failure: failures/rank_NN.json. stack: stacks/rank_NN.txt. stopped: by SIGSTOP or the like when it was killed.
-    trouble: what happened to the launcher, if something did.
+    left: the processes that outlived it. trouble: what happened to the launcher, if something did.
     """
 
     rank: int
@@ -29,6 +29,7 @@ class Fate:
     log_tail: str = ""
     trouble: str = ""
     stopped: bool = False
+    left: tuple[str, ...] = ()
 
 
 class Frame(NamedTuple):
@@ -39,6 +40,11 @@ class Frame(NamedTuple):
 
 def failed(fate: Fate) -> bool:
     return bool(fate.status) and not fate.killed
+
+
+def winding_up(fate: Fate) -> bool:
+    """Its work was done: threads that it waited for, or what was to be called at its exit, kept it."""
+    return any(frame.function == "wind_up" and LAUNCH.search(frame.file) for frame in frames(fate))
 
 
 def moment(fate: Fate) -> float:

@@ -43,6 +43,10 @@ class LocalRanks:
     def signal(self, number: int) -> None:
         self.server.ask(signal=number, job=self.job)
 
+    def give_up(self) -> None:
+        self.server.kill("it did not answer (stopped?) and was killed")
+        self.wait(lambda: self.gone, CLOSE_PATIENCE)
+
     def hear(self, report: dict[str, Any]) -> None:
         if "pid" in report:
             self.pids[report["rank"]] = report["pid"]
@@ -80,7 +84,7 @@ class RankServer:
         self.jobs: dict[int, LocalRanks] = {}
         self.numbers = itertools.count(1)
         self.seconds: float | None = None  # what starting took; None until it is ready
-        self.gone = False
+        self.gone, self.ill = False, ""
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - the server holds it too
         self.process, self.requests, reports = self.spawn()
         self.pid, self.owner = self.process.pid, os.getpid()
@@ -124,7 +128,13 @@ class RankServer:
                 self.jobs[report["job"]].hear(report)
             self.news.notify_all()
 
+    def kill(self, why: str) -> None:
+        self.ill = why
+        self.process.kill()
+
     def last_words(self) -> str:
+        if self.ill:
+            return self.ill
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"status {self.process.returncode}"
@@ -132,7 +142,8 @@ class RankServer:
     def ready(self) -> None:
         """Wait until the server has imported torch; LaunchError if it never will."""
         with self.news:
-            self.news.wait_for(lambda: self.gone or self.seconds is not None, READY_PATIENCE)
+            if not self.news.wait_for(lambda: self.gone or self.seconds is not None, READY_PATIENCE):
+                self.kill(f"it was not ready in {READY_PATIENCE:g} s and was killed")
         if self.gone or self.seconds is None:
             raise LaunchError(f"the rank server (pid {self.pid}) did not start: {self.last_words()}")
 

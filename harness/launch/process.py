@@ -42,6 +42,15 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP, by its terminal or by a debugger. Linux only; elsewhere nobody is known to be."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
 def bury(pid: int) -> int:
     """Wait for our child and return its status: exit code, or minus the signal.
 

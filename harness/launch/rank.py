@@ -6,6 +6,7 @@ behind only to write down how it ended: torchrun neither tells exit statuses nor
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 
 from harness.launch import inflight
 from harness.launch.job import rank_file, read_json, write_json
+from harness.launch.leftovers import end_leftovers, mark
 from harness.launch.process import bury, detach, die_with_parent, kill_group, loopback
 
 _stacks: Any = None  # the file faulthandler writes to: it must never be collected
@@ -48,12 +50,16 @@ def local_environment(job: dict[str, Any], rank: int) -> dict[str, str]:
 
 
 def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoReturn:
-    """Set up, call the entry, write down what it raised, exit. os._exit: no stuck thread or destructor holds us."""
+    """Set up, call the entry, write down what it raised, exit.
+
+    One that raised exits at once, so that the others hear of it. os._exit: no destructor holds us.
+    """
     directory = Path(job["directory"])
     code = 1
     try:
         detach(rank_file(directory, "logs", rank))
         os.environ.update(environment)
+        mark(directory, rank)
         sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path]))
         dump_stacks_to(rank_file(directory, "stacks", rank))
         inflight.open_current(rank_file(directory, "inflight", rank))
@@ -63,8 +69,21 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
     except BaseException as error:
         code = note_failure(error, rank_file(directory, "failures", rank))
     finally:
-        flush()
-        os._exit(code)
+        try:
+            if code == 0:
+                wind_up()
+            flush()
+        finally:
+            os._exit(code)
+
+
+def wind_up() -> None:
+    """What the interpreter does when a program ends: wait for its threads, then call what it registered with atexit.
+
+    A trainer that hangs there hangs here. Nothing is freed afterwards: freeing process groups may hang.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def dump_stacks_to(path: Path) -> None:
@@ -175,6 +194,8 @@ def main(job_file: Path) -> int:
     known = {"pid": pid, "host": socket.gethostname()}
     write_json(record, {**known, "status": None})
     status = bury(pid)
+    if status == -signal.SIGKILL:
+        end_leftovers(Path(job["directory"]), [rank])
     write_json(record, {**known, "status": status, "ended": time.time()})
     return int(status != 0)
 

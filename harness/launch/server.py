@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness.launch.leftovers import end_leftovers
 from harness.launch.process import bury, kill_group
 
 PRELOAD = (
@@ -50,6 +51,7 @@ class Server:
     def __init__(self, requests: int, reports: int) -> None:
         self.requests, self.reports = requests, reports
         self.children: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
+        self.folders: dict[int, Path] = {}  # of jobs
         self.unread = b""
         self.deaths, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -68,7 +70,14 @@ class Server:
                 self.reap()
             if self.requests in ready and not self.read():
                 break
+        self.end()
+
+    def end(self) -> None:
+        """The harness is gone: nobody else ends what the ranks leave."""
+        living = list(self.children.values())
         self.send(signal.SIGKILL)
+        for job, rank in living:
+            end_leftovers(self.folders[job], [rank])
 
     def read(self) -> bool:
         data = os.read(self.requests, 65536)
@@ -80,6 +89,7 @@ class Server:
     def obey(self, request: dict[str, Any]) -> None:
         if "signal" in request:
             return self.send(request["signal"], job=request["job"])
+        self.folders[request["start"]] = Path(request["path"]).parent
         try:
             for rank in range(request["world_size"]):
                 self.fork(request["start"], rank, Path(request["path"]))
@@ -142,7 +152,7 @@ def main(requests: int, reports: int) -> None:
     try:
         server.serve()
     except BrokenPipeError:  # the harness died while we reported
-        server.send(signal.SIGKILL)
+        server.end()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from harness.evidence import AT_WORK
 from harness.launch.fate import Fate
 from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json
+from harness.launch.leftovers import outliving
+from harness.launch.process import is_stopped
 
 GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
 STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers
@@ -25,9 +27,11 @@ LOG_CAP = 100_000_000  # bytes of one rank
 class Ranks(Protocol):
     """A job under way. statuses: exit code, or minus the signal, of the ranks that ended; ended: when, on their clock.
 
-    gone: what was to report more statuses is no more; trouble: why.
+    pids: of the ranks of this machine. gone: what was to report more statuses is no more; trouble: why.
+    give_up: what was to report does not; end it.
     """
 
+    pids: dict[int, int]
     statuses: dict[int, int]
     ended: dict[int, float]
     gone: bool
@@ -36,6 +40,8 @@ class Ranks(Protocol):
     def wait(self, done: Callable[[], bool], seconds: float) -> bool: ...
 
     def signal(self, number: int) -> None: ...
+
+    def give_up(self) -> None: ...
 
 
 def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
@@ -53,13 +59,27 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
     if failed():
         ranks.wait(over, GRACE)
     killed: dict[int, str] = {}
+    stopped: list[int] = []
     if not over():
         reason = why_kill(job, ranks)
         killed = dict.fromkeys(set(range(job.world_size)) - set(ranks.statuses), reason)
-        collect_stacks(job, ranks, list(killed))
+        stopped = [rank for rank in killed if rank in ranks.pids and is_stopped(ranks.pids[rank])]
+        collect_stacks(job, ranks, [rank for rank in killed if rank not in stopped])
         ranks.signal(signal.SIGKILL)
-        ranks.wait(over, KILL_PATIENCE)
-    return tuple(fate(job, ranks, rank, killed.get(rank, "")) for rank in range(job.world_size))
+        if not ranks.wait(over, KILL_PATIENCE):
+            ranks.give_up()
+    outlived = left_by(job, ranks)
+    return tuple(
+        fate(job, ranks, rank, killed.get(rank, ""), stopped=rank in stopped, left=outlived.get(rank, ()))
+        for rank in range(job.world_size)
+    )
+
+
+def left_by(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
+    """The processes that outlived ranks that exited by themselves: one that was killed could not end what it had."""
+    ended = [rank for rank, status in ranks.statuses.items() if status == 0]
+    found = outliving(job.directory, ended) if len(ended) == job.world_size else []
+    return {rank: tuple(each.command for each in found if each.rank == rank) for rank in ended}
 
 
 def why_kill(job: Job, ranks: Ranks) -> str:
@@ -104,7 +124,7 @@ def dumped(file: Path) -> bool:
     return file.exists() and "most recent call first" in file.read_text(encoding="utf-8", errors="replace")
 
 
-def fate(job: Job, ranks: Ranks, rank: int, killed: str) -> Fate:
+def fate(job: Job, ranks: Ranks, rank: int, killed: str, *, stopped: bool, left: tuple[str, ...]) -> Fate:
     """All that is known of one rank, as plain data. A kill that came too late is not a kill."""
     status, stack = ranks.statuses.get(rank), rank_file(job.directory, "stacks", rank)
     log = rank_file(job.directory, "logs", rank)
@@ -119,6 +139,8 @@ def fate(job: Job, ranks: Ranks, rank: int, killed: str) -> Fate:
         log=str(log),
         log_tail=tail_of(end_of(log)) if log.exists() else "",
         trouble=ranks.trouble,
+        stopped=stopped,
+        left=left,
     )
 
 

@@ -32,6 +32,7 @@ class TorchrunRanks:
         self.process: subprocess.Popen | None = None
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
+        self.pids: dict[int, int] = {}
         self.gone, self.trouble = False, ""
 
     def start(self) -> None:
@@ -57,6 +58,8 @@ class TorchrunRanks:
     def look(self) -> None:
         code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
         for rank, record in self.records():
+            if record["host"] == socket.gethostname():
+                self.pids[rank] = record["pid"]
             if record["status"] is not None:
                 self.statuses[rank], self.ended[rank] = record["status"], record["ended"]
         if code is not None:
@@ -72,6 +75,10 @@ class TorchrunRanks:
         for _, record in self.records():
             if record["status"] is None and record["host"] == socket.gethostname():
                 send(record["pid"], number)
+
+    def give_up(self) -> None:
+        """Leaving the context ends all that is left."""
+        self.trouble = self.trouble or "torchrun's workers do not answer"
 
     def __enter__(self) -> TorchrunRanks:
         return self
