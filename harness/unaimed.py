@@ -98,10 +98,10 @@ BEGIN, END = "<!-- line: harness faults --accept -->\n", "<!-- end of line -->\n
 
 def line(done: Sequence[catalogue.Attempt], cases: Sequence[Case], found: Sequence[Searched]) -> str:
     every = [case for _, case in noticed(done, cases, found)]
-    seen, real = sum(map(bool, every)), sum(attempt.real for attempt in done)
+    share = 100 * sum(map(bool, every)) / len(every) if every else 0.0
     return (
-        f"`make matrix`, told neither fault nor case, notices {seen} of the {len(every)} faults that fire in it, of"
-        f" {len(done)} in the catalogue ({real} of them real bugs)."
+        f"`make matrix`, told neither fault nor case, notices {share:.3g}% of the faults of the catalogue that fire in it"
+        " (`harness faults --unaimed`)."
     )
 
 
