@@ -150,6 +150,8 @@ class StepEvidence:
     after_forward: one record for each forward pass of each model part.
     graphs: how many torch.compile had made in this process when the optimizer had stepped; None if nobody looked.
     settings: switches of torch by name, and every value that each was seen to have in this step.
+    kept: of float tensors besides parameters, gradients and optimizer state, the bytes that lived on when the step was over,
+    by "dtype shape". copied: of copies of weights, the most bytes at once, by phase. Both None if nobody looked.
     """
 
     step: int
@@ -168,6 +170,8 @@ class StepEvidence:
     changed: dict[str, np.ndarray] | None = None
     graphs: int | None = None
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    kept: dict[str, int] | None = None
+    copied: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Plan:
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps.
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
     wrappers tell of, for the case leaves them open.
+    table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep.
     quantized: the modules whose products run in 8 bits.
     """
@@ -115,6 +116,7 @@ class Plan:
     integer_bytes: int
     spare_bytes: dict[int, int]
     units: dict[int, tuple[tuple[str, ...], ...]]
+    table_bytes: int = 0
     observed: Observed | None = None
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
@@ -182,6 +184,7 @@ def make_plan(case: Case, observed: Observed | None = None) -> Plan:
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
         units={rank: _held_units(case, slices[rank], units[rank]) for rank in slices},
         observed=observed,
+        table_bytes=_table_bytes(case),
         spare_bytes={rank: _spare_bytes(case, slices[rank]) for rank in slices},
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
@@ -683,11 +686,14 @@ def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[
     return least, max(least, most)
 
 
+def _table_bytes(case: Case) -> int:
+    return 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
+
+
 def _spare_bytes(case: Case, held: dict[str, Slice]) -> int:
     """A cosine and a sine for each position and entry of a head, and with DDP one copy of the gradients, in buckets."""
-    tables = 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
-    return tables + (buckets if case.wrapper in ("ddp", "replicate") else 0)
+    return _table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0)
 
 
 def _after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:

@@ -5,15 +5,19 @@ has ended, no copies of weights or gradients are kept anywhere in the process: t
 rank's slice of one, and flat buffers, of floating-point numbers. Allowed are the buckets in which DDP reduces gradients, and
 as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
 and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
+But nothing grows from step to step, whatever its shape, except single numbers; and within a step there are copies of no more
+weights at once than of two parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from harness.case import Case
 from harness.checks import verdict_of
-from harness.evidence import HeldTensor
+from harness.evidence import HeldTensor, RankEvidence
+from harness.plan import BYTES, numel
 from harness.trial import Finding, Result, Trial, Verdict, bytes_text
 
 STAGE = "structure"
@@ -35,7 +39,8 @@ def check(trial: Trial) -> Result:
                 if not low <= held <= high:
                     planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
                     findings.append(Finding(f"rank {rank}, step {step.step}, {kind}", planned, bytes_text(held)))
-        findings += _beside(trial, rank)
+        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank)
+        examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
     if unseen and not findings:
         note = f"nobody looked what rank {unseen[0]} keeps besides parameters, gradients and optimizer state"
@@ -56,6 +61,79 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
 
 def kept_beside(trial: Trial, rank: int) -> bool:
     return sum(tensor.bytes for tensor in copies_kept(trial, rank)) > trial.plan.spare_bytes[rank]
+
+
+def looks(evidence: RankEvidence) -> list[tuple[int, int]]:
+    """By step, the bytes of tensors of more than one number that lived on when it was over, where somebody looked."""
+    return [(step.step, sum(_more_than_one(step.kept).values())) for step in evidence.steps if step.kept is not None]
+
+
+def _more_than_one(kept: dict[str, int]) -> dict[str, int]:
+    """By "dtype shape". A list of losses grows, and may."""
+    return {key: size for key, size in kept.items() if set(key.partition(" ")[2].strip("[]").split(", ")) - {"", "1"}}
+
+
+def growth(evidence: RankEvidence) -> float:
+    """Bytes that are kept more after each step, the least of all intervals looked at; 0 if there are not two of them.
+
+    A cache that fills once grows in one interval, a buffer that is filled anew in none.
+    """
+    seen = looks(evidence)
+    rates = [(later - sooner) / (end - begin) for (begin, sooner), (end, later) in itertools.pairwise(seen)]
+    return max(0.0, min(rates)) if len(rates) > 1 else 0.0
+
+
+def grown(evidence: RankEvidence) -> dict[str, int]:
+    """By "dtype shape", how much more is kept after the last look than after the first, most first."""
+    first, *_, last = [_more_than_one(step.kept) for step in evidence.steps if step.kept is not None]
+    more = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
+    return dict(sorted(more.items(), key=lambda item: -item[1]))
+
+
+def _growing(trial: Trial, rank: int) -> list[Finding]:
+    evidence, most = trial.ranks[rank], trial.plan.table_bytes
+    if (rate := growth(evidence)) <= most:
+        return []
+    where = f"rank {rank}, steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}, kept from step to step"
+    observed = f"{bytes_text(rate)} more a step: {', '.join(list(grown(evidence))[:3])}"
+    return [Finding(where, f"at most {bytes_text(most)} more a step", observed)]
+
+
+def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
+    """Step, phase and bytes of copies of weights, the most at once; a step without copies has none, in no phase."""
+    found = []
+    for step in evidence.steps:
+        if step.copied is not None:
+            found += [(step.step, phase, size) for phase, size in step.copied.items()] or [(step.step, "", 0)]
+    return found
+
+
+def most_copied(trial: Trial, rank: int, phase: str) -> int:
+    """Twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
+    backward, where nothing is gathered, twice the largest slice."""
+    inside = phase in ("forward", "backward", "pipeline")
+    parts = trial.plan.slices[rank]
+    largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
+    return 2 * largest * BYTES[trial.case.training.dtype]
+
+
+def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
+    """Bytes, step and phase; most first."""
+    found = copied_at_once(trial.ranks[rank])
+    return sorted(
+        ((size, step, phase) for step, phase, size in found if size > most_copied(trial, rank, phase)), reverse=True
+    )
+
+
+def _copied(trial: Trial, rank: int) -> list[Finding]:
+    return [
+        Finding(
+            f"rank {rank}, step {step}, copies of weights at once in phase {phase}",
+            f"at most {bytes_text(most_copied(trial, rank, phase))}, of two at a time",
+            bytes_text(size),
+        )
+        for size, step, phase in copied_too_much(trial, rank)
+    ]
 
 
 def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:

@@ -20,6 +20,7 @@ from harness.diagnose.features import attended_too_often, wrong_features, wrong_
 from harness.diagnose.gradients import wrong_gradients
 from harness.diagnose.later import wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
+from harness.diagnose.memory import copies_made, growing
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
 from harness.diagnose.reshard import wrong_resharding, wrong_units, wrong_wrapper
@@ -65,8 +66,10 @@ RULES: tuple[Rule, ...] = (
     wrong_update,
     wrong_later_gradients,
     replicas_drift,
+    growing,
     copies_kept,
     wrong_checkpoint,
+    copies_made,
     attended_too_often,
     ranks_wait,
     wrong_settings,

@@ -29,7 +29,9 @@ from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.compiler import CompilerRecorder, compiler
+from harness.probe.copies import CopyRecorder
 from harness.probe.gathered import GatheredRecorder
+from harness.probe.growth import GrowthRecorder
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.precision import QuantizedRecorder
 from harness.probe.samples import SampleRecorder
@@ -63,6 +65,8 @@ class Probe:
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
         self._held: tuple[HeldTensor, ...] | None = None
+        self.growth = GrowthRecorder(self.clock, self._beside)
+        self.copies = CopyRecorder(self.clock)
 
     def install(self) -> None:
         self.collectives.install()
@@ -73,6 +77,7 @@ class Probe:
         self.compiler.install()
         self.saved.install()
         self.settings.install()
+        self.copies.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
@@ -80,6 +85,8 @@ class Probe:
         self.gathered.attach(self._parts)  # before samples: its hook ends the forward pass
         self.quantized.attach(self._parts)
         self.samples.attach(self._parts)
+        self.copies.attach(self._parts)
+        self.growth.attach()
         self._parameters = structure.parameter_evidence(self._parts)
 
     def resumed(self, step: int) -> None:
@@ -98,14 +105,20 @@ class Probe:
 
     def trained(self) -> None:
         """What follows belongs to no step."""
+        last = self.clock.step
         self.clock.finish()
         self.values.keep_final_state()
-        self._held = held.beside(self._parts, self.values.optimizers, self.samples.tensors())
+        self._held = self._beside()
+        self.growth.note_last(last, self._held)
+
+    def _beside(self) -> tuple[HeldTensor, ...]:
+        return held.beside(self._parts, self.values.optimizers, self.samples.tensors())
 
     def remove(self) -> None:
         self.settings.remove()
         self.saved.remove()
         self.compiler.remove()
+        self.copies.remove()
         self.pipeline.remove()
         self.quantized.remove()
         self.activity.remove()
@@ -156,6 +169,8 @@ class Probe:
             settings=self.settings.of_step(step),
             positions=self.samples.positions(step),
             after_forward=self.gathered.of_step(step),
+            kept=self.growth.of_step(step),
+            copied=self.copies.of_step(step),
         )
 
     def _activity(self, step: int) -> Activity:

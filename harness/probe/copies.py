@@ -1,0 +1,141 @@
+"""Copies of weights that are made in a step and given up before it ends, and how many bytes of them there are at once.
+
+A kernel sits in front of the two operators that all copying comes down to, on any device: copy_ (clone, deepcopy, contiguous,
+conversions) and cat (stack, parameters_to_vector). Whether the source is a weight is told by its storage: a parameter's, or
+what FSDP gathers into. How long a copy lives is told by a weak reference to its storage, so that nothing is kept for it and
+nothing is waited for. FSDP's own copies, which it gathers from, are not counted, nor the probe's.
+
+Not seen are results of arithmetic, what compiled code copies, and casts inside of forward and backward, which are how mixed
+precision computes. What outlives its step is kept, and no longer this file's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from harness.probe.activity import _BELOW
+from harness.probe.clock import Clock
+from harness.probe.structure import fsdp2_groups, local, named_parameters
+
+OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable")  # modules whose copies are not counted
+FINENESS = 16  # copies are counted to a 16th of all weights, so that one of many is not looked for each time
+
+
+class CopyRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._parts: tuple[nn.Module, ...] = ()
+        self._weights: dict[int, StorageWeakRef] = {}  # by address, which is not used again while there is a reference
+        self._grain = 0.0
+        self._step = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+        self._kept: set[StorageWeakRef] = set()
+        self._total = 0
+        self._steps: dict[int, dict[str, int]] = {}
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        """Like the recorder of activities: below autograd and DTensor."""
+        self._library = torch.library.Library("aten", "IMPL")
+        for name, kernel in (("copy_", self._copy), ("cat", self._cat)):
+            operator = getattr(torch.ops.aten, name).default
+            self._library.impl(name, functools.partial(kernel, operator), "BackendSelect", with_keyset=True)
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = tuple(parts)
+        shards = [local(parameter) for _, parameter in named_parameters(self._parts)]
+        self._grain = sum(shard.numel() * shard.element_size() for shard in shards) / FINENESS
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def of_step(self, step: int) -> dict[str, int] | None:
+        """Most bytes at once, by phase; None if the probe was not there."""
+        self._enter(0)
+        return dict(self._steps.get(step, {})) if self._parts else None
+
+    def _copy(self, operator: Any, keyset: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""
+        source = source if isinstance(source, torch.Tensor) else _as_tensor(source)
+        if self._is_in_a_step() and self._is_weight(source) and not self._is_weight(target):
+            self._note(target, source.numel(), source.dtype, sys._getframe().f_back)
+        return operator.redispatch(keyset & _BELOW, target, source, *args, **kwargs)
+
+    def _cat(self, operator: Any, keyset: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        made = operator.redispatch(keyset & _BELOW, sources, *args, **kwargs)
+        if self._is_in_a_step() and (weights := [source for source in sources if self._is_weight(source)]):
+            self._note(made, sum(weight.numel() for weight in weights), weights[0].dtype, sys._getframe().f_back)
+        return made
+
+    def _is_in_a_step(self) -> bool:
+        if not self._parts or self._clock.step <= self._clock.start:
+            return False
+        if self._step != self._clock.step:
+            self._enter(self._clock.step)
+        return True
+
+    def _enter(self, step: int) -> None:
+        """What the last step made and has not given up is kept: it was there when the most was, and is taken off."""
+        self._forget()
+        most = self._steps.get(self._step, {})
+        most.update({phase: max(0, size - self._total) for phase, size in most.items()})
+        self._kept = {storage for storage in self._kept if not storage.expired()} | set(self._alive)
+        self._alive, self._total, self._step = {}, 0, step
+        weights = weight_storages(self._parts) if step else ()
+        self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":  # others are a compiler's
+            return False
+        return tensor.untyped_storage()._cdata in self._weights
+
+    def _note(self, made: torch.Tensor, numel: int, dtype: torch.dtype, caller: types.FrameType | None) -> None:
+        phase, storage = self._clock.phase(), StorageWeakRef(made.untyped_storage())
+        computing = made.dtype != dtype and phase in ("forward", "backward", "pipeline")
+        if computing or storage in self._kept or _module(caller).startswith(OWN):
+            return
+        size = numel * made.element_size()
+        self._total += size - self._alive.get(storage, 0)
+        self._alive[storage] = size
+        most = self._steps.setdefault(self._clock.step, {})
+        if self._total >= most.get(phase, 0) + self._grain:
+            self._forget()
+            most[phase] = max(most.get(phase, 0), self._total)
+
+    def _forget(self) -> None:
+        """Copies that are no more."""
+        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        self._total = sum(self._alive.values())
+
+
+def _module(caller: types.FrameType | None) -> str:
+    """Autograd's own threads are called by nobody."""
+    return str(caller.f_globals.get("__name__", "")) if caller else ""
+
+
+def _as_tensor(number: Any) -> torch.Tensor:
+    """As torch wraps it."""
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+    return torch.scalar_tensor(number, dtype=dtypes[type(number)])
+
+
+def weight_storages(parts: Iterable[nn.Module]) -> Iterator[torch.UntypedStorage]:
+    """Where a process has weights: its own, and those that FSDP2 gathers, whose memory is emptied and filled again."""
+    for part in parts:
+        for parameter in part.parameters():
+            yield local(parameter).untyped_storage()
+        for module in part.modules():
+            for group in fsdp2_groups(module):
+                for held in group.fsdp_params:
+                    yield held._sharded_param_data.untyped_storage()
+                    yield from (gathered.untyped_storage() for gathered in held.all_gather_outputs)

@@ -1,0 +1,52 @@
+"""What is kept from step to step: tensors of floating-point numbers that live on when a step is over, beside what is accounted.
+
+Whoever looks walks through all objects of the process, so that is done after the first three steps and at the end only:
+what grows in each of them grows for ever, while caches that fill in the first steps, and buffers that are filled anew, do
+not. Not seen is what only C++ holds, such as an autograd graph that nobody ran backward through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from harness.evidence import HeldTensor
+from harness.probe.clock import Clock
+
+LOOKS = 3  # the least that tells growth in every step from a cache that is filled once
+
+
+class GrowthRecorder:
+    """look: what is kept now."""
+
+    def __init__(self, clock: Clock, look: Callable[[], tuple[HeldTensor, ...]]) -> None:
+        self._clock, self._look = clock, look
+        self._steps: dict[int, dict[str, int]] = {}
+
+    def attach(self) -> None:
+        """Beside what else is done between steps."""
+        others = self._clock.between_steps
+
+        def both() -> None:
+            others()
+            self._step_is_over()
+
+        self._clock.between_steps = both
+
+    def _step_is_over(self) -> None:
+        if 0 < self._clock.step - self._clock.start <= LOOKS:
+            self._steps[self._clock.step] = by_shape(self._look())
+
+    def of_step(self, step: int) -> dict[str, int] | None:
+        return self._steps.get(step)
+
+    def note_last(self, step: int, held: Iterable[HeldTensor]) -> None:
+        self._steps[step] = by_shape(held)
+
+
+def by_shape(held: Iterable[HeldTensor]) -> dict[str, int]:
+    """Bytes by "dtype shape"."""
+    found: dict[str, int] = {}
+    for tensor in held:
+        key = f"{tensor.dtype} {list(tensor.shape)}"
+        found[key] = found.get(key, 0) + tensor.bytes
+    return found
