@@ -36,14 +36,15 @@ PASS tiny
 
   completed         PASS            4 examined
   collective_order  PASS            108 examined
-  features          PASS            128 examined
+  features          PASS            160 examined
   memory            PASS            36 examined
   placements        PASS            72 examined
   process_groups    PASS            8 examined
   reshard           PASS            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
+  settings          PASS            72 examined
   shard_contents    PASS            48 examined
-  traffic           PASS            48 examined
+  traffic           PASS            60 examined
   initial_weights   PASS            12 examined
   positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
@@ -78,14 +79,15 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
 
   completed         PASS            4 examined
   collective_order  PASS            84 examined
-  features          PASS            124 examined
+  features          PASS            156 examined
   memory            FAIL            36 examined
   placements        FAIL            72 examined
   process_groups    PASS            8 examined
   reshard           FAIL            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
+  settings          PASS            72 examined
   shard_contents    FAIL            48 examined
-  traffic           FAIL            48 examined
+  traffic           FAIL            60 examined
   initial_weights   PASS            12 examined
   positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
@@ -172,7 +174,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  21 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+  22 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
     rank 1: expected exit code 0, observed raised: ValueError: no
