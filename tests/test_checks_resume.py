@@ -384,6 +384,10 @@ def test_a_counter_that_is_not_there_and_one_of_another_name_are_told() -> None:
     assert cause(counting("step", 2.0, None)) == (
         f"the optimizer's step counter is missing after resuming, 2 was saved in every parameter{anew}"
     )
+    assert cause(counting("step", 2.0, 0.0)).endswith(anew)
+    assert cause(counting("step", 2.0, 1.0)) == (
+        "the optimizer's step counter is 1 after resuming, 2 was saved in every parameter"
+    )
     assert cause(counting("seen", 7.0, 3.0)) == (
         "the optimizer's seen counter is 3 after resuming, 7 was saved in every parameter"
     )
@@ -404,7 +408,7 @@ def test_parameters_of_the_seed_beside_the_optimizers_state_of_the_checkpoint_ar
     ("rate", "told"),
     [
         (0.005, "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1"),
-        (0.01, "the schedule starts anew after resuming: the learning rate of step 3 is that of step 2"),
+        (0.01, "the schedule does not continue after resuming: the learning rate of step 3 is that of step 2"),
         (0.0012, "the schedule does not continue after resuming: the learning rate of step 3 is 0.0012 on rank 1"),
     ],
 )

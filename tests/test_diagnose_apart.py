@@ -205,7 +205,7 @@ def test_a_loss_that_is_off_beside_right_gradients_shows_both_numbers() -> None:
         (batch,) = trial.ranks[rank].steps[0].microbatches
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
     found = wrong_loss(trial, {"loss": judged("loss", trial)})
-    assert cause_of(found) == "the loss of step 1 is off by 1.0e-02 although its gradients are right"
+    assert cause_of(found) == "the loss of step 1 is off by 1.0e-02, its gradients match within the bound of 2.5e-14"
     assert [label for label, _ in found.evidence] == ["loss"]
 
 

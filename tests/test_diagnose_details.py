@@ -30,7 +30,7 @@ from harness.diagnose.differences import wrong_pairs
 from harness.diagnose.factors import factor_text
 from harness.diagnose.features import _compile, wrong_features
 from harness.diagnose.gradients import _less_than_planned, wrong_gradients
-from harness.diagnose.later import _kept, wrong_later_gradients
+from harness.diagnose.later import _what_may_be_kept, wrong_later_gradients
 from harness.diagnose.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced
 from harness.diagnose.pipeline import _others
 from harness.diagnose.processes import incomplete, process_failed
@@ -38,7 +38,7 @@ from harness.diagnose.reshard import _other_policies, wrong_resharding, wrong_wr
 from harness.diagnose.rest import _reduced_too_often, not_deterministic, replicas_drift, wrong_display
 from harness.diagnose.updates import _enlarged, _not_clipped, _wrong_lr
 from harness.evidence import Exit
-from harness.trial import Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict
 
 DDP_2 = trial_of(tiny_case("ddp_2"))
 
@@ -158,15 +158,29 @@ def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf
     assert _less_than_planned(silent) == ", a sum over dp_replicate"
 
 
-def test_a_layout_is_blamed_only_where_what_was_resumed_is_right() -> None:
+def test_that_all_was_resumed_as_saved_is_said_only_where_that_was_seen() -> None:
     trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
     for rank in (0, 1):
         seen = trial.ranks[rank].steps[0].gradients
         trial = with_step(trial, rank, 2, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
     told = "gradients are wrong from step 2 on, the first after resuming, in 1 of 12 parameters (norm.weight)"
-    layout = ": what was resumed is right, so it is this layout, not the checkpoint"
-    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told + layout
-    assert cause_of(wrong_later_gradients(trial, broken("gradients", "resume"))) == told
+    saved = ": parameters, optimizer state and samples are those that were saved"
+    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told + saved
+    trial = with_rank(trial, 0, resumed=None)
+    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told
+
+
+def test_what_the_features_found_comes_before_what_numbers_make_one_think_of() -> None:
+    trial = DDP_2
+    for rank in trial.ranks:
+        seen = trial.ranks[rank].steps[0].gradients
+        trial = with_step(trial, rank, 1, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
+    found = Result("features", Verdict.FAIL, 1, (Finding("rank 0, step 1, matmuls in float32", "0", "2"),))
+    told = cause_of(wrong_gradients(trial, broken("gradients") | {"features": found}))
+    assert told.startswith(
+        "features: rank 0, step 1, matmuls in float32: expected 0, observed 2; gradients are wrong in 1 of"
+    )
+    assert cause_of(wrong_gradients(trial, broken("gradients"))).startswith("gradients are wrong in 1 of")
 
 
 def test_different_factors_in_a_later_step_are_told_with_it() -> None:
@@ -183,18 +197,19 @@ def test_different_factors_in_a_later_step_are_told_with_it() -> None:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        (tiny_case("fsdp_2"), " (gathered parameters)"),
-        (tiny_case("fsdp_2", wrapper="fsdp1"), " (gathered parameters)"),
+        (tiny_case("fsdp_2"), "gathered parameters"),
+        (tiny_case("fsdp_2", wrapper="fsdp1"), "gathered parameters"),
         (tiny_case("ddp_2"), ""),
-        (tiny_case("ddp_2", replace(ADAMW, document_mask=True)), " (the document mask)"),
+        (tiny_case("ddp_2", replace(ADAMW, document_mask=True)), "the document mask"),
         (
             tiny_case("fsdp_2", replace(ADAMW, variable_length=True)),
-            " (gathered parameters or what depends on the length)",
+            "gathered parameters or what depends on the length",
         ),
     ],
 )
 def test_what_a_forward_pass_may_keep_is_what_there_is(case: Case, told: str) -> None:
-    assert _kept(replace(DDP_2, case=case)) == told
+    lines = (("not seen", f"whether it uses {told} of an earlier step"),) if told else ()
+    assert _what_may_be_kept(replace(DDP_2, case=case)) == lines
 
 
 # ---- layout

@@ -41,12 +41,19 @@ def _first_wrong_input(trial: Trial) -> str:
         if not math.isclose(
             sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=close
         ):
-            before = f"what goes into {right} is as long as it should be, " if right else ""
-            return f": {before}what goes into {fqn} is not{_in_attention(right, fqn)}"
+            before = f"{_input_words(trial, right)} is as long as it should be, " if right else ""
+            return f": {before}{_input_words(trial, fqn)} is not{_in_attention(right, fqn)}"
         right = fqn
     same = "what goes into each module is as long as it should be: it is the loss itself (smoothing, scale of logits),"
     same += " or something turns or changes places"
     return f": {same}" if right else ""
+
+
+def _input_words(trial: Trial, fqn: str) -> str:
+    """Without dropout there is no such module: what would go into it is what the part of the block before it gives."""
+    block, _, name = fqn.rpartition(".")
+    part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
+    return f"what {block}.{part} gives" if part and not trial.case.model.dropout else f"what goes into {fqn}"
 
 
 def _in_attention(right: str, wrong: str) -> str:

@@ -28,7 +28,7 @@ from harness.diagnose.differences import (
 )
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.forward import documents_see_each_other, unexplained
-from harness.diagnose.words import Broken, Diagnosis, groups_text, rank_words, some, traffic_lines
+from harness.diagnose.words import Broken, Diagnosis, finding_line, groups_text, rank_words, some, traffic_lines
 from harness.plan import coordinate, parameters_of_stage
 from harness.trial import Trial, ranks_text
 
@@ -62,8 +62,12 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         cause = explain(trial, wrong)
         if cause:
             return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
-    cause = unexplained(trial, wrong)
-    return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong)))
+    cause, lines = unexplained(trial, wrong), _gradient_lines(trial, wrong)
+    if "features" in broken and trial.case.dims.cp == 1:  # what was seen, before what numbers make one think of
+        return Diagnosis(
+            f"features: {finding_line('features', broken['features'])[1]}; {cause}", (*_why(cause), *lines)
+        )
+    return Diagnosis(cause, (*_why(cause), *lines))
 
 
 # ---- the kinds of mistakes, each None if it is not that

@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from harness import tolerance
+from harness.checks import resume, run_check
 from harness.diagnose.differences import (
     common_factor,
     expected_gradient,
@@ -18,8 +19,8 @@ from harness.diagnose.differences import (
 )
 from harness.diagnose.factors import times_text
 from harness.diagnose.gradients import scaled_by_powers
-from harness.diagnose.words import Broken, Diagnosis, finding_line
-from harness.trial import Trial
+from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
+from harness.trial import Trial, Verdict
 
 
 def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -32,7 +33,8 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     wrong, line = wrong_pairs(trial, step), finding_line("gradients", broken["gradients"])
     if step == trial.first_step:
         told = f"gradients are wrong from step {step} on, the first after resuming, {where_text(trial, wrong)}"
-        why = "" if "resume" in broken else ": what was resumed is right, so it is this layout, not the checkpoint"
+        as_saved = run_check("resume", resume.check, trial).verdict is Verdict.PASS
+        why = ": parameters, optimizer state and samples are those that were saved" if as_saved else ""
         return Diagnosis(told + why, (line,))
     if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
         return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
@@ -47,18 +49,19 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     off = loss_off(trial, step)
     if off:
         told = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
-        return Diagnosis(f"{told}: something of an earlier step is kept{_kept(trial)}", (line,))
+        return Diagnosis(told, (line, *_what_may_be_kept(trial)))
     return Diagnosis(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
 
 
-def _kept(trial: Trial) -> str:
-    """What there is of a step, besides its samples, that a forward pass may keep; evidence does not tell which."""
+def _what_may_be_kept(trial: Trial) -> Lines:
+    """What there is of a step, besides its samples, that a forward pass may keep; evidence tells neither that nor which."""
     things = {
         "the document mask": trial.case.training.document_mask,
         "gathered parameters": trial.case.wrapper in ("fsdp2", "fsdp1"),
         "what depends on the length": trial.case.training.variable_length,
     }
-    return f" ({' or '.join(chosen)})" if (chosen := [thing for thing, there in things.items() if there]) else ""
+    chosen = [thing for thing, there in things.items() if there]
+    return (("not seen", f"whether it uses {' or '.join(chosen)} of an earlier step"),) if chosen else ()
 
 
 def _count_of_another_step(trial: Trial, step: int, factor: float) -> str:
@@ -89,7 +92,8 @@ def wrong_loss(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     off, line = loss_off(trial), finding_line("loss", broken["loss"])
     if off:
-        return Diagnosis(f"the loss of step 1 is off by {off:.1e} although its gradients are right", (line,))
+        close = f"its gradients match within the bound of {trial.bounds.gradient[1]:.1e}"
+        return Diagnosis(f"the loss of step 1 is off by {off:.1e}, {close}", (line,))
     first = broken["loss"].findings[0]
     if first.where.startswith("rank") and first.where.endswith("step 1"):
         return Diagnosis(f"ranks compute different losses from the same tokens: {first.where}", (line,))

@@ -175,7 +175,8 @@ def _counter_lost(trial: Trial, wrong: Wrong, names: list[str]) -> str:
     held, saved = held_state(trial, rank).get(key), saved_state(trial.saved[-1])[key]
     seen = "missing" if held is None else f"{float(held):g}"
     where = f"{in_parameters(trial, _fqns(trial, wrong, {name}))}{_ranks(trial, wrong, {name})}"
-    why = ": AdamW's bias correction starts anew" if name == "step" else ""
+    lost = held is None or float(held) == 0
+    why = ": AdamW's bias correction starts anew" if name == "step" and lost else ""
     return f"the optimizer's {name} counter is {seen} after resuming, {float(saved):g} was saved {where}{why}"
 
 
@@ -204,9 +205,16 @@ def _schedule(trial: Trial) -> str | None:
         if step.lr is not None and not math.isclose(step.lr, wanted.lr, rel_tol=1e-12):
             like = [number for number, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
             seen = f"that of step {like[0]}" if like else f"{step.lr:.6g} on rank {rank}"
-            told = "the schedule starts anew" if like and like[0] < step.step else "the schedule does not continue"
+            told = "the schedule starts anew" if _anew(trial, rank, step.step) else "the schedule does not continue"
             return f"{told} after resuming: the learning rate of step {step.step} is {seen}, asked for {wanted.lr:.6g}"
     return None
+
+
+def _anew(trial: Trial, rank: int, first: int) -> bool:
+    """From that step on every rate is the one that the step had as many steps after the beginning as this is after resuming."""
+    rates, saved = {step.step: step.lr for step in trial.reference.steps}, trial.case.steps.start - 1
+    seen = {step.step: step.lr for step in trial.ranks[rank].steps if step.step >= first and step.lr is not None}
+    return all(math.isclose(rate, rates[number - saved], rel_tol=1e-12) for number, rate in seen.items())
 
 
 def _data(trial: Trial) -> str | None:
