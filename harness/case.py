@@ -92,8 +92,10 @@ class Features:
     the trainer wraps, which is then its choice, as is what it keeps by default; None: the adapter says which. cp_heads: keys
     and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
     has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. attention:
-    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. Trainers choose these five,
-    cases need not.
+    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
+    parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
+    last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
+    the next forward pass. Trainers choose these seven, cases need not.
     """
 
     wrapper: str | None = None
@@ -118,9 +120,11 @@ class Features:
     ac_early_stop: bool = True
     own_model: bool = False
     attention: str | None = None
+    loss_chunks: int = 1
+    keeps_loss_unit: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("accumulation", "microbatches", "stages_per_rank"):
+        for key in ("accumulation", "microbatches", "stages_per_rank", "loss_chunks"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         if self.bucket_mb is not None and self.bucket_mb <= 0:

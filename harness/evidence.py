@@ -256,7 +256,8 @@ class Run:
     cannot be read is in `unreadable`, with the reason.
 
     trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
-    a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher"; no law reads it.
+    a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what of the trainer does
+    not run as its users run it, a line each); no law reads it.
     checkpoint: what the one that it left holds; None if it left none, or nobody looked.
     """
 

@@ -79,6 +79,11 @@ class Judgement:
     made: dict[str, str] = field(default_factory=dict)
 
     @property
+    def replaced(self) -> list[str]:
+        """What of the trainer did not run as its users run it."""
+        return self.made.get("replaced", "").splitlines()
+
+    @property
     def verdict(self) -> Verdict:
         """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
 
@@ -146,7 +151,7 @@ def _launch_all(case: Case, folder: Path, weights: Path, options: Options) -> No
                     {},
                     fault=options.fault,
                     trainer=options.trainer,
-                    made=_made(options),
+                    made=_made(case, options),
                 )
             )
         elif not _testify(launched, folder / name, weights, options) and launched.last_step is not None:
@@ -358,7 +363,7 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
 
 def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Whether all ranks ended well."""
-    started, made = time.monotonic(), _made(options)
+    started, made = time.monotonic(), _made(case, options)
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY)
     run = Run(
         str(folder),
@@ -377,15 +382,17 @@ def _testify(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     return ended_well
 
 
-def _made(options: Options) -> dict[str, str]:
+def _made(case: Case, options: Options) -> dict[str, str]:
     name, _, source = options.trainer.partition("@")
     own = str(Path(name).parent) if name.endswith(".py") else str(ROOT)
+    replaced = trainers.load(options.trainer).replaced(case, options.device)
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
         "commit": commit_of(source or own),
         "device": options.device,
         "launcher": options.launcher,
+        **({"replaced": "\n".join(replaced)} if replaced else {}),
     }
 
 
@@ -443,6 +450,7 @@ def store_report(judgement: Judgement) -> None:
         "cause": judgement.diagnosis.cause if judgement.diagnosis else None,
         "fault": judgement.fault,
         "fired": judgement.fired,
+        "replaced": judgement.replaced,
         "results": [dataclasses.asdict(result) for result in judgement.results],
     }
     write_text(judgement.folder / "verdict.json", json.dumps(record, indent=1))

@@ -119,7 +119,8 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
     """The grid, why laws were not applicable, the report of every case that is not green, and one line that counts."""
     judged = [outcome.judgement for outcome in outcomes if outcome.judgement]
     reports = [case_report(judgement) for judgement in judged if judgement.verdict not in (Verdict.PASS, Verdict.XFAIL)]
-    parts = [grid(outcomes), *([not_applicable(judged)] if judged else []), *reports, summary(outcomes, seconds)]
+    told = [not_applicable(judged), *replaced(judged)] if judged else []
+    parts = [grid(outcomes), *told, *reports, summary(outcomes, seconds)]
     return "\n\n".join(parts)
 
 
@@ -139,6 +140,13 @@ def _row(outcome: Outcome) -> str:
         return f"{outcome.verdict}: {outcome.skipped or outcome.problem}"
     marks = " ".join(MARKS[result.verdict] for result in outcome.judgement.results)
     return f"{marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
+
+
+def replaced(judged: Sequence[Judgement]) -> list[str]:
+    """What of the trainer did not run as its users run it, and in how many cases: of that no verdict tells."""
+    parts = Counter(text for one in judged for text in one.replaced)
+    lines = [f"  {count:3} x  {text}" for text, count in parts.items()]
+    return ["\n".join(["replaced, so that it runs here:", *lines])] if lines else []
 
 
 def not_applicable(judged: Sequence[Judgement]) -> str:

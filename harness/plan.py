@@ -49,7 +49,7 @@ class Flow:
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
     neither on bucketing nor on the algorithm behind the collective. optional: a trainer may as well do this outside of
     forward and backward, where it cannot be told from other small collectives; done inside, it has these bytes.
-    first: in step 1 only.
+    first: in the first step only. later: in all others only.
     """
 
     axis: str
@@ -59,6 +59,7 @@ class Flow:
     bytes: int
     optional: bool = False
     first: bool = False
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Plan:
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
     wrappers tell of, for the case leaves them open.
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
-    spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep.
+    spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
+    gradient_spare[rank]: of gradients, beyond those of its parameters.
     quantized: the modules whose products run in 8 bits.
     """
 
@@ -118,6 +120,7 @@ class Plan:
     units: dict[int, tuple[tuple[str, ...], ...]]
     table_bytes: int = 0
     observed: Observed | None = None
+    gradient_spare: dict[int, int] = field(default_factory=dict)
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
@@ -127,7 +130,7 @@ class Plan:
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
-        return tuple(flow for flow in flows if step == self.first_step or not flow.first)
+        return tuple(flow for flow in flows if not (flow.later if step == self.first_step else flow.first))
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
@@ -185,7 +188,8 @@ def make_plan(case: Case, observed: Observed | None = None) -> Plan:
         units={rank: _held_units(case, slices[rank], units[rank]) for rank in slices},
         observed=observed,
         table_bytes=_table_bytes(case),
-        spare_bytes={rank: _spare_bytes(case, slices[rank]) for rank in slices},
+        spare_bytes={rank: _spare_bytes(case, rank, slices[rank]) for rank in slices},
+        gradient_spare={rank: _gradient_spare(case, rank) for rank in slices},
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
         after_forward={rank: _after_forward(case, rank, slices[rank], units[rank]) for rank in slices},
@@ -380,7 +384,8 @@ def fsdp_units(case: Case) -> list[Unit]:
     if case.features.fsdp_units == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
-    return [*(Unit(unit, 1 if kept else ways) for unit in most), Unit(last, ways if policy == "always" else 1)]
+    freed = policy == "always" or case.features.loss_chunks > 1
+    return [*(Unit(unit, 1 if kept else ways) for unit in most), Unit(last, ways if freed else 1)]
 
 
 def _root_units(case: Case) -> list[Unit]:
@@ -458,11 +463,22 @@ def _data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[F
             )
             yield Flow(_gathered_over(case, ways), "parameters", "all_gather", "backward", times * again)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
+        yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
         weights = everything * BYTES[stored]
         yield Flow("dp_replicate", "weights", "broadcast", "forward", weights, first=True)
+
+
+def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
+    """Final norm and output are a unit. A loss in chunks calls the output without the norm, so that from the second pass on
+    FSDP2 takes the norm's call for the unit's last, frees it, and gathers it once more for the loss."""
+    if case.features.loss_chunks > 1:
+        size = BYTES[case.training.compute_dtype or case.training.dtype]
+        once = sum(_padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
+        yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
+        yield Flow(axis, "parameters", "all_gather", "forward", once, later=True)
 
 
 def _reductions(case: Case) -> int:
@@ -690,10 +706,26 @@ def _table_bytes(case: Case) -> int:
     return 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
 
 
-def _spare_bytes(case: Case, held: dict[str, Slice]) -> int:
-    """A cosine and a sine for each position and entry of a head, and with DDP one copy of the gradients, in buckets."""
+def _spare_bytes(case: Case, rank: int, held: dict[str, Slice]) -> int:
+    """A cosine and a sine for each position and entry of a head, with DDP one copy of the gradients, in buckets, and what
+    FSDP2 gathered for a loss in chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
-    return _table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0)
+    unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
+    kept = case.features.keeps_loss_unit and case.features.loss_chunks > 1 and case.shards > 1
+    return _table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0) + (unit if kept else 0)
+
+
+def _gradient_spare(case: Case, rank: int) -> int:
+    """In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, into one that is there
+    already: what it was reduced in last stays, because the final norm's gradient lies there too."""
+    last = case.n_stages - 1 in stages_of_rank(case, rank)
+    if not (case.features.loss_chunks > 1 and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
+        return 0
+    return BYTES[case.training.dtype] * _padded_last_unit(case, rank)
+
+
+def _padded_last_unit(case: Case, rank: int) -> int:
+    return sum(_padded_numel(case, fqn, coordinate(case.dims, rank)["tp"]) for fqn in _fsdp2_units(case)[-1])
 
 
 def _after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:

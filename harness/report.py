@@ -46,12 +46,16 @@ def case_report(judgement: Judgement) -> str:
     if judgement.diagnosis:
         lines += _table(judgement.diagnosis.evidence)
         lines += _table([("again", command(judgement)), ("evidence", str(judgement.folder))])
-    lines += ["", *_law_lines(judgement.results)]
+    lines += [*_replaced(judgement), "", *_law_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
             lines += ["", f"  {result.check}: {law(result.check)}"]
             lines += [finding_text(finding, "    ") for finding in result.findings]
     return "\n".join(lines)
+
+
+def _replaced(judgement: Judgement) -> list[str]:
+    return _table([("replaced", text) for text in judgement.replaced])
 
 
 def command(judgement: Judgement) -> str:
@@ -111,6 +115,7 @@ def check_text(judgement: Judgement, result: Result) -> str:
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )
     lines += [finding_text(finding, "  ") for finding in result.findings]
+    lines += _replaced(judgement)
     lines += _table([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
     return "\n".join(lines)
 

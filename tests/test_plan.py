@@ -251,6 +251,19 @@ def test_accumulation_gathers_for_every_microbatch_and_reduces_once() -> None:
     ]
 
 
+def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_backward() -> None:
+    case = tiny_case(ParallelDims(dp_shard=2), loss_chunks=8)
+    plain, plan = make_plan(tiny_case(ParallelDims(dp_shard=2))), make_plan(case)
+    last = 8 * (4 + 8 * 4)  # norm and output
+    gathered = [[f.bytes for f in plan.flows_of(0, step) if f.op == "all_gather"] for step in (1, 2)]
+    forward, backward = (f.bytes for f in plain.flows_of(0, 1) if f.op == "all_gather")
+    assert gathered == [[forward, backward + last], [forward, backward + last, last]]
+    assert {plan.after_forward[0][fqn].ways for fqn in ("norm.weight", "output.weight")} == {2}
+    assert plan.spare_bytes == plain.spare_bytes
+    kept = make_plan(tiny_case(ParallelDims(dp_shard=2), loss_chunks=8, keeps_loss_unit=True))
+    assert kept.spare_bytes[0] == plain.spare_bytes[0] + last
+
+
 def test_hsdp_all_reduces_only_its_shard_of_the_gradients() -> None:
     assert flows("hsdp_2x2", rank=3) == [
         ("dp_shard", "all_gather", "forward", 1888),

@@ -15,6 +15,7 @@ from harness.checks import judge
 from harness.diagnose import diagnose
 from harness.evidence import Exit
 from harness.line import Judgement
+from harness.matrix import replaced as replaced_in_cases
 from harness.report import case_report, check_text, command, finding_text, headline, provenance, pytest_command
 from harness.trial import Finding, Result, Trial, Verdict
 
@@ -57,6 +58,21 @@ PASS tiny
   replica_agreement PASS            144 examined
   reported_loss     PASS            12 examined, largest difference 0.0e+00
   update            PASS            144 examined""",
+    )
+
+
+def test_what_did_not_run_as_its_users_run_it_is_said_with_every_verdict() -> None:
+    passed = judgement_of(trial_of(tiny_case("single")))
+    passed = replace(passed, made={"replaced": "attention: FlexAttention by SDPA (no CPU kernel)\nloss: a by b (c)"})
+    told = [
+        "  replaced          attention: FlexAttention by SDPA (no CPU kernel)",
+        "                    loss: a by b (c)",
+    ]
+    assert case_report(passed).splitlines()[1:3] == told
+    assert set(told) < set(check_text(passed, passed.results[0]).splitlines())
+    assert (
+        replaced_in_cases([passed, passed])[0].splitlines()[1]
+        == "    2 x  attention: FlexAttention by SDPA (no CPU kernel)"
     )
 
 

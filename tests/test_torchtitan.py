@@ -158,7 +158,7 @@ def test_its_own_choices_are_the_plans(checkout: Path) -> None:
     adapter = trainers.load(f"torchtitan@{checkout}")
     assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
     (root, after_root), *blocks = fsdp_units(adapter.own(case()))
-    assert (root, after_root) == (["tok_embeddings.weight", "norm.weight", "output.weight"], 4)
+    assert (root, after_root) == (("tok_embeddings.weight", "norm.weight", "output.weight"), 4)
     assert [after for _, after in blocks] == [4, 1]
 
 
@@ -262,6 +262,71 @@ def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
     assert adapter.own(case(ParallelDims(tp=2))).wrapper == "fsdp2"
     features = adapter.own(case(ParallelDims(cp=2))).features
     assert (features.cp_heads, features.ac_early_stop) == ("key_value", False)
+
+
+@pytest.fixture
+def release_in_chunks(release: Path) -> Path:
+    """Looks like torchtitan with its loss in chunks, its default since 2026-04-27."""
+    (release / "torchtitan" / "components").mkdir()
+    (release / "torchtitan" / "components" / "loss.py").write_text("num_chunks: int = 8\nlm_head.unshard()\n")
+    return release
+
+
+def test_its_loss_runs_in_the_chunks_that_its_users_run(release_in_chunks: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{release_in_chunks}")
+    features = adapter.own(case()).features
+    assert (features.loss_chunks, features.keeps_loss_unit) == (8, False)
+    assert adapter.unsupported(case()) is None
+    assert not any(text.startswith("loss:") for text in adapter.replaced(adapter.own(case()), "cpu"))
+    (release_in_chunks / "torchtitan" / "components" / "loss.py").write_text("num_chunks: int = 8\n")
+    assert adapter.own(case()).features.keeps_loss_unit
+
+
+def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) -> None:
+    adapter = trainers.load(f"torchtitan@{release_in_chunks}")
+    staged = adapter.own(case(ParallelDims(pp=2, dp_shard=2)))
+    assert staged.features.loss_chunks == 1
+    assert adapter.replaced(staged, "cpu") == (
+        "loss: chunked cross entropy by whole cross entropy (what FSDP2 gathers for it in a pipeline is not planned)",
+        "attention: SDPA, whose samples lie each in a row of their own",
+        "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)",
+        "casts: those to float32 leave float64 as it is (a float64 recipe)",
+        "communication: NCCL by gloo; averages are sums, then divided",
+    )
+
+
+def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
+    torch = pytest.importorskip("torch")
+    from harness.probe.clock import Clock
+    from harness.probe.samples import SampleRecorder
+    from harness.trainers.torchtitan.later import show_loss
+
+    clock, labels, phases = Clock(), torch.arange(8).reshape(1, 8), []
+
+    def cross_entropy(logits: Any, labels: Any) -> Any:
+        phases.append(clock.phase())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    class Chunked:
+        num_chunks, fn = 4, staticmethod(cross_entropy)
+
+        def __call__(self, hidden: Any, labels: Any) -> Any:
+            phases.append(clock.phase())
+            parts = zip(hidden.chunk(self.num_chunks, 1), labels.chunk(self.num_chunks, 1), strict=True)
+            return sum(self.fn(hidden, labels) for hidden, labels in parts)
+
+    recorder, loss = SampleRecorder(clock), Chunked()
+    recorder.install()
+    try:
+        show_loss(loss)
+        value = loss(torch.eye(8)[None], labels)
+    finally:
+        recorder.remove()
+    (seen,) = recorder.microbatches(0)
+    assert seen.labels is not None
+    assert (seen.labels.ravel().tolist(), seen.valid_tokens) == (list(range(8)), 8)
+    assert seen.loss_sum == pytest.approx(value.item())
+    assert (phases, clock.phase()) == (["forward", *["other"] * 4], "other")
 
 
 def test_earlier_launches_have_its_choices_too(release: Path) -> None:

@@ -247,7 +247,7 @@ def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
 
 def outputs(trial: Trial, rank: int) -> int:
     """Products of the output projection in forward passes, which the last stage has."""
-    return trial.case.passes * (trial.case.n_stages - 1 in trial.plan.stages[rank])
+    return trial.case.passes * trial.case.features.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:

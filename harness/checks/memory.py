@@ -30,7 +30,7 @@ def check(trial: Trial) -> Result:
     copies = COPIES[trial.case.training.optimizer]
     for rank, evidence in sorted(trial.ranks.items()):
         least, most = trial.plan.parameter_bytes[rank]
-        wanted = {"parameters": (least, most), "gradients": (0, most)}
+        wanted = {"parameters": (least, most), "gradients": (0, most + trial.plan.gradient_spare.get(rank, 0))}
         wanted["optimizer_state"] = (copies * least, copies * most)
         for step in evidence.steps:
             for kind, (low, high) in wanted.items():

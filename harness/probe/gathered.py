@@ -17,6 +17,15 @@ from harness.evidence import AfterForward
 from harness.probe.clock import Clock
 from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
 
+_installed: list[GatheredRecorder] = []
+
+
+def forward_goes_on() -> None:
+    """For a loss that applies the model's output itself: the forward pass that was over ends here."""
+    for recorder in _installed:
+        recorder.note_again()
+
+
 Found = tuple[str, int, torch.Tensor]  # fqn, bytes of it that are there, a tensor of the storage that they lie in
 
 
@@ -25,21 +34,31 @@ class GatheredRecorder:
         self._clock = clock
         self._steps: dict[int, list[AfterForward]] = {}
         self._hooks: list[Any] = []
+        self._last: tuple[int, nn.Module] | None = None
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
         self._hooks = [part.register_forward_hook(self._note) for part in parts]
+        _installed.append(self)
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self in _installed:
+            _installed.remove(self)
         self._hooks = []
 
     def of_step(self, step: int) -> tuple[AfterForward, ...]:
         return tuple(self._steps.get(step, ()))
 
     def _note(self, part: nn.Module, *_: Any) -> None:
+        self._last = self._clock.step, part
         self._steps.setdefault(self._clock.step, []).append(after_forward(part))
+
+    def note_again(self) -> None:
+        if self._last is not None:
+            step, part = self._last
+            self._steps[step][-1] = after_forward(part)
 
 
 def after_forward(part: nn.Module) -> AfterForward:

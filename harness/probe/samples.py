@@ -125,6 +125,16 @@ class SampleRecorder:
         self._losses.setdefault(self._clock.step, []).append(noted)
         self.losses += 1
 
+    def join(self, step: int, count: int, labels: torch.Tensor) -> None:
+        """The losses of a step behind the first `count` were parts of one, over these labels."""
+        losses = self._losses.get(step, [])
+        if parts := losses[count:]:
+            value = torch.stack([part.value.sum() for part in parts]).sum()
+            losses[count:] = [_Loss(local(labels).clone(), value, "sum", parts[0].ignore_index)]
+
+    def seen(self, step: int) -> int:
+        return len(self._losses.get(step, []))
+
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
         return [tensor for losses in self._losses.values() for loss in losses for tensor in (loss.labels, loss.value)]

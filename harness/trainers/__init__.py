@@ -123,6 +123,11 @@ class Adapter(Protocol):
         FSDP2's units taken as they are observed."""
         return observing(case)
 
+    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        """What of the trainer does not run as its users run it, each as "part: what by what (why)": said with every verdict.
+        Starts nothing, imports no torch."""
+        return ()
+
     def unsupported(self, case: Case) -> str | None:
         """Why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
         ...

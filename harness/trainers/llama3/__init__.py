@@ -83,6 +83,8 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"cp_heads {features.cp_heads}: this trainer repeats keys and values for all query heads before attention"
     if features.own_model:
         yield "own_model: this trainer's model is the reference's"
+    if features.loss_chunks > 1:
+        yield "loss_chunks: this trainer's model applies the output to the whole sequence"
     if not features.ac_early_stop:
         yield "ac_early_stop False: this trainer recomputes a block only until backward has all it needs"
     if features.fsdp_units == "root":

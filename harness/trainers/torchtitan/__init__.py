@@ -14,6 +14,7 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
     warm.py       imports it once for all ranks of a machine
     drift.py      names that torch has renamed since
+    replaced.py   what does not run as torchtitan's users run it
     precise.py    torchtitan's casts to float32 leave a float64 recipe's values alone
 """
 
@@ -64,6 +65,11 @@ class Torchtitan(Adapter):
             return next(source.find(self.where).obstacles(case), None)
         except source.NotThere as error:
             return str(error)
+
+    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        from harness.trainers.torchtitan.replaced import replaced
+
+        return tuple(replaced(case, source.find(self.where), device))
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         if reason := self.unsupported(case):

@@ -24,7 +24,12 @@ from torch.utils import checkpoint
 
 from harness.trainers.torchtitan.source import EARLY, Source
 
-TOKENIZERS = ("tiktoken", "sentencepiece", "blobfile")  # imported by the early ones, replaced by the case's samples
+READERS = (
+    "tiktoken",
+    "sentencepiece",
+    "blobfile",
+    "grain",
+)  # of text, by the early ones and the newest; samples are the case's
 CUDA = re.compile(r"\bcuda\b")
 
 
@@ -42,7 +47,7 @@ def before_import() -> None:
     """What a module of torchtitan asks as it is imported."""
     torch._utils._get_available_device_type = lambda: "cpu"
     keep_attention()
-    sys.meta_path.append(Lend(("triton", *TOKENIZERS)))
+    sys.meta_path.append(Lend(("triton", *READERS)))
 
 
 def keep_attention() -> None:

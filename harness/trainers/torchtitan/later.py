@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from harness.case import LOOPED, Case
+from harness.probe import chunks
 from harness.probe.samples import noted
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
-from harness.trainers.torchtitan import cpu, handover, sizes
+from harness.trainers.torchtitan import cpu, handover, precise, sizes
 from harness.trainers.torchtitan.source import Era, Source
 
 NORMS = r"norm\.weight$"
@@ -77,6 +78,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
         teach_cpu_attention(exact=(case.training.compute_dtype or case.training.dtype) == "float64")
     if source.era.flat and device == "cpu":
         cpu.attend_densely()
+    precise.widen(case.training.dtype, "torchtitan.components.loss")  # where gradients of chunks are collected
     trainer = configuration(case, source.era).build()
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
     show_loss(trainer.loss_fn)
@@ -84,9 +86,13 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
 
 
 def show_loss(loss: Any) -> None:
-    """Over logits that lie apart torchtitan has a cross entropy of its own since 2026-06, where the probe does not look."""
-    if hasattr(loss, "fn"):  # since 2026-04-27; before, a function that calls torch's
-        loss.fn = noted(loss.fn, reduction="sum")
+    """Over logits that lie apart torchtitan has a cross entropy of its own since 2026-06, where the probe does not look.
+    Until 2026-04-27 its loss is a function, which calls torch's."""
+    each = getattr(loss, "loss_fn", loss)
+    if hasattr(each, "fn"):
+        each.fn = chunks.no_forward(noted(each.fn, reduction="sum"))
+    if hasattr(loss, "num_chunks"):
+        type(loss).__call__ = chunks.forward(type(loss).__call__)
 
 
 def configuration(case: Case, era: Era) -> Any:
@@ -99,7 +105,9 @@ def configuration(case: Case, era: Era) -> Any:
     config = llama3_debugmodel()
     config.model_spec.model = sizes.model(case, flat=era.flat)
     if hasattr(config, "loss"):
-        config.loss = sizes.known(loss.CrossEntropyLoss.Config, global_vocab_size=case.model.vocab_size)
+        if case.features.loss_chunks == 1:
+            config.loss = loss.CrossEntropyLoss.Config()
+        sizes.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
     adamw = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)
     config.optimizer = adamw(lr=case.training.lr)
     if case.training.decay == "matrices":

@@ -33,7 +33,12 @@ def set_dtype(name: str, *modules: str) -> None:
         return original(tensor, *args, **kwargs) if tensor.is_floating_point() else tensor.double()
 
     Tensor.float = at_least_float32  # type: ignore[method-assign, assignment]
-    for module in modules:
+    widen(name, *modules)
+
+
+def widen(name: str, *modules: str) -> None:
+    """In a recipe of this dtype torch.float32 is as wide as float64 in these modules."""
+    for module in modules if name == "float64" else ():
         importlib.import_module(module).torch = _Wide("torch")  # type: ignore[attr-defined]
 
 

@@ -13,6 +13,8 @@ from harness.case import AXES, FEATURE_CHOICES, Case, Features
 from reference.config import ModelConfig, TrainingConfig
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
+CHOSEN = ("attention", "loss_chunks", "keeps_loss_unit")  # what a version does, not what it is asked for
+LOSS_CHUNKS = 8  # torchtitan's own number
 HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
 
 
@@ -34,6 +36,7 @@ class Era:
     one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     resumes: it is asked for checkpoints. chooses: features that it has its own way with.
+    chunks_loss: its loss applies the output, in chunks of the sequence.
     replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
     preload: packages that it imports.
     unasked: keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not.
@@ -51,6 +54,7 @@ class Era:
     inputs_by_name: bool = False
     fed_microbatches: bool = False
     flat: bool = False
+    chunks_loss: bool = False
     cp_by_types: bool = False
     model: tuple[str, ...] = MODEL
     resumes: bool = False
@@ -197,6 +201,8 @@ CHANGES = (
     Change("distributed/activation_checkpoint.py", "early_stop=", chooses={"ac_early_stop": False}),
     Change("distributed/pipeline_parallel.py", "ScheduleDualPipeV", features={"schedule": FEATURE_CHOICES["schedule"]}),
     Change("config/job_config.py", "context_parallel_load_balancer", features={"cp_load_balance": (False,)}),
+    Change("components/loss.py", "num_chunks", {"chunks_loss": True}, chooses={"keeps_loss_unit": True}),
+    Change("components/loss.py", "lm_head.unshard()", chooses={"keeps_loss_unit": False}),
     Change("models/llama3/model/model.py", "enable_gqa", chooses={"cp_heads": "key_value"}),
 )
 
@@ -237,6 +243,8 @@ class Source:
             case = dataclasses.replace(case, expected_failure=None)
         if case.wrapper is None and self.era.wraps_alone:
             chosen["wrapper"] = "fsdp2"
+        if self.era.chunks_loss and not why_whole(case, self.era):
+            chosen["loss_chunks"] = LOSS_CHUNKS
         return dataclasses.replace(case, features=dataclasses.replace(case.features, **chosen))  # type: ignore[arg-type]
 
     def obstacles(self, case: Case) -> Iterator[str]:
@@ -277,7 +285,7 @@ class Source:
         if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
-            if key != "attention" and value not in (*era.features.get(key, ()), era.chooses.get(key)):
+            if key not in CHOSEN and value not in (*era.features.get(key, ()), era.chooses.get(key)):
                 yield f"{key} {value}: {era.without(key)}"
         for key, value in _unusual(case.training, TrainingConfig()):
             if key not in era.training:
@@ -289,6 +297,16 @@ class Source:
             yield f"resume: this adapter does not let {era.name} write checkpoints"
         if case.saves_after:
             yield f"resume: {era.name} leaves its loop at the last step it is configured for, and does not enter it again"
+
+
+def why_whole(case: Case, era: Era) -> str:
+    """Why this adapter has the loss computed at once where its era does so in chunks; empty where it does not."""
+    together = case.local_batch if era.flat else 1
+    if any(case.seq_len(step) // case.dims.cp * together % LOSS_CHUNKS for step in case.steps):
+        return f"{LOSS_CHUNKS} chunks do not divide the sequence"
+    if case.dims.pp > 1 and case.shards > 1:
+        return "what FSDP2 gathers for it in a pipeline is not planned"
+    return ""
 
 
 def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:

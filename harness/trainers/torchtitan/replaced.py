@@ -1,0 +1,39 @@
+"""What of torchtitan does not run as its users run it, and what does in its place: said with every verdict.
+
+The case's own model sizes, samples, seed weights and learning rates are not among it: those are handed over as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.case import Case
+from harness.trainers.torchtitan.source import EARLY, Source, why_whole
+
+
+def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
+    """Each as "part: what by what (why)"."""
+    era = source.era
+    if era.chunks_loss and case.features.loss_chunks == 1:
+        yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
+    if era.run_by == "later":
+        yield from _of_configurations(source, device)
+    if case.training.dtype == "float64":
+        yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
+    if device == "cpu":
+        yield from _on_cpu(source)
+
+
+def _of_configurations(source: Source, device: str) -> Iterator[str]:
+    if source.era.flat and device == "cpu":
+        yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
+    elif not source.era.flat:
+        yield "attention: SDPA, whose samples lie each in a row of their own"
+    if source.era.fed_microbatches:
+        yield "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)"
+
+
+def _on_cpu(source: Source) -> Iterator[str]:
+    yield "communication: NCCL by gloo; averages are sums, then divided"
+    if source.era.run_by == EARLY.run_by:
+        yield "device: cuda is read as cpu in its sources"
