@@ -140,7 +140,6 @@ LATER = Era(
 BETWEEN = dataclasses.replace(
     LATER,
     name="this torchtitan of 2026",
-    axes=("dp_replicate", "dp_shard", "tp"),
     features=LATER.features | {"wrapper": ("fsdp2", "replicate")},
     training=EARLY.training,
     model=MODEL,
