@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from reference.record import Noise, ReferenceRun
 
 FOLDER = ROOT / "golden"
 NUMBERS = ("loss", "grad_norm", "gradient")
+OF_PARAMETER = ("distance", "fit")
 
 
 class GoldenError(Exception):
@@ -116,18 +117,35 @@ def review_command(case: Case) -> str:
 
 
 def _noise(told: dict[str, Any]) -> Noise:
-    return Noise(int(told["repeats"]), *(tuple(map(float, told[name])) for name in NUMBERS))
+    loss, grad_norm, gradient = (_numbers(told[name]) for name in NUMBERS)
+    by_parameter = told.get("by_parameter", {})
+    distance, fit = ({fqn: _numbers(spreads[name]) for fqn, spreads in by_parameter.items()} for name in OF_PARAMETER)
+    return Noise(int(told["repeats"]), loss, grad_norm, gradient, distance, fit)
+
+
+def _numbers(told: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, told))
 
 
 def _noise_lines(noise: Mapping[str, Noise]) -> str:
-    """Two digits: it is a spread over a few repeats."""
-
-    def told(one: Noise) -> str:
-        spreads = ", ".join(f'"{name}": [{", ".join(f"{x:.1e}" for x in getattr(one, name))}]' for name in NUMBERS)
-        return f'{{"repeats": {one.repeats}, {spreads}}}'
-
-    lines = ",\n".join(f'    "{key}": {told(one)}' for key, one in noise.items())
+    """One line a kind and one a parameter."""
+    lines = ",\n".join(f'    "{key}": {_told(one)}' for key, one in noise.items())
     return f',\n  "noise": {{\n{lines}\n  }}' if lines else ""
+
+
+def _told(one: Noise) -> str:
+    numbers = _spreads({name: getattr(one, name) for name in NUMBERS})
+    lines = ",\n".join(
+        f'      "{fqn}": {{{_spreads({name: getattr(one, name)[fqn] for name in OF_PARAMETER})}}}'
+        for fqn in one.distance
+    )
+    more = f', "by_parameter": {{\n{lines}\n    }}' if lines else ""
+    return f'{{"repeats": {one.repeats}, {numbers}{more}}}'
+
+
+def _spreads(by_name: Mapping[str, tuple[float, ...]]) -> str:
+    """Two digits: it is a spread over a few repeats."""
+    return ", ".join(f'"{name}": [{", ".join(f"{x:.1e}" for x in spread)}]' for name, spread in by_name.items())
 
 
 def render(case: Case, golden: Golden) -> str:

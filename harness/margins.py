@@ -20,20 +20,24 @@ import matplotlib.pyplot as plt
 import torch
 
 from harness import golden
+from harness.assembly import misfits
 from harness.case import Case
 from harness.checks.gradients import gradient_distance
 from harness.checks.loss import global_loss
 from harness.evidence import load
 from harness.line import Options, load_trial, run_case
+from harness.tolerance import FACTOR, Bounds
 from harness.trial import Trial
 from reference import train
+from reference.distance import largest_of
 from reference.model import Attention
-from reference.noise import largest_of, measure
-from reference.record import ReferenceRun
+from reference.noise import measure
+from reference.record import Noise, ReferenceRun
 
-NUMBERS = ("loss", "grad_norm", "gradient")
+NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
 Distances = dict[str, list[float]]
-"""By number, the relative distance from the reference in each step."""
+"""By number, the relative distance from the reference in each step; of the parameter that is farthest off as a whole, how many
+times its bound that is."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,10 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
     return Margin(
         name=f"{golden.recipe_name(case)} {case.noise_key}",
         recipe=_said(case),
-        bound={name: list(getattr(bounds, name).values()) for name in NUMBERS},
+        bound={name: list(getattr(bounds, name).values()) for name in NUMBERS[:3]}
+        | {"parameter": [1.0] * len(reference.steps)},
         correct={name: _distances(one) for name, one in trials.items()},
-        mistakes={name: _of_mistake(case, reference, make) for name, make in MISTAKES.items()},
+        mistakes={name: _of_mistake(trial, reference, make) for name, make in MISTAKES.items()},
     )
 
 
@@ -89,17 +94,27 @@ def _distances(trial: Trial) -> Distances:
         }
         for name, value in seen.items():
             found[name][step.step - 1] = largest_of([found[name][step.step - 1], value])
+    found["parameter"] = [largest_of([m.excess for m in misfits(trial, step)[0]]) for step in trial.case.steps]
     return found
 
 
 # ---- mistakes
 
 
-def _of_mistake(case: Case, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
+def _of_mistake(trial: Trial, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
+    case = trial.case
     with make(case):
         wrong = train.train(case.model, case.training).steps
-    by_step = [measure((right,), [(one,)]) for right, one in zip(reference.steps, wrong, strict=True)]
-    return {name: [getattr(one, name)[0] for one in by_step] for name in NUMBERS}
+    by_step = {one.step: measure((right,), [(one,)]) for right, one in zip(reference.steps, wrong, strict=True)}
+    found = {name: [getattr(one, name)[0] for one in by_step.values()] for name in NUMBERS[:3]}
+    return found | {"parameter": [_excess(trial.bounds, step, one) for step, one in by_step.items()]}
+
+
+def _excess(bounds: Bounds, step: int, seen: Noise) -> float:
+    """How many times its bound the parameter is off that is farthest off."""
+    parts = bounds.by_parameter.items()
+    distances = [seen.distance[fqn][0] / bound.distance[step] for fqn, bound in parts]
+    return largest_of(distances + [seen.fit[fqn][0] / bound.fit[step] for fqn, bound in parts])
 
 
 @contextmanager
@@ -173,11 +188,12 @@ def _cells(values: dict[str, str]) -> str:
 
 
 def draw(one: Margin, folder: Path) -> Path:
-    figure, panels = plt.subplots(1, 3, figsize=(15, 5))
+    figure, panels = plt.subplots(1, 4, figsize=(19, 5))
     for axes, number in zip(panels, NUMBERS, strict=True):
         steps = range(1, len(one.bound[number]) + 1)
         axes.semilogy(steps, one.bound[number], "r-", linewidth=2, label="bound")
-        axes.semilogy(steps, [b / 4 for b in one.bound[number]], "-", color="0.6", label="spread of repeats")
+        if number != "parameter":
+            axes.semilogy(steps, [b / FACTOR for b in one.bound[number]], "-", color="0.6", label="spread of repeats")
         for name, distances in one.correct.items():
             axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], "o", label=name)
         for marker, (name, distances) in zip("xv^", one.mistakes.items(), strict=True):

@@ -24,16 +24,16 @@ bfloat16 need no help: its unit is a sixteenth of theirs, so that jumps are many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference.config import TrainingConfig
+from reference.distance import best_fit, largest_of, relative_distance
 from reference.precision import DTYPES
 from reference.record import Noise, ReferenceStep
 
@@ -47,6 +47,7 @@ SPLITS = {
     "parts": ((1, 1), (2, 1), (4, 2), (1, 2), (8, 1), (2, 4), (16, 1), (1, 4)),
 }
 REPEATS = 16
+Distance = Callable[[ReferenceStep, ReferenceStep], float]
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> li
 def measure(steps: tuple[ReferenceStep, ...], repeats: list[tuple[ReferenceStep, ...]]) -> Noise:
     """The largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step."""
 
-    def spread(distance: Callable[[ReferenceStep, ReferenceStep], float]) -> tuple[float, ...]:
+    def spread(distance: Distance) -> tuple[float, ...]:
         largest, found = 0.0, []
         for number, step in enumerate(steps):
             largest = largest_of([largest, *(distance(repeat[number], step) for repeat in repeats)])
@@ -90,7 +91,17 @@ def measure(steps: tuple[ReferenceStep, ...], repeats: list[tuple[ReferenceStep,
         loss=spread(lambda seen, step: abs(seen.loss / step.loss - 1)),
         grad_norm=spread(lambda seen, step: abs(seen.grad_norm / step.grad_norm - 1)),
         gradient=spread(_gradient_distance),
+        distance={fqn: spread(_distance_of(fqn)) for fqn in steps[0].gradients},
+        fit={fqn: spread(_misfit_of(fqn)) for fqn in steps[0].gradients},
     )
+
+
+def _distance_of(fqn: str) -> Distance:
+    return lambda seen, step: relative_distance(seen.gradients[fqn], step.gradients[fqn])
+
+
+def _misfit_of(fqn: str) -> Distance:
+    return lambda seen, step: abs(best_fit(seen.gradients[fqn], step.gradients[fqn]) - 1)
 
 
 def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
@@ -99,11 +110,6 @@ def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
     return largest_of(
         [float(abs(seen.gradients[f] - step.gradients[f]).max()) / largest[f] for f in largest if largest[f]]
     )
-
-
-def largest_of(distances: Sequence[float]) -> float:
-    """NaN if any is NaN, which Python's max passes over once it has met a number."""
-    return float(np.max(np.array(distances)))
 
 
 class Reordered(TorchDispatchMode):

@@ -28,16 +28,23 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class Noise:
-    """How far repeats of the reference lie from it, by step: the largest relative distance of any of them."""
+    """How far repeats of the reference lie from it, by step: the largest relative distance of any of them.
+
+    gradient: of the worst entry of any parameter, relative to that parameter's largest. distance, fit: of each parameter by
+    fqn, the distance of its whole gradient relative to its length, and how far the best-fitting factor is from 1.
+    """
 
     repeats: int
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
     gradient: tuple[float, ...]
+    distance: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    fit: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
-        return all(map(math.isfinite, (*self.loss, *self.grad_norm, *self.gradient)))
+        spreads = (self.loss, self.grad_norm, self.gradient, *self.distance.values(), *self.fit.values())
+        return all(math.isfinite(value) for spread in spreads for value in spread)
 
 
 @dataclass(frozen=True)

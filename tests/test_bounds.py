@@ -12,8 +12,10 @@ from literal import ADAMW, SGD, TINY, tiny_case
 
 from harness.case import Case
 from harness.tolerance import (
+    FIT_FACTOR,
     Bounds,
     NoBound,
+    ParameterBounds,
     bounds,
     clip_coefficient,
     derived_bounds,
@@ -121,12 +123,29 @@ def test_a_path_without_a_number_or_of_a_zero_gradient_gives_no_bound() -> None:
             derived_bounds(case(sgd=True), path(gradients, losses))
 
 
+TOO_BLUNT = (
+    r"rounding alone explains .* by step 3, and mistakes start at 1e-08; what helps: `steps: 1` .*`--dtype float32`"
+)
+
+
 def test_a_bound_that_reaches_the_smallest_mistake_is_none() -> None:
     steep = (GRADIENTS[0], [5e7, 2.0, -1.0], GRADIENTS[2])
-    with pytest.raises(NoBound, match="rounding alone explains .* by the last step; ask for fewer steps"):
+    with pytest.raises(
+        NoBound,
+        match=TOO_BLUNT,
+    ):
         derived_bounds(case(sgd=True), path(steep))
     with pytest.raises(NoBound, match="rounding alone explains"):  # the loss alone: a gradient of no curvature
         derived_bounds(case(sgd=True), path((GRADIENTS[0],) * 3, (2.0, 1e-9, 1e-9)))
+
+
+def test_a_recipe_that_a_larger_eps_makes_sharp_is_told_which() -> None:
+    steep = (GRADIENTS[0], [5e5, 2.0, -1.0], GRADIENTS[2])
+    state = [{"w": {"exp_avg_sq": np.array([1e-20, 9.0, 0.0])}}] * 3
+    run = path(steep)
+    steps = tuple(replace(step, optimizer_state=second) for step, second in zip(run.steps, state, strict=True))
+    with pytest.raises(NoBound, match=r"a larger `eps: 1e-0\d` \(AdamW divides noise by sqrt\(v\) \+ eps, now 1e-12\)"):
+        derived_bounds(case(eps=1e-12), replace(run, steps=steps))
 
 
 def test_a_gradient_whose_bound_alone_reaches_it_is_none() -> None:
@@ -165,11 +184,25 @@ def test_a_measured_bound_is_four_times_the_spread() -> None:
         {1: 4e-3, 2: 8e-3},
         {1: 2e-2, 2: 2.4e-2},
         {1: 1.2e-2, 2: 1.6e-2},
-        "4 x the spread of 16 repeats of the reference",
+        "the spread of 16 repeats of the reference",
     )
     assert measured_bounds(case(dtype="float32"), NOISE) == wanted
     assert bounds(case(dtype="float32"), path(), NOISE) == wanted
     assert wanted.text(0.25) == "2.5e-01: 4 x the spread of 16 repeats of the reference"
+
+
+def test_a_whole_parameter_has_a_bound_for_its_factor_and_a_sharper_one_for_its_distance_in_step_1() -> None:
+    noise = replace(NOISE, distance={"w": (1e-3, 2e-3)}, fit={"w": (3e-3, 4e-3)})
+    wanted = {"w": ParameterBounds({1: 2 * 1e-3, 2: 4 * 2e-3}, {1: 5 * 3e-3, 2: 5 * 4e-3})}
+    assert measured_bounds(case(dtype="float32"), noise).by_parameter == wanted
+    assert measured_bounds(case(dtype="float32"), NOISE).by_parameter == {}
+    assert measured_bounds(case(dtype="float32"), noise).text(0.25, FIT_FACTOR).startswith("2.5e-01: 5 x the spread")
+
+
+def test_where_products_jump_no_distance_has_the_sharper_bound() -> None:
+    noise = replace(NOISE, distance={"w": (1e-3, 2e-3)}, fit={"w": (0.0, 0.0)})
+    found = measured_bounds(case(dtype="float32", quantize="float8_rowwise"), noise).by_parameter["w"]
+    assert found == ParameterBounds({1: 4 * 1e-3, 2: 4 * 2e-3}, {1: 5 * 2.0**-23, 2: 5 * 2.0**-23})
 
 
 @pytest.mark.parametrize(
@@ -191,6 +224,9 @@ def test_noise_that_is_no_number_or_was_never_measured_gives_no_bound() -> None:
     for what in ("loss", "grad_norm", "gradient"):
         with pytest.raises(NoBound, match="a repeat of the reference has a NaN"):
             measured_bounds(case(dtype="float32"), replace(NOISE, **{what: (1e-3, math.nan)}))
+    for what in ("distance", "fit"):
+        with pytest.raises(NoBound, match="a repeat of the reference has a NaN"):
+            measured_bounds(case(dtype="float32"), replace(NOISE, **{what: {"w": (1e-3, math.nan)}}))
     told = "the noise of this recipe's reference was never measured; `harness golden --accept -k tiny` measures it"
     with pytest.raises(NoBound, match=told):
         bounds(case(dtype="float32"), path(), None)

@@ -37,6 +37,7 @@ from literal import (
     without_rank,
     without_step,
 )
+from noisy import with_noise
 
 from harness import attribution
 from harness.case import ParallelDims
@@ -47,7 +48,6 @@ from harness.diagnose.gradients import wrong_gradients
 from harness.evidence import Exit
 from harness.plan import slices_of_rank
 from harness.trial import Trial, Verdict
-from reference.record import Noise
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
 EMBEDDING, NORM = "tok_embeddings.weight", "norm.weight"
@@ -803,17 +803,14 @@ def test_a_reduction_that_is_dropped_in_every_microbatch_is_not_taken_for_one_th
 
 def in_noise(trial: Trial) -> Trial:
     """The same in a recipe that is judged by the noise of its reference: gradients a little off everywhere."""
-    assert trial.golden is not None
-    noise = Noise(16, loss=(1e-4,) * 3, grad_norm=(1e-3,) * 3, gradient=(1e-2,) * 3)
-    features = replace(trial.case.features, reduce_dtype="bfloat16")
-    golden = replace(trial.golden, noise={"bfloat16 shares": noise})
+    trial = with_noise(trial, loss=1e-4, grad_norm=1e-3, gradient=1e-2, distance=1e-2, fit=1e-2)
     draw = np.random.default_rng(2)
     for rank in trial.ranks:
         blurred = {
             f: g * (1 + 3e-3 * draw.uniform(-1, 1, g.shape)) for f, g in trial.ranks[rank].steps[0].gradients.items()
         }
         trial = with_step(trial, rank, 1, gradients=blurred)
-    return replace(trial, case=replace(trial.case, features=features), golden=golden)
+    return trial
 
 
 def test_a_microbatch_lost_in_bfloat16_is_named_within_its_noise() -> None:

@@ -121,9 +121,19 @@ def test_measured_noise_is_read_back_in_two_digits_and_told_when_nothing_else_ch
     assert read.noise["float32 parts"] == noise["float32 parts"]
     first = read.noise["float32 shares"]
     assert (first.repeats, first.loss, first.gradient) == (16, (1.3e-9, 2e-9, 3e-9), (4e-7, 5e-7, 6e-7))
+    assert first.distance == {}
     told = accept(CASE, replace(REFERENCE, noise=noise), tmp_path)
     assert told == f"{recipe_name(CASE)}.json: unchanged, its noise measured anew"
     assert read.environment == REFERENCE.environment
+
+
+def test_the_noise_of_each_parameter_has_a_line_of_its_own_and_is_read_back(tmp_path: Path) -> None:
+    one = Noise(16, (1e-9,), (1e-8,), (1e-7,), {"a": (1.26e-3,), "b": (0.0,)}, {"a": (2e-4,), "b": (3e-4,)})
+    accept(CASE, replace(REFERENCE, noise={"float32 parts": one, "float32 shares": one}), tmp_path)
+    assert load(CASE, tmp_path).noise["float32 shares"] == replace(one, distance={"a": (1.3e-3,), "b": (0.0,)})
+    told = path_of(CASE, tmp_path).read_text()
+    assert told.count('\n      "a": {"distance": [1.3e-03], "fit": [2.0e-04]},\n') == 2
+    assert told.count('\n      "b": {"distance": [0.0e+00], "fit": [3.0e-04]}\n') == 2
 
 
 def test_a_golden_with_fewer_norms_than_losses_is_not_written() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.margins import Margin, table
+from harness.margins import NUMBERS, Margin, table
 from reference.noise import measure
 from reference.record import ReferenceStep
 
@@ -24,6 +24,9 @@ def test_a_spread_is_the_largest_distance_up_to_that_step() -> None:
     repeats = [(step(1, loss=1.5), step(2, norm=0.75)), (step(1, gradient=3.0), step(2, loss=1.25))]
     noise = measure(REFERENCE, repeats)
     assert (noise.repeats, noise.loss, noise.grad_norm, noise.gradient) == (2, (0.5, 0.5), (0.0, 0.25), (2.0, 2.0))
+    off = 2 / math.sqrt(2)  # [1, 3] for [1, 1]: its best fit is 2, and what is off has length 2
+    assert noise.distance == {"w": (pytest.approx(off),) * 2, "v": (0.0, 0.0)}
+    assert noise.fit == {"w": (1.0, 1.0), "v": (0.0, 0.0)}
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "gradient"])
@@ -37,7 +40,7 @@ def test_a_repeat_that_is_no_number_is_not_lost_behind_one_that_is(what: str) ->
 
 
 def test_a_run_that_is_no_number_in_a_later_step_is_not_within_its_bound() -> None:
-    quiet = {number: [0.1, 0.1] for number in ("loss", "grad_norm", "gradient")}
+    quiet = {number: [0.1, 0.1] for number in NUMBERS}
     bound = {number: [1.0, 1.0] for number in quiet}
     one = Margin("name", "recipe", bound, {"case": quiet | {"loss": [0.1, math.nan]}}, {"mistake": quiet})
     assert [line.split()[-1] for line in table(one).splitlines()[2:]] == ["loss", "SEEN"]

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from literal import judged, tiny_case, trial_of, with_step, with_value, without_step
+from noisy import noise_of
 
 from harness import tolerance
 from harness.checks import gradients
 from harness.trial import Result, Trial, Verdict
-from reference.record import Noise
 
 WQ = "layers.0.attention.wq.weight"
 RANKS, STEPS = range(4), (1, 2, 3)
@@ -109,7 +109,7 @@ def test_nan_on_both_sides_is_no_agreement(law: str, tier: str) -> None:
     """replica_agreement compares bytes, and two NaNs may well be equal bytes: it is the others' to refuse them."""
     trial = trial_of(tiny_case("hsdp_2x2"))
     if tier == "measured":
-        quiet = Noise(16, loss=(1e-9,) * 3, grad_norm=(1e-9,) * 3, gradient=(1e-9,) * 3)
+        quiet = noise_of(trial.case)
         trial = replace(trial, case=replace(trial.case, training=replace(trial.case.training, compute_dtype="float32")))
         trial = replace(trial, reference=replace(trial.reference, noise={trial.case.noise_key: quiet}))
         assert trial.golden is not None

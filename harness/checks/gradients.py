@@ -1,12 +1,17 @@
-"""Every rank's gradients, before clipping and before the optimizer, are its slices of the reference's gradients."""
+"""Every rank's gradients, before clipping and before the optimizer, are its slices of the reference's gradients.
+
+Each entry is judged, relative to its parameter's largest. In recipes with noise each parameter's whole gradient is judged
+besides: by its best-fitting factor and its distance, which are far sharper (harness/tolerance.py).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from harness import tolerance
+from harness.assembly import Misfit, misfits
 from harness.checks import verdict_of
-from harness.trial import Finding, Result, Trial, take
+from harness.trial import Finding, Result, Trial, Verdict, ranks_text, take
 
 STAGE = "numbers"
 
@@ -27,7 +32,11 @@ def check(trial: Trial) -> Result:
                     (difference, Finding(where, "the reference's", found, bounds.text(bounds.gradient[step.step])))
                 )
     ordered = [finding for _, finding in sorted(findings, key=lambda pair: -pair[0])]
-    return verdict_of("gradients", ordered, examined, f"largest difference {max(worst):.1e}")
+    whole, lacking = ([], "") if trial.case.exact else _of_whole_parameters(trial)
+    ordered += [_finding(trial, misfit) for misfit in whole if not misfit.within]
+    if lacking and not ordered:
+        return Result("gradients", Verdict.UNKNOWN, examined, note=lacking)
+    return verdict_of("gradients", ordered, examined + len(whole), f"largest difference {max(worst):.1e}")
 
 
 def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
@@ -35,3 +44,24 @@ def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, f
     if part is None:
         return float("inf")
     return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))
+
+
+def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:
+    """Worst first; and what kept a parameter from being judged as a whole."""
+    found: list[Misfit] = []
+    problem = ""
+    for step in trial.case.steps:
+        some, lacking = misfits(trial, step)
+        found += some
+        if lacking and not problem:
+            problem = f"step {step}, {lacking[0]}: the slices that ranks hold do not make up one whole gradient"
+    return sorted(found, key=lambda one: -np.nan_to_num(one.excess, nan=np.inf)), problem
+
+
+def _finding(trial: Trial, misfit: Misfit) -> Finding:
+    where = f"ranks {ranks_text(misfit.ranks)}, step {misfit.step}, {misfit.fqn}"
+    if misfit.scaled:
+        bound = trial.bounds.text(misfit.fit_bound, tolerance.FIT_FACTOR)
+        return Finding(where, "the reference's", f"{misfit.fit:.4g} times it by best fit", bound)
+    bound = trial.bounds.text(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
+    return Finding(where, "the reference's", f"off by {misfit.distance:.2e} of its length", bound)

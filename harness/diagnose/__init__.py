@@ -21,6 +21,7 @@ from harness.diagnose.gradients import wrong_gradients
 from harness.diagnose.later import wrong_later_gradients, wrong_loss
 from harness.diagnose.layout import wrong_contents, wrong_layout
 from harness.diagnose.memory import copies_made, growing
+from harness.diagnose.parameters import wrong_parameters
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
 from harness.diagnose.reshard import wrong_resharding, wrong_units, wrong_wrapper
@@ -61,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     wrong_masks,
     out_of_order,
     changed_afterwards,
+    wrong_parameters,
     wrong_gradients,
     wrong_loss,
     wrong_update,

@@ -1,0 +1,164 @@
+"""Whole gradients put together from slices, and what the law says of one that is off by less than the noise of an entry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
+from noisy import noise_of, with_noise
+
+from harness.assembly import misfits
+from harness.case import ParallelDims
+from harness.diagnose.parameters import wrong_parameters
+from harness.trial import Finding, Trial, Verdict
+from reference.distance import best_fit, relative_distance
+
+NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"
+LOUD = {"loss": 1e-4, "grad_norm": 1e-2, "gradient": 0.1, "distance": 1e-3, "fit": 1e-3}
+
+
+def loud(layout: str | ParallelDims = "fsdp_2", **features: object) -> Trial:
+    """Judged by bounds of 40 % of the largest entry, 0.2 % of a length in step 1 and then 0.4 %, and 0.5 % of a factor."""
+    return with_noise(trial_of(tiny_case(layout, ADAMW, **features)), **LOUD)
+
+
+def scaled(trial: Trial, fqn: str, factor: float, *, step: int = 1) -> Trial:
+    for rank in trial.ranks:
+        trial = with_value(trial, rank, step, "gradients", fqn, lambda g: g * factor)
+    return trial
+
+
+def named(trial: Trial) -> str:
+    found = wrong_parameters(trial, {"gradients": judged("gradients", trial)})
+    assert found is not None
+    return found.cause
+
+
+def test_a_distance_is_that_of_lengths_and_a_fit_is_the_nearest_multiple() -> None:
+    expected = np.array([3.0, 4.0], dtype=np.float32)
+    assert relative_distance(np.array([3.0, 5.0]), expected) == 0.2
+    assert best_fit(2 * expected, expected) == 2.0
+    assert best_fit(expected + np.array([4.0, -3.0]), expected) == 1.0  # what is at right angles is no factor
+
+
+def test_where_nothing_is_expected_only_nothing_is_near() -> None:
+    nothing = np.zeros(2)
+    assert (relative_distance(nothing, nothing), best_fit(nothing, nothing)) == (0.0, 1.0)
+    assert relative_distance(np.array([0.0, 1e-300]), nothing) == np.inf
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp_2", "fsdp_2", "hsdp_2x2", "tp_2", "fsdp_2_tp_2"])
+def test_every_rank_is_in_a_copy_of_each_parameter_and_a_correct_run_is_none_off(layout: str) -> None:
+    trial = loud(layout)
+    found, lacking = misfits(trial, 1)
+    assert lacking == []
+    for fqn in trial.plan.shapes:
+        ranks = [rank for one in found if one.fqn == fqn for rank in one.ranks]
+        assert set(ranks) == set(trial.ranks)
+    assert all(one.within and one.distance == 0 for one in found)
+    assert judged("gradients", trial).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+def test_flat_slices_make_up_a_whole_as_well(wrapper: str) -> None:
+    found, lacking = misfits(loud(wrapper=wrapper), 2)
+    assert lacking == [] and len(found) == len(loud().plan.shapes)
+
+
+def test_a_factor_that_no_entry_shows_is_found_and_named() -> None:
+    trial = scaled(loud(), WQ, 1.02)
+    assert judged("gradients", trial).findings == (
+        Finding(
+            f"ranks [0,1], step 1, {WQ}",
+            "the reference's",
+            "1.02 times it by best fit",
+            "5.0e-03: 5 x the spread of 16 repeats of the reference",
+        ),
+    )
+    total = len(trial.plan.shapes)
+    assert named(trial).startswith(f"gradients are 1.02 times what they should be in 1 of {total} parameters ({WQ})")
+
+
+def test_a_factor_of_all_parameters_is_one_factor() -> None:
+    trial = loud()
+    for fqn in trial.plan.shapes:
+        trial = scaled(trial, fqn, 0.98)
+    assert named(trial).startswith("gradients are 0.98 times what they should be in every parameter")
+
+
+def test_a_factor_within_backward_rounds_all_that_follows_otherwise() -> None:
+    """Beyond the noise of shares without that factor, and within that of parts."""
+    trial, draw = loud(), np.random.default_rng(1)
+    for fqn in trial.plan.shapes:
+        for rank in trial.ranks:
+            trial = with_value(
+                trial, rank, 1, "gradients", fqn, lambda g: g * (1.1 + 0.01 * draw.choice([-1, 1], g.shape))
+            )
+    assert "no factor explains it" in named(trial)
+    assert trial.golden is not None
+    known = trial.golden.noise | {trial.case.golden_noise_key: noise_of(trial.case, distance=0.02, fit=0.01)}
+    assert named(replace(trial, golden=replace(trial.golden, noise=known))) == (
+        "gradients are 1.1 times what they should be in every parameter, and rounded otherwise"
+    )
+
+
+def test_two_factors_are_told_apart() -> None:
+    trial = scaled(scaled(loud(), WQ, 1.02), NORM, 0.5)
+    assert named(trial).startswith("gradients are scaled by different factors in 2 of ")
+
+
+def test_one_replica_alone_that_is_off_is_found() -> None:
+    trial = with_value(loud("hsdp_2x2"), 3, 1, "gradients", WQ, lambda g: g * 1.02)
+    wrong = [one for one in misfits(trial, 1)[0] if not one.within]
+    assert [(one.fqn, one.ranks) for one in wrong] == [(WQ, (2, 3))]
+    assert f"({WQ}) on ranks [2,3], and no factor explains it" in named(trial)
+
+
+def test_roundings_of_one_parameter_beyond_its_noise_are_found_and_no_factor_is_named() -> None:
+    trial = loud()
+    draw = np.random.default_rng(1)
+    for rank in trial.ranks:
+        trial = with_value(trial, rank, 1, "gradients", WQ, lambda g: g * (1 + 1e-2 * draw.choice([-1, 1], g.shape)))
+    (finding,) = judged("gradients", trial).findings
+    assert finding.observed == "off by 1.00e-02 of its length"
+    assert finding.bound == "2.0e-03: 2 x the spread of 16 repeats of the reference"
+    assert "and no factor explains it: by 1.0e-02 of its length" in named(trial)
+
+
+def test_after_the_optimizer_has_acted_a_distance_may_be_twice_as_large() -> None:
+    trial = loud()
+    for step in (1, 2):
+        at_angle = scaled(trial, NORM, 1.003, step=step)
+        assert judged("gradients", at_angle).verdict is (Verdict.FAIL if step == 1 else Verdict.PASS)
+
+
+def test_noise_that_is_not_known_of_each_parameter_is_unknown_with_the_remedy() -> None:
+    trial = loud()
+    assert trial.golden is not None
+    (key,) = trial.golden.noise
+    old = replace(trial.golden.noise[key], distance={}, fit={})
+    result = judged("gradients", replace(trial, golden=replace(trial.golden, noise={key: old})))
+    assert result.verdict is Verdict.UNKNOWN
+    assert result.note == (
+        "no bound: the noise of each parameter's gradient was never measured; `harness golden --accept -k tiny` measures it"
+    )
+    assert judged("loss", replace(trial, golden=replace(trial.golden, noise={key: old}))).verdict is Verdict.PASS
+
+
+def test_slices_that_do_not_make_up_the_whole_are_unknown() -> None:
+    trial = loud()
+    gradients = {fqn: g for fqn, g in trial.ranks[1].steps[1].gradients.items() if fqn != WQ}
+    result = judged("gradients", with_step(trial, 1, 2, gradients=gradients))
+    assert (result.verdict, result.note) == (
+        Verdict.UNKNOWN,
+        f"step 2, {WQ}: the slices that ranks hold do not make up one whole gradient",
+    )
+
+
+def test_a_gradient_that_is_no_number_is_no_small_misfit() -> None:
+    trial = scaled(loud(), WQ, np.nan)
+    (wrong,) = (one for one in misfits(trial, 1)[0] if not one.within)
+    assert (wrong.fqn, wrong.scaled) == (WQ, False)
+    assert judged("gradients", trial).verdict is Verdict.FAIL
