@@ -141,7 +141,7 @@ class StepEvidence:
 
     gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
     likewise, kept for the last step, and for one after which a checkpoint was written.
-    reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
+    reported_loss, grad_norm, reported_lr: what the trainer displays. lr: read from the optimizer as it stepped.
     changed: of parameters that were something else when the next step began, or training ended, what they then were;
     None if nobody looked.
     memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
@@ -172,6 +172,7 @@ class StepEvidence:
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     kept: dict[str, int] | None = None
     copied: dict[str, int] | None = None
+    reported_lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ class RankEvidence:
     compiler: graphs that torch.compile made ("graphs"), its graph breaks ("graph break: why"), and limits at which it left code
     to run eagerly ("gave up: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
-    resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all.
+    resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all;
+    reports_every: in which steps, those that this number divides.
     held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
     rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
     settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
@@ -222,6 +224,7 @@ class RankEvidence:
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     held: tuple[HeldTensor, ...] | None = None
     settings: dict[str, str] = field(default_factory=dict)
+    reports_every: int = 1
 
 
 AT_WORK = "still at work"

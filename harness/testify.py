@@ -53,11 +53,15 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             probe.resumed(case.steps.start - 1)
         started_file(Path(options["directory"]), this).touch()
         _train(trainer, case, checkpoints, probe)
-        displayed = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in trainer.metrics}
+        displayed = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
         evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
-        rows = adapter.rows(case)
-        settings = evidence.settings | dict(adapter.settings)
-        evidence = dataclasses.replace(evidence, displays=adapter.displays, rows=rows, settings=settings)
+        evidence = dataclasses.replace(
+            evidence,
+            displays=adapter.displays,
+            reports_every=adapter.reports_every,
+            rows=adapter.rows(case),
+            settings=evidence.settings | dict(adapter.settings),
+        )
         evidence = renamed(evidence, adapter.fqn)
     finally:
         probe.remove()

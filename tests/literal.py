@@ -296,6 +296,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         reported_loss=step.loss,
         grad_norm=step.grad_norm,
         lr=step.lr,
+        reported_lr=step.lr,
         gradients={fqn: full[part[fqn]].copy() for fqn, full in step.gradients.items()},
         parameters=parameters,
         optimizer_state=state if kept else {},

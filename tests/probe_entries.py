@@ -134,7 +134,7 @@ def seen_from_outside(options: dict[str, Any]) -> None:
         clipped = float(model[1].weight.grad.norm())
         optimizer.step()
         optimizer.zero_grad()
-    evidence = probe.evidence({1: (0.0, None)})
+    evidence = probe.evidence({1: (0.0, None, 0.5)})
     probe.remove()
     assert before is None
     last = evidence.steps[-1]

@@ -29,7 +29,17 @@ NAMES = [
     *("collective_order", "features", "memory", "placements", "process_groups", "reshard", "settings"),
     *("shard_contents", "traffic"),
     *("initial_weights", "samples"),
-    *("determinism", "golden", "grad_norm", "gradients", "loss", "replica_agreement", "reported_loss", "update"),
+    *(
+        "determinism",
+        "golden",
+        "grad_norm",
+        "gradients",
+        "loss",
+        "replica_agreement",
+        "reported_loss",
+        "reported_rate",
+        "update",
+    ),
 ]
 VARIANTS = {
     "plain": {},
@@ -179,6 +189,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_number
         "loss": "PASS",
         "replica_agreement": "UNKNOWN",
         "reported_loss": "PASS",
+        "reported_rate": "PASS",
         "update": "PASS",
     }
 

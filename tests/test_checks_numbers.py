@@ -3,6 +3,7 @@ grad_norm, replica_agreement, update, determinism, golden."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from literal import (
     with_step,
     with_value,
 )
+from noisy import noise_of
 
 from harness import tolerance
 from harness.case import ParallelDims
@@ -238,14 +240,68 @@ class TestWhatIsDisplayed:
         assert finding.observed.startswith(repr(value))
 
     def test_a_rank_that_displays_nothing_claims_nothing(self, check: str, field: str) -> None:
+        trial = trial_of(tiny_case("fsdp_2"))
+        for step in (1, 2, 3):
+            trial = self.shown(trial, 1, step, field, None)
+        assert (judged(check, trial).verdict, judged(check, trial).examined) == (Verdict.PASS, 3)
+
+    def test_a_rank_that_displays_some_steps_and_not_others_is_found(self, check: str, field: str) -> None:
         trial = self.shown(trial_of(tiny_case("fsdp_2")), 1, 2, field, None)
-        assert (judged(check, trial).verdict, judged(check, trial).examined) == (Verdict.PASS, 5)
+        (finding,) = findings(check, trial)
+        assert (finding.where, finding.observed) == ("rank 1, step 2", "none reported")
+
+    def test_a_trainer_that_displays_every_second_step_owes_no_others(self, check: str, field: str) -> None:
+        trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_rank(t, rank, reports_every=2))
+        for rank, step in ((0, 1), (0, 3), (1, 3)):
+            trial = self.shown(trial, rank, step, field, None)
+        assert (judged(check, trial).verdict, judged(check, trial).examined) == (Verdict.PASS, 3)
+        (finding,) = findings(check, self.shown(trial, 1, 2, field, None))
+        assert finding.where == "rank 1, step 2" and finding.expected.endswith("as in step 1")
+
+    def test_a_trainer_that_displays_after_the_last_step_only_claims_nothing_here(self, check: str, field: str) -> None:
+        trial = with_rank(trial_of(tiny_case("single")), 0, reports_every=10)
+        for step in (1, 2, 3):
+            trial = self.shown(trial, 0, step, field, None)
+        assert judged(check, trial).verdict is Verdict.NOT_APPLICABLE
+        assert judged(check, trial).note == "this trainer reports every 10 steps, and steps 1 to 3 have none"
 
     def test_if_no_rank_displays_anything_nothing_is_known(self, check: str, field: str) -> None:
         trial = trial_of(tiny_case("single"))
         for step in (1, 2, 3):
             trial = self.shown(trial, 0, step, field, None)
         assert judged(check, trial).verdict is Verdict.UNKNOWN
+
+
+def with_rates(rate: Callable[[float, float], float | None]) -> Trial:
+    """rate: what is displayed, of the optimizer's rate of this step and of the next."""
+    trial = trial_of(tiny_case("fsdp_2"))
+    rates = [step.lr for step in trial.reference.steps]
+    for rank in trial.ranks:
+        for step, (now, after) in enumerate(zip(rates, (*rates[1:], 0.0), strict=True), start=1):
+            trial = with_step(trial, rank, step, reported_lr=rate(now, after))
+    return trial
+
+
+def test_a_rate_displayed_in_float32_is_right_and_one_of_the_next_step_is_not() -> None:
+    assert judged("reported_rate", with_rates(lambda now, after: float(np.float32(now)))).verdict is Verdict.PASS
+    broken = findings("reported_rate", with_rates(lambda now, after: after))
+    assert [finding.where for finding in broken] == [f"rank {rank}, step {n}" for rank in (0, 1) for n in (1, 2, 3)]
+    assert ", the optimizer took " in broken[0].expected
+
+
+def test_a_displayed_rate_that_is_the_recipes_and_not_the_optimizers_is_found() -> None:
+    trial = with_step(with_rates(lambda now, after: now), 1, 2, lr=0.5)
+    (finding,) = findings("reported_rate", trial)
+    assert finding.where == "rank 1, step 2" and finding.expected.endswith(", the optimizer took 0.5")
+
+
+def test_a_rate_that_is_no_number_is_found_and_one_that_nobody_displays_is_not_judged() -> None:
+    assert len(findings("reported_rate", with_rates(lambda now, after: float("nan")))) == 6
+    assert judged("reported_rate", with_rates(lambda now, after: None)).verdict is Verdict.NOT_APPLICABLE
+    promised = with_every_rank(
+        with_rates(lambda now, after: None), lambda t, rank: with_rank(t, rank, displays=("loss", "lr"))
+    )
+    assert judged("reported_rate", promised).verdict is Verdict.UNKNOWN
 
 
 def test_a_norm_twice_too_large_shows_its_ratio() -> None:
@@ -607,13 +663,13 @@ def test_a_missing_golden_is_unknown_with_the_remedy() -> None:
 
 def test_a_case_of_no_file_has_no_golden() -> None:
     result = judged("golden", trial_of(tiny_case("single", file="")))
-    note = "the case is in no file (it was given another seed), so it has no golden"
+    note = "the case is in no file (it was given another seed or dtype), so it has no golden"
     assert (result.verdict, result.note) == (Verdict.NOT_APPLICABLE, note)
 
 
 # ---- the measured tier: any case that is not float64 throughout
 
-QUIET = Noise(16, loss=(1e-9,) * 3, grad_norm=(1e-9,) * 3, gradient=(1e-9,) * 3)
+QUIET = noise_of(tiny_case("single"))
 MEASURED = ("grad_norm", "gradients", "loss", "reported_loss")
 
 

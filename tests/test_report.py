@@ -57,6 +57,7 @@ PASS tiny
   loss              PASS            3 examined, largest difference 0.0e+00
   replica_agreement PASS            144 examined
   reported_loss     PASS            12 examined, largest difference 0.0e+00
+  reported_rate     PASS            12 examined, largest difference 0.0e+00
   update            PASS            144 examined""",
     )
 
@@ -115,6 +116,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   loss              PASS            3 examined, largest difference 0.0e+00
   replica_agreement UNKNOWN         ranks [0,2] should hold the same slice of tok_embeddings.weight and do not (24 of 24 such slices); see `shard_contents`
   reported_loss     PASS            12 examined, largest difference 0.0e+00
+  reported_rate     PASS            12 examined, largest difference 0.0e+00
   update            PASS            144 examined
 
   memory: Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.

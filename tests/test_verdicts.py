@@ -48,7 +48,7 @@ EXAMINED: dict[str, Any] = {
                 "gradients": 144,
                 "loss": 3,
             },
-            **{"replica_agreement": 144, "reported_loss": 12, "update": 144},
+            **{"replica_agreement": 144, "reported_loss": 12, "reported_rate": 12, "update": 144},
         },
     ),
     "fsdp_2_tp_2": (
@@ -57,7 +57,7 @@ EXAMINED: dict[str, Any] = {
             **{"completed": 4, "collective_order": 204, "features": 160, "memory": 36, "placements": 72},
             **{"process_groups": 8, "reshard": 144, "settings": 72, "shard_contents": 48, "traffic": 108},
             **{"initial_weights": 12, "samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
-            **{"replica_agreement": 36, "reported_loss": 12, "update": 144},
+            **{"replica_agreement": 36, "reported_loss": 12, "reported_rate": 12, "update": 144},
         },
     ),
     "fsdp_2_cp_2": (
@@ -74,7 +74,7 @@ EXAMINED: dict[str, Any] = {
                 "gradients": 144,
                 "loss": 3,
             },
-            **{"reported_loss": 12, "update": 144},
+            **{"reported_loss": 12, "reported_rate": 12, "update": 144},
         },
     ),
 }

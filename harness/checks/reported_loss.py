@@ -1,30 +1,30 @@
 """The loss that a rank displays is the reference's: a claim, judged apart from the training itself.
 
-A rank that displays nothing claims nothing; if none does, that is UNKNOWN.
+A rank that displays none claims nothing; if none does, that is UNKNOWN. One that displays it in some of the steps that are
+due and not in others is a finding.
 """
 
 from __future__ import annotations
 
 import math
 
-from harness.checks import verdict_of
+from harness.evidence import StepEvidence
+from harness.reports import judge_reports
 from harness.trial import Finding, Result, Trial
+from reference.record import ReferenceStep
 
 STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
     bounds = trial.bounds
-    findings, examined, worst = [], 0, 0.0
-    for rank, step, reference in trial.steps():
-        shown = step.reported_loss
-        if shown is None:
-            continue
-        examined += 1
+
+    def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         difference = abs(shown - reference.loss) / abs(reference.loss) if math.isfinite(shown) else math.inf
-        worst = max(worst, difference)
-        if not difference <= bounds.loss[step.step]:
-            found = f"{shown!r} (off by {difference:.2e})"
-            where = f"rank {rank}, step {step.step}"
-            findings.append(Finding(where, repr(reference.loss), found, bounds.text(bounds.loss[step.step])))
-    return verdict_of("reported_loss", findings, examined, f"largest difference {worst:.1e}")
+        if difference <= bounds.loss[step.step]:
+            return difference, None
+        found = f"{shown!r} (off by {difference:.2e})"
+        where = f"rank {rank}, step {step.step}"
+        return difference, Finding(where, repr(reference.loss), found, bounds.text(bounds.loss[step.step]))
+
+    return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)

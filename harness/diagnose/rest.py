@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from harness.diagnose.updates import own_norm
 from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, rank_words, traffic_lines
 from harness.evidence import RankEvidence, StepEvidence
 from harness.plan import groups, make_plan
+from harness.reports import Read, due, silences
 from harness.tolerance import clip_coefficient
 from harness.trial import Trial, Verdict, bytes_text, ranks_text
 
@@ -28,18 +29,45 @@ LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see differen
 
 def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Losses, gradients and updates were judged by themselves: only what is shown of them is wrong."""
-    shown = {"reported_loss": "loss", "grad_norm": "gradient norm"}
+    shown = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
     wrong = [name for name in shown if name in broken]
     if not wrong or {"loss", "gradients", "update"} & set(broken):
         return None
+    lines = tuple(finding_line(name, broken[name]) for name in wrong)
+    if silent := [_silent(trial, shown[name], REPORTED[name]) for name in wrong if silences(trial, "", REPORTED[name])]:
+        return Diagnosis("; ".join(silent), lines)
     if "grad_norm" in broken and (ratio := _length(trial)):
         cause = f"gradients are {ratio:.3g} times as long as the reference's, though no entry is beyond its noise"
         return Diagnosis(cause, (finding_line("grad_norm", broken["grad_norm"]),))
-    hints = {name: _shown_loss(trial) if name == "reported_loss" else _shown_norm(trial) for name in wrong}
+    hints = {name: HINTS[name](trial) for name in wrong}
     told = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
     what = f"the displayed {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
-    lines = tuple(finding_line(name, broken[name]) for name in wrong)
     return Diagnosis(f"{what}, the training itself is right: {told}", lines)
+
+
+REPORTED: dict[str, Read] = {
+    "reported_loss": lambda step: step.reported_loss,
+    "grad_norm": lambda step: step.grad_norm,
+    "reported_rate": lambda step: step.reported_lr,
+}
+
+
+def _silent(trial: Trial, what: str, read: Read) -> str:
+    """Of the first rank that is silent: in which steps it reports, and in which not."""
+    rank = next(
+        rank for rank, e in sorted(trial.ranks.items()) if _told(e, read) and set(due(trial, rank)) - _told(e, read)
+    )
+    told, wanted = sorted(_told(trial.ranks[rank], read)), due(trial, rank)
+    silent = [step for step in wanted if step not in told]
+    return f"rank {rank} reports the {what} of {_steps(told)} only, that of {_steps(silent)} is lacking"
+
+
+def _told(evidence: RankEvidence, read: Read) -> set[int]:
+    return {step.step for step in evidence.steps if read(step) is not None}
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
 
 
 def _length(trial: Trial) -> float | None:
@@ -91,6 +119,19 @@ def _shown_norm(trial: Trial) -> str:
     return _shown(trial, seen, right, "the norm of its own shards")
 
 
+def _shown_rate(trial: Trial) -> str:
+    right = {step.step: step.lr for step in trial.reference.steps}
+    seen = [_Shown(rank, step.step, step.reported_lr, math.nan) for rank, step, _ in trial.steps()]
+    return _shown(trial, seen, right, "that of its own")
+
+
+HINTS: dict[str, Callable[[Trial], str]] = {
+    "reported_loss": _shown_loss,
+    "grad_norm": _shown_norm,
+    "reported_rate": _shown_rate,
+}
+
+
 def _own_loss(step: StepEvidence) -> float:
     tokens = sum(m.valid_tokens or 0 for m in step.microbatches)
     return math.fsum(m.loss_sum or 0.0 for m in step.microbatches) / tokens if tokens else math.nan
@@ -117,6 +158,9 @@ def _shown(trial: Trial, seen: list[_Shown], right: dict[int, float], own_words:
     later = [(right[one.step - 1], number) for one, number in odd if one.step > trial.first_step]
     if later and all(_near(number, before) for before, number in later):
         return f"{who} that of the step before"
+    earlier = [(right[one.step + 1], number) for one, number in odd if one.step + 1 in right]
+    if earlier and all(_near(number, after) for after, number in earlier):
+        return f"{who} that of the next step"
     if len(odd) == 1:
         (one, number), *_ = odd
         return f"{who} {number:.6g} once, where {right[one.step]:.6g} is right"

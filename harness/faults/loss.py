@@ -214,3 +214,48 @@ def labels_smoothed(fired: Fired) -> None:
         return smooth
 
     replace(torch.nn.functional, "cross_entropy", make)
+
+
+@fault(
+    breaks="the displayed learning rate is read after the scheduler has stepped, so it is that of the next step",
+    bug="E07 huggingface/transformers #35942, #28124: logged after lr_scheduler.step()",
+    case="fsdp_2",
+    caught_by="reported_rate",
+    named="the displayed learning rate is wrong, the training itself is right: each rank shows that of the next step",
+)
+def displayed_rate_of_the_next_step(fired: Fired) -> None:
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def stepped(self: Any) -> float:
+            fired()
+            original(self)
+            return float(self.schedulers[0].get_last_lr()[0])
+
+        return stepped
+
+    replace(Trainer, "optimizer_step", make)
+
+
+@fault(
+    breaks="the loss is displayed in step 1 only",
+    bug="of the family of L05: a display that is wrong where nobody looks, here by being left out",
+    case="fsdp_2",
+    caught_by="reported_loss",
+    named="rank 0 reports the loss of step 1 only, that of steps 2, 3 is lacking",
+)
+def loss_displayed_once(fired: Fired) -> None:
+    import dataclasses
+
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def step(self: Any) -> Any:
+            metrics = original(self)
+            fired()
+            return metrics if metrics.step == 1 else dataclasses.replace(metrics, loss=None)
+
+        return step
+
+    replace(Trainer, "train_step", make)
+    replace(Trainer, "display", lambda _: lambda *_: None)

@@ -39,6 +39,9 @@ from harness.probe.saved_tensors import SavedTensorsRecorder
 from harness.probe.settings import SettingsRecorder
 from harness.probe.values import StepValues, ValueRecorder
 
+Displayed = tuple[float | None, float | None, float | None]
+"""Loss, gradient norm and learning rate."""
+
 
 class Probe:
     def __init__(
@@ -127,10 +130,8 @@ class Probe:
         self.values.remove()
         self.collectives.remove()
 
-    def evidence(
-        self, displayed: Mapping[int, tuple[float | None, float | None]], fault: bool | None = None
-    ) -> RankEvidence:
-        """All that was seen. `displayed`: by step, the loss and gradient norm that the trainer shows its user."""
+    def evidence(self, displayed: Mapping[int, Displayed], fault: bool | None = None) -> RankEvidence:
+        """All that was seen. `displayed`: by step, what the trainer shows its user."""
         steps = sorted(step for step in self.values.steps if step > self.clock.start)
         return RankEvidence(
             rank=self.rank,
@@ -148,10 +149,8 @@ class Probe:
             settings=self.settings.started,
         )
 
-    def _step(
-        self, step: int, values: StepValues, displayed: Mapping[int, tuple[float | None, float | None]]
-    ) -> StepEvidence:
-        loss, norm = displayed.get(step, (None, None))
+    def _step(self, step: int, values: StepValues, displayed: Mapping[int, Displayed]) -> StepEvidence:
+        loss, norm, rate = displayed.get(step, (None, None, None))
         return StepEvidence(
             step=step,
             microbatches=self.samples.microbatches(step),
@@ -159,6 +158,7 @@ class Probe:
             reported_loss=loss,
             grad_norm=norm,
             lr=values.lr,
+            reported_lr=rate,
             gradients=values.gradients,
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,

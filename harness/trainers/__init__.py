@@ -35,7 +35,8 @@ how its parameters are called. The whole of it, for a trainer `mine`:
 What a case asks for is in `harness.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
 shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `reference.data.step_samples(training,
 len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. All
-numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is.
+numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
+that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/float32.md).
 
 The mapping is data, and is itself judged: the laws `initial_weights` and `shard_contents` compare bytes, so that a name or a
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
@@ -74,16 +75,17 @@ OPEN = "observed"
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a trainer displays after a step (counted from 1), None where it does not. grad_norm: global, before clipping."""
+    """What a trainer displays of a step (counted from 1), None where it does not. grad_norm: global, before clipping. lr: the
+    one that the step was made with."""
 
     step: int
     loss: float | None
     grad_norm: float | None
-    lr: float
+    lr: float | None
 
 
 class StartedTrainer(Protocol):
-    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step, equal on all ranks."""
+    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step that is reported."""
 
     model_parts: list[nn.Module]
     metrics: list[Metrics]
@@ -106,10 +108,12 @@ class Adapter(Protocol):
     """How the harness starts one trainer on one rank. Importing it must be cheap: torch and the trainer's own code are
     imported by `start`. Inherit from it for what has a usual answer here.
 
-    displays: which of "loss" and "grad_norm" the trainer shows its user. settings: switches of torch that the trainer sets on
-    purpose, as harness/probe/settings.py names and reads them: {"threads": "4"}. preload: modules that the rank server may
-    import once for all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)`
-    besides, which gives the adapter of another checkout, or of the folder in which pip laid the version asked for:
+    displays: which of "loss", "grad_norm" and "lr" the trainer shows its user. reports_every: in which steps, those that this
+    number divides (log_freq); in others it may. settings: switches of torch that the trainer sets on purpose, as
+    harness/probe/settings.py names and reads them: {"threads": "4"}. dtypes: those that it can compute in; a case in another
+    one is refused, and `--dtype` turns all cases into one of these. preload: modules that the rank server may import once for
+    all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides, which gives
+    the adapter of another checkout, or of the folder in which pip laid the version asked for:
     `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs.
     """
 
@@ -117,6 +121,8 @@ class Adapter(Protocol):
     preload: tuple[str, ...] = ()
     displays: tuple[str, ...] = ("loss", "grad_norm")
     settings: Mapping[str, str] = MappingProxyType({})
+    reports_every: int = 1
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     def own(self, case: Case) -> Case:
         """The case with this trainer's choice where the case leaves one; the plan is made of that. Who says nothing has

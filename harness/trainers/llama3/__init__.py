@@ -40,7 +40,7 @@ class Llama3(Adapter):
 
     name = "llama3"
     preload: tuple[str, ...] = ()
-    displays: tuple[str, ...] = ("loss", "grad_norm")
+    displays: tuple[str, ...] = ("loss", "grad_norm", "lr")
 
     def own(self, case: Case) -> Case:
         return replace(case, features=replace(case.features, attention="fused"))

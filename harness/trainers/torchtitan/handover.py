@@ -123,8 +123,7 @@ def note_logger(logger: Any, case: Case, metrics: list[Metrics]) -> Any:
 
     def log(values: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         norm = values.get("grad_norm", values.get("optim/grad_norm"))
-        rate = case.training.lr * lr_factor(step, case.training)
-        metrics.append(Metrics(step, float(values["loss_metrics/global_avg_loss"]), norm, rate))
+        metrics.append(Metrics(step, float(values["loss_metrics/global_avg_loss"]), norm, values.get("lr")))
         original(values, step, *args, **kwargs)
 
     logger.log = log
@@ -139,7 +138,7 @@ def note_processor(processor: Any, case: Case, metrics: list[Metrics], shows: Ca
     original = processor.log
 
     def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
-        rate = case.training.lr * lr_factor(step, case.training)
+        rate = (extra.get("extra_metrics") or {}).get("lr")
         metrics.append(Metrics(step, float(average) if shows() else None, norm[0] if norm else None, rate))
         original(step, average, largest, *norm, **extra)
 

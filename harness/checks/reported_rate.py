@@ -1,0 +1,45 @@
+"""The learning rate that a rank displays of a step is the recipe's, and the one that its optimizer took that step with.
+
+It may be displayed in float32. A trainer that displays none claims nothing; one that does in some of the steps that are
+due and not in others is a finding.
+"""
+
+from __future__ import annotations
+
+import math
+
+from harness.checks import not_applicable
+from harness.evidence import StepEvidence
+from harness.reports import judge_reports
+from harness.tolerance import UNIT_ROUNDOFF
+from harness.trial import Finding, Result, Trial
+from reference.record import ReferenceStep
+
+STAGE = "numbers"
+CLOSE = 2 * UNIT_ROUNDOFF["float32"]
+
+
+def check(trial: Trial) -> Result:
+    shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
+    if not shown and not any("lr" in evidence.displays for evidence in trial.ranks.values()):
+        return not_applicable(
+            "reported_rate", "this trainer displays none; the optimizer's is judged by the law update"
+        )
+    return judge_reports(trial, "reported_rate", "learning rate", lambda step: step.reported_lr, _compare)
+
+
+def _compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
+    wanted = [reference.lr] + ([step.lr] if step.lr is not None else [])
+    difference = max(_off(shown, rate) for rate in wanted)
+    if difference <= CLOSE:
+        return difference, None
+    taken = f", the optimizer took {step.lr!r}" if step.lr is not None else ""
+    where = f"rank {rank}, step {step.step}"
+    return difference, Finding(where, f"{reference.lr!r}{taken}", repr(shown), f"{CLOSE:.1e}")
+
+
+def _off(shown: float, rate: float) -> float:
+    """0 / 0 is no difference: a schedule may end at a rate of zero."""
+    if not math.isfinite(shown):
+        return math.inf
+    return abs(shown - rate) / abs(rate) if rate else (0.0 if shown == 0 else math.inf)
