@@ -292,11 +292,12 @@ def what_weaker_tests_say(told: Attempt, right: Sequence[float], seen: Sequence[
     }
 
 
-def off(right: Sequence[float], seen: Sequence[float]) -> float | None:
+def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
     """Largest relative difference of two curves, two digits; NaN counts as infinite, None if one lacks steps."""
-    if len(right) != len(seen):
+    told = [loss for loss in seen if loss is not None]
+    if len(right) != len(told):
         return None
-    differences = [abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(seen, right, strict=True)]
+    differences = [abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(told, right, strict=True)]
     return float(f"{max(differences):.1e}")
 
 

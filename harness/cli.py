@@ -26,6 +26,7 @@ from harness.bisect_report import bisect_report
 from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
 from harness.checks import golden as golden_law
 from harness.checks import run_check
+from harness.dtypes import in_dtype
 from harness.evidence import EvidenceError, Run, load, write_text
 from harness.faults import Fault, FaultError, faults_of_file, load_fault
 from harness.folders import folder_of
@@ -50,6 +51,7 @@ from harness.plan_text import plan_text
 from harness.progress import Progress
 from harness.report import case_report, finding_text, provenance
 from harness.trial import Result, Trial, Verdict
+from reference.config import DTYPES
 from reference.record import ReferenceRun
 
 PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
@@ -118,7 +120,7 @@ def complain(text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     case, options = case_of(args), options_of(args)
-    case = case if args.seed is None else reseeded(case, args.seed)
+    case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
     if options.torchrun_args:
         say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
     judgement = run_case(case, options)
@@ -300,10 +302,11 @@ def cases_of_matrix(args: argparse.Namespace) -> tuple[list[Case], int]:
         if args.expression:
             raise BadInput("--random: leave out -k, which is for cases of files")
         options, seed = options_of(args), 1 if args.seed is None else args.seed
-        return drawn.first(args.random, seed, lambda case: unsupported(case, options)), 0
+        return drawn.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
     selected = matrix.matching(load_all(args.cases), args.expression)
     cases = matrix.of_tier(selected, args.tier)
-    return [case if args.seed is None else reseeded(case, args.seed) for case in cases], len(selected) - len(cases)
+    cases = [in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype) for case in cases]
+    return cases, len(selected) - len(cases)
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -468,6 +471,7 @@ def parser() -> argparse.ArgumentParser:
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     one.add_argument("--seed", type=int, metavar="N", help="another seed; goldens do not apply")
+    _dtype(one)
     _how_to_run(one)
     search = _command(
         commands, "bisect", run_bisect, "find what broke a law: a commit of a trainer, or a version of a package"
@@ -504,6 +508,7 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("--tier", choices=tiers, default="default", help="which cases; all but default are for the night")
     many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; {USUAL_JOBS}")
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")
+    _dtype(many)
     many.add_argument(
         "--random",
         type=_positive_int,
@@ -562,6 +567,12 @@ def _command(commands: Any, name: str, function: Callable, help: str) -> argpars
 
 def _selection(command: argparse.ArgumentParser) -> None:
     command.add_argument("-k", dest="expression", default="", metavar="EXPR", help='as in pytest: "hsdp and not sgd"')
+
+
+def _dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="judge by the recipe in this dtype, for a trainer that computes in no other"
+    )
 
 
 def _how_to_run(command: argparse.ArgumentParser) -> None:

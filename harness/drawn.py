@@ -11,16 +11,19 @@ import functools
 import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from harness.case import AXES, Case, CaseError, from_json
 from harness.coverage import Option, join, options
+from harness.dtypes import in_dtype
 
 LAYOUTS = ("data parallel", "tp", "cp", "pp")
 LEFT_OUT = ("compile", "async TP")  # minutes each; no CPU kernel
 LARGEST_WORLD = 8
-PATIENCE = 100  # draws for every case wanted, before a trainer is said to run none
+PATIENCE = 2000  # draws in a row that cannot run, before cases that can are said to be too rare
+MOST_REASONS = 3
 
 
 def named(name: str) -> Case | None:
@@ -29,18 +32,28 @@ def named(name: str) -> Case | None:
     return draw(int(found[1]), int(found[2])) if found else None
 
 
-def first(count: int, seed: int, reason: Callable[[Case], str | None]) -> list[Case]:
-    """The first ones for which there is no reason why they cannot run. Raises CaseError if there are too few."""
-    numbers = itertools.islice(itertools.count(1), count * PATIENCE)
-    found = list(itertools.islice((case for n in numbers if not reason(case := draw(seed, n))), count))
-    if not found:
-        first = draw(seed, 1)
-        raise CaseError(
-            f"--random {count}: none of {count * PATIENCE} drawn can run here; of {first.name}: {reason(first)}"
-        )
-    if len(found) < count:
-        raise CaseError(f"--random {count}: {len(found)} of {count * PATIENCE} drawn can run here; ask for fewer")
-    return found
+def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
+    """The first ones for which there is no reason why they cannot run, in this dtype. Raises CaseError if they are too rare."""
+    found: list[Case] = []
+    reasons: list[str] = []
+    for number in itertools.count(1):
+        case = in_dtype(draw(seed, number), dtype)
+        if refused := reason(case):
+            reasons.append(refused)
+        else:
+            found, reasons = [*found, case], []
+        if len(found) == count:
+            return found
+        if len(reasons) == PATIENCE:
+            raise CaseError(f"--random {count}: {_too_rare(len(found), number, reasons)}")
+    raise AssertionError("counting does not end")
+
+
+def _too_rare(found: int, drawn: int, reasons: list[str]) -> str:
+    """What keeps most of them from running, so that a person sees which option of the adapter or command would help."""
+    most = [f"{count} x {reason}" for reason, count in Counter(reasons).most_common(MOST_REASONS)]
+    told = f"of {drawn} drawn this trainer runs {found}, of the last {len(reasons)} none"
+    return f"{told}; most often because of: {'; '.join(most)}"
 
 
 def draw(seed: int, number: int) -> Case:

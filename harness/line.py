@@ -31,6 +31,7 @@ from harness import ROOT, golden, trainers
 from harness.case import Case, CaseError, ExpectedFailure, from_json, to_json
 from harness.checks import judge
 from harness.diagnose import Diagnosis, diagnose
+from harness.dtypes import refusal
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
 from harness.folders import folder_of, fresh_folder
 from harness.format import version_of
@@ -245,7 +246,7 @@ def unsupported(case: Case, options: Options) -> str | None:
     """Why the case cannot run here: the trainer's reason, or the machine's."""
     adapter = trainers.load(options.trainer)
     for name, launched in case.launches.items():
-        if reason := adapter.unsupported(launched):
+        if reason := refusal(launched, adapter) or adapter.unsupported(launched):
             return reason if name == "run" else f"{name}: {reason}"
     if case.resume and options.torchrun_args:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
@@ -309,8 +310,18 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
-    """Goldens hold the noise of the recipes in cases/ on CPU; another seed or device has its own, measured each time."""
-    return () if case.exact or (case.file and options.device == "cpu") else (case.noise_key,)
+    """Goldens hold the noise of the recipes in cases/ on CPU; another recipe, seed or device has its own, measured once."""
+    known = options.device == "cpu" and (case.file or _golden_knows(case))
+    return () if case.exact or known else (case.noise_key,)
+
+
+def _golden_knows(case: Case) -> bool:
+    """A recipe of no file may be that of one all the same."""
+    try:
+        noise = golden.load(case).noise.get(case.noise_key)
+    except golden.GoldenError:
+        return False
+    return noise is not None and set(noise.distance) == set(case.model.parameter_shapes())
 
 
 def _oracle_key(case: Case) -> str:

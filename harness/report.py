@@ -60,10 +60,12 @@ def _replaced(judgement: Judgement) -> list[str]:
 
 def command(judgement: Judgement) -> str:
     """What shows it again."""
-    file, seed = Path(judgement.case.file), judgement.case.training.seed
+    file, recipe, usual = Path(judgement.case.file), judgement.case.training, TrainingConfig()
     given = {"fault": judgement.fault}
     given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
-    given |= {"seed": str(seed)} if not judgement.case.file and seed != TrainingConfig().seed else {}
+    if not judgement.case.file:
+        given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
+        given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
     told = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
     return shlex.join(["harness", "run", judgement.case.name, *told])
 

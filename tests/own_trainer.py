@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class Started(StartedTrainer):
     def clip(self, max_norm: float | None) -> None:
         import torch
 
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
 
 
 def renamed(llama: Any) -> Any:

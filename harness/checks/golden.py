@@ -14,7 +14,9 @@ STAGE = "numbers"
 
 def check(trial: Trial) -> Result:
     if not trial.case.file:
-        return not_applicable("golden", "the case is in no file (it was given another seed), so it has no golden")
+        return not_applicable(
+            "golden", "the case is in no file (it was given another seed or dtype), so it has no golden"
+        )
     if trial.golden is None:
         return Result("golden", Verdict.UNKNOWN, note=trial.golden_problem)
     bounds = tolerance.bounds(trial.case, trial.reference, trial.golden.noise.get(trial.case.golden_noise_key))
