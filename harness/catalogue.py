@@ -293,11 +293,12 @@ def what_weaker_tests_say(told: Attempt, right: Sequence[float], seen: Sequence[
 
 
 def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
-    """Largest relative difference of two curves, two digits; NaN counts as infinite, None if one lacks steps."""
-    told = [loss for loss in seen if loss is not None]
-    if len(right) != len(told):
+    """Largest relative difference of two curves, two digits; what is NaN or not displayed counts as infinite, None if one
+    lacks steps."""
+    if len(right) != len(seen):
         return None
-    differences = [abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(told, right, strict=True)]
+    pairs = zip(seen, right, strict=True)
+    differences = [abs(a - b) / abs(b) if a is not None and math.isfinite(a) else math.inf for a, b in pairs]
     return float(f"{max(differences):.1e}")
 
 
