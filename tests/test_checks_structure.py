@@ -569,3 +569,10 @@ def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:
     result = judged("placements", with_rank(trial, 1, structure=mute))
     told = "no wrapper of rank 1 tells which parameters it gathers"
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)
+
+
+def test_a_disk_that_took_no_evidence_is_no_verdict_on_the_trainer_however_it_was_raised() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for error in ("EvidenceError: full", "OSError: [Errno 28] no space; raised again as EvidenceError: full"):
+        full = with_exit(trial, Exit(1, "raised", error=error, blamed=True))
+        assert completed.check(without_rank(full, 1)).verdict is Verdict.UNKNOWN

@@ -6,6 +6,8 @@ lost with the launcher that had started them.
 
 from __future__ import annotations
 
+import re
+
 from harness.checks import verdict_of
 from harness.evidence import EvidenceError, Exit, RankEvidence, Run
 from harness.trial import Finding, Result, Trial, Verdict
@@ -42,7 +44,8 @@ def check(trial: Trial) -> Result:
 
 def _not_the_trainers(run: Run) -> str:
     """What the harness lacked, so that nothing is known of the trainer; empty where some rank failed by itself."""
-    unsaved = [exit for exit in run.exits if exit.blamed and exit.error.startswith(EvidenceError.__name__)]
+    ours = re.compile(rf"(.*; raised again as )?{EvidenceError.__name__}: ")
+    unsaved = [exit for exit in run.exits if exit.blamed and ours.match(exit.error)]
     if unsaved:
         return f"rank {unsaved[0].rank} could not leave its evidence: {unsaved[0].error}"
     failed = [exit for exit in run.exits if exit.how != "ok" or exit.blamed]
