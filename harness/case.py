@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from harness import ROOT, limits, schedule
+from harness.allowance import Allowance
 from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig, noise_key
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -177,6 +178,7 @@ class Case:
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
     last_step: of an earlier launch alone; saves_after: of one that saves before its last step; never written in a file.
+    allow: what the trainer may keep, copy or move besides what the plan knows, each with its reason.
     tier: when it runs. "default": before every push. "nightly": more of the same, and combinations that no smaller case
     has. "compiled": what waits for a compiler.
     """
@@ -194,6 +196,7 @@ class Case:
     last_step: int | None = None
     saves_after: int | None = None
     file: str = ""
+    allow: tuple[Allowance, ...] = ()
 
     @property
     def steps(self) -> range:
@@ -476,6 +479,7 @@ def _build_case(fragment: Mapping[str, Any], file: str) -> Case:
         expected_failure=_expected_failure(fragment.get("expected_failure"), f"{where}: expected_failure"),
         resume=_resume(fragment.get("resume"), f"{where}: resume"),
         last_step=fragment.get("last_step"),
+        allow=_allowances(fragment.get("allow"), f"{where}: allow"),
         saves_after=fragment.get("saves_after"),
         file=file,
     )
@@ -503,6 +507,20 @@ def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
     if not (ROOT / expected.script).is_file():
         raise CaseError(f"{where}: script {expected.script!r}: no such file in the project; write the minimal program")
     return expected
+
+
+def _allowances(value: Any, where: str) -> tuple[Allowance, ...]:
+    found = []
+    for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, where), start=1):
+        here, entry = f"{where}: entry {number}", _mapping(entry, f"{where}: entry {number}")
+        _refuse_unknown(entry, [f.name for f in dataclasses.fields(Allowance)], here)
+        for key, given in entry.items():
+            _check_type(given, "", "int | str" if key == "bytes" else "str", f"{here}: {key}")
+        try:
+            found.append(Allowance(**entry))
+        except ValueError as error:
+            raise CaseError(f"{here}: {error}") from error
+    return tuple(found)
 
 
 def _resume(value: Any, where: str) -> tuple[Saved, ...]:

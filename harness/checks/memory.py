@@ -6,7 +6,7 @@ rank's slice of one, and flat buffers, of floating-point numbers. Allowed are th
 as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
 and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
 But nothing grows from step to step, whatever its shape, except single numbers; and within a step there are copies of no more
-weights at once than of two parameters.
+weights at once than of two parameters. What a case or an adapter allows besides is added, and said.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from harness.allowance import allowed
 from harness.case import Case
 from harness.checks import verdict_of
 from harness.evidence import HeldTensor, RankEvidence
@@ -45,11 +46,33 @@ def check(trial: Trial) -> Result:
     if unseen and not findings:
         note = f"nobody looked what rank {unseen[0]} keeps besides parameters, gradients and optimizer state"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
-    return verdict_of("memory", findings, examined)
+    return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+
+
+def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
+    return allowed(trial.case.allow, what, trial.plan.parameter_bytes[rank][1])
+
+
+def most_kept(trial: Trial, rank: int) -> int:
+    return trial.plan.spare_bytes[rank] + allowed_bytes(trial, rank, "kept")
+
+
+def _allowances_text(trial: Trial) -> str:
+    """What is allowed, and whether anything of it was used: an allowance that nobody needs any more goes."""
+    used = {
+        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > trial.plan.spare_bytes[r] for r in trial.ranks),
+        "copied": any(
+            size > most_copied(trial, rank, phase) - allowed_bytes(trial, rank, "copied")
+            for rank, evidence in trial.ranks.items()
+            for _, phase, size in copied_at_once(evidence)
+        ),
+    }
+    told = [(one, "" if used[one.what] else ", not used") for one in trial.case.allow if one.what in used]
+    return "; ".join(f"allowed: {one.what} {one.bytes} ({one.reason}){stale}" for one, stale in told)
 
 
 def _beside(trial: Trial, rank: int) -> list[Finding]:
-    held, most = copies_kept(trial, rank), trial.plan.spare_bytes[rank]
+    held, most = copies_kept(trial, rank), most_kept(trial, rank)
     if not kept_beside(trial, rank):
         return []
     shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
@@ -60,7 +83,7 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
 
 
 def kept_beside(trial: Trial, rank: int) -> bool:
-    return sum(tensor.bytes for tensor in copies_kept(trial, rank)) > trial.plan.spare_bytes[rank]
+    return sum(tensor.bytes for tensor in copies_kept(trial, rank)) > most_kept(trial, rank)
 
 
 def looks(evidence: RankEvidence) -> list[tuple[int, int]]:
@@ -114,7 +137,7 @@ def most_copied(trial: Trial, rank: int, phase: str) -> int:
     inside = phase in ("forward", "backward", "pipeline")
     parts = trial.plan.slices[rank]
     largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
-    return 2 * largest * BYTES[trial.case.training.dtype]
+    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied")
 
 
 def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:

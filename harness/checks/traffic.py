@@ -27,7 +27,7 @@ def check(trial: Trial) -> Result:
         return not_applicable("traffic", "one rank moves nothing")
     if reason := untold_units(trial):
         return Result("traffic", Verdict.UNKNOWN, note=reason)
-    findings, examined = [], 0
+    findings, examined, used = [], 0, set[Key]()
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
             wanted = planned(trial, rank, step)
@@ -35,10 +35,34 @@ def check(trial: Trial) -> Result:
             seen = observed(evidence, step)
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             examined += len(wanted) + 1
+            extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
+            used |= {key for key in extra if extra[key] > 0}
+            within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
+            seen |= {key: wanted.get(key, 0) for key in within}
             findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
             findings += _outside(trial, rank, step) + _integers(trial, rank, step)
             findings += _waiting(evidence, step)
-    return verdict_of("traffic", findings, examined)
+    return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
+
+
+def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
+    """Of each collective that is allowed besides the plan's, the most bytes in a step."""
+    most: dict[Key, int] = defaultdict(int)
+    for one in trial.case.allow:
+        if one.what == "moved":
+            world = tuple(range(trial.plan.dims.world_size))
+            ranks = world if one.axis == "world" else trial.plan.peers(rank, one.axis)
+            most[ranks, one.op, one.phase] += one.amount(trial.plan.parameter_bytes[rank][1])
+    return dict(most)
+
+
+def _allowances_text(trial: Trial, used: set[Key]) -> str:
+    told = []
+    for one in trial.case.allow:
+        if one.what == "moved":
+            stale = "" if any(key[1:] == (one.op, one.phase) for key in used) else ", not used"
+            told.append(f"allowed: {one.op} over {one.axis} in {one.phase} {one.bytes} ({one.reason}){stale}")
+    return "; ".join(told)
 
 
 def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:

@@ -55,3 +55,29 @@ def weights_copied_during_each_step(fired: Fired) -> None:
         return step
 
     replace(torch.optim.AdamW, "step", make)
+
+
+@fault(
+    breaks="a moving average of the weights is kept beside them, which nobody declared",
+    bug="of the family of P15 pytorch #164756: weights beside the weights",
+    case="fsdp_2",
+    caught_by="memory",
+    named="525.6 kB of float64 are kept beside parameters, gradients and optimizer state: 21 tensors",
+)
+def moving_average_not_declared(fired: Fired) -> None:
+    import torch
+
+    def make(original: Any) -> Any:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(self, *args, **kwargs)
+            fired()
+            weights = [weight.detach().to_local() for group in self.param_groups for weight in group["params"]]
+            if not hasattr(self, "average"):
+                self.average = [weight.clone() for weight in weights]
+            for average, weight in zip(self.average, weights, strict=True):
+                average.lerp_(weight, 0.1)
+            return done
+
+        return step
+
+    replace(torch.optim.AdamW, "step", make)

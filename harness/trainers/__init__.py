@@ -126,8 +126,8 @@ class Adapter(Protocol):
 
     def own(self, case: Case) -> Case:
         """The case with this trainer's choice where the case leaves one; the plan is made of that. Who says nothing has
-        FSDP2's units taken as they are observed."""
-        return observing(case)
+        FSDP2's units taken as they are observed, and what the attribute `allow` declares."""
+        return dataclasses.replace(observing(case), allow=case.allow + getattr(self, "allow", ()))
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         """What of the trainer does not run as its users run it, each as "part: what by what (why)": said with every verdict.

@@ -1,0 +1,111 @@
+"""What a case or an adapter allows besides the plan: how it is written, what it covers, and that nothing more passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from literal import judged, tiny_case, trial_of, with_rank, with_step
+
+from harness.allowance import Allowance
+from harness.case import CaseError, from_json, to_json
+from harness.evidence import Collective, HeldTensor
+from harness.trainers import Adapter
+from harness.trial import Finding, Trial, Verdict
+
+AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
+LOGGED = Allowance("moved", 8, "the loss is logged", op="all_reduce", phase="forward", axis="world")
+
+
+def allowing(trial: Trial, *allow: Allowance) -> Trial:
+    return replace(trial, case=replace(trial.case, allow=allow))
+
+
+def averaging(size: int) -> Trial:
+    """Rank 1 keeps as many bytes in the shape of a slice."""
+    return with_rank(trial_of(tiny_case("fsdp_2")), 1, held=(HeldTensor((4, 4), "float64", size),))
+
+
+def test_a_moving_average_is_kept_where_that_is_allowed_and_no_more_than_that() -> None:
+    own = sum(tensor.value.nbytes for tensor in trial_of(tiny_case("fsdp_2")).ranks[1].parameters)
+    assert judged("memory", averaging(own)).verdict is Verdict.FAIL
+    passed = judged("memory", allowing(averaging(own), AVERAGE))
+    assert (passed.verdict, passed.note) == (
+        Verdict.PASS,
+        "allowed: kept 1 x parameters (a moving average of the weights)",
+    )
+    most = own + 128
+    assert judged("memory", allowing(averaging(most), AVERAGE)).verdict is Verdict.PASS
+    assert judged("memory", allowing(averaging(most + 8), AVERAGE)).verdict is Verdict.FAIL
+
+
+def test_an_allowance_that_nobody_uses_is_said_to_be() -> None:
+    unused = judged("memory", allowing(trial_of(tiny_case("fsdp_2")), AVERAGE))
+    assert (unused.verdict, unused.note.endswith(", not used")) == (Verdict.PASS, True)
+    assert judged("traffic", allowing(trial_of(tiny_case("fsdp_2")), LOGGED)).note.endswith(", not used")
+
+
+def test_copies_within_a_step_are_allowed_in_bytes() -> None:
+    trial = with_step(trial_of(tiny_case("fsdp_2")), 1, 2, copied={"other": 356})
+    assert judged("memory", allowing(trial, Allowance("copied", 100, "their norm is logged"))).verdict is Verdict.PASS
+    assert judged("memory", allowing(trial, Allowance("copied", 99, "their norm is logged"))).verdict is Verdict.FAIL
+
+
+def logging(size: int) -> Trial:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank, evidence in trial.ranks.items():
+        call = Collective("all_reduce", (0, 1), "(0, 1)", "float64", size, "forward", 2, 999)
+        trial = with_rank(trial, rank, collectives=(*evidence.collectives, call))
+    return trial
+
+
+def test_a_logging_all_reduce_inside_forward_is_moved_where_that_is_allowed_and_no_more() -> None:
+    assert judged("traffic", logging(8)).verdict is Verdict.FAIL
+    passed = judged("traffic", allowing(logging(8), LOGGED))
+    assert (passed.verdict, passed.note) == (
+        Verdict.PASS,
+        "allowed: all_reduce over world in forward 8 (the loss is logged)",
+    )
+    assert judged("traffic", allowing(logging(16), LOGGED)).findings[0] == Finding(
+        "rank 0, step 2, forward all_reduce over dp_shard [0,1]", "nothing", "16 B (16)"
+    )
+    assert judged("traffic", allowing(logging(8), replace(LOGGED, phase="backward"))).verdict is Verdict.FAIL
+
+
+def test_an_adapter_declares_its_own_beside_those_of_the_case() -> None:
+    class Mine(Adapter):
+        allow = (AVERAGE,)
+
+        def unsupported(self, case):
+            return None
+
+        def start(self, case, weights, device):
+            raise NotImplementedError
+
+    assert Mine().own(replace(tiny_case("fsdp_2"), allow=(LOGGED,))).allow == (LOGGED, AVERAGE)
+
+
+def test_allowances_are_stored_with_the_case() -> None:
+    case = replace(tiny_case("fsdp_2"), allow=(AVERAGE, LOGGED))
+    assert from_json(to_json(case)).allow == (AVERAGE, LOGGED)
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"what": "kept", "bytes": 8}, "entry 1: reason is missing"),
+        ({"what": "kept", "bytes": 8, "reason": " "}, "entry 1: reason is missing"),
+        ({"what": "kept", "reason": "why"}, "entry 1: bytes 0: a number above 0, or 'N x parameters'"),
+        ({"what": "kept", "bytes": "all", "reason": "why"}, "entry 1: bytes 'all': a number above 0"),
+        ({"what": "kept", "bytes": True, "reason": "why"}, "entry 1: bytes: expected int | str, got True"),
+        ({"what": "any", "bytes": 8, "reason": "why"}, "what 'any': choose one of kept, copied, moved"),
+        ({"what": "moved", "bytes": 8, "reason": "why", "op": "all_reduce"}, "moved needs op, phase and axis"),
+        ({"what": "kept", "bytes": 8, "reason": "why", "op": "all_reduce"}, "kept has no op, phase or axis"),
+        ({"what": "kept", "byte": 8, "reason": "why"}, "entry 1: unknown key 'byte'; did you mean 'bytes'?"),
+    ],
+)
+def test_an_allowance_without_reason_or_limit_is_refused_with_its_key(entry, problem: str) -> None:
+    record = to_json(tiny_case("fsdp_2")) | {"allow": [entry], "name": "mine", "file": "cases/mine.yaml"}
+    with pytest.raises(CaseError, match="cases/mine.yaml: case 'mine': allow: ") as refused:
+        from_json(record)
+    assert problem in str(refused.value)
