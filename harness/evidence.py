@@ -41,8 +41,9 @@ class Collective:
     op: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, scatter, gather, reduce, barrier, send, recv.
     ranks: global ranks of the group it really ran over, ascending as the group lists them.
     bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
-    phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer" or "other".
-    step: 0 before the first step.
+    phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer", "evaluation" (inside a pass
+    that trains nothing) or "other".
+    step: 0 before the first step; in evaluation that before it.
     seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
     which is the other side.
     """
@@ -91,13 +92,15 @@ class Microbatch:
     """What one forward pass of this rank was fed, and the loss it computed from it.
 
     tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage is fed tokens, its last
-    labels (as they came, where they do not fit the tokens or there are none). loss_sum: over this rank's valid tokens.
+    labels (as they came, where they do not fit the tokens or there are none), -100 those that do not count. loss_sum: over
+    this rank's valid tokens. chunks: how many labels each part had, where the loss was computed in several, in order.
     """
 
     tokens: np.ndarray | None
     labels: np.ndarray | None
     loss_sum: float | None
     valid_tokens: int | None
+    chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,15 @@ class AfterForward:
     bytes: by fqn, of as much of the parameter as is there. storage: of all distinct storages behind that.
     """
 
+    bytes: dict[str, int]
+    storage: int
+
+
+@dataclass(frozen=True)
+class AfterEvaluation:
+    """The same when the next step began, or training ended, after passes that trained nothing. step: the last one before."""
+
+    step: int
     bytes: dict[str, int]
     storage: int
 
@@ -204,6 +216,7 @@ class RankEvidence:
     fault: None, or whether the deliberate fault's code ran on this rank.
     resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all;
     reports_every: in which steps, those that this number divides.
+    after_evaluation: one record for each model part and time between two steps at which there was any.
     held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
     rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
     settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
@@ -225,6 +238,7 @@ class RankEvidence:
     held: tuple[HeldTensor, ...] | None = None
     settings: dict[str, str] = field(default_factory=dict)
     reports_every: int = 1
+    after_evaluation: tuple[AfterEvaluation, ...] = ()
 
 
 AT_WORK = "still at work"
@@ -307,11 +321,14 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     )
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
     resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
+    left = tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in evidence.after_evaluation)
     structure = {
         fqn(module): claim | {key: [fqn(name) for name in names] for key, names in claim.items() if key == "parameters"}
         for module, claim in evidence.structure.items()
     }
-    return dataclasses.replace(evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure)
+    return dataclasses.replace(
+        evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure, after_evaluation=left
+    )
 
 
 # ---- saving and loading

@@ -58,5 +58,114 @@ class HabitualStarted(Started):
 
         self.loss = filled  # type: ignore[method-assign]
 
+    # ---- how it computes the loss
+
+    def loss_by_rows(self) -> None:
+        """One call a sample."""
+        original = self.loss
+        self.loss = lambda logits, labels: sum(  # type: ignore[method-assign]
+            original(row[None], own[None]) for row, own in zip(logits, labels, strict=True)
+        )
+
+    def loss_by_positions(self) -> None:
+        """Chunks along the sequence, each computed again in backward."""
+        from torch.utils.checkpoint import checkpoint
+
+        original = self.loss
+
+        def chunked(logits: Any, labels: Any) -> Any:
+            parts = zip(logits.chunk(3, dim=1), labels.chunk(3, dim=1), strict=True)
+            return sum(checkpoint(original, *part, use_reentrant=False) for part in parts)
+
+        self.loss = chunked  # type: ignore[method-assign]
+
+    def loss_of_valid_tokens(self) -> None:
+        """Tokens without a label are left out before."""
+        original = self.loss
+
+        def valid(logits: Any, labels: Any) -> Any:
+            return original(logits[labels != -100][None], labels[labels != -100][None])
+
+        self.loss = valid  # type: ignore[method-assign]
+
+    def loss_by_nll(self) -> None:
+        from torch.nn import NLLLoss
+
+        def likelihood(logits: Any, labels: Any) -> Any:
+            return NLLLoss(reduction="sum")(logits.flatten(0, 1).log_softmax(-1), labels.flatten())
+
+        self.loss = likelihood  # type: ignore[method-assign]
+
+    def loss_by_hand(self) -> None:
+        """By logsumexp, where nobody can see it."""
+
+        def by_hand(logits: Any, labels: Any) -> Any:
+            chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+            return ((logits.logsumexp(-1) - chosen) * (labels != -100)).sum()
+
+        self.loss = by_hand  # type: ignore[method-assign]
+
+    def logs_the_loss(self) -> None:
+        """Of every token, without gradients, beside the one that trains."""
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        original = self.loss
+
+        def logged(logits: Any, labels: Any) -> Any:
+            with torch.no_grad():
+                cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return original(logits, labels)
+
+        self.loss = logged  # type: ignore[method-assign]
+
+    # ---- validation
+
+    def validates(self) -> None:
+        """Before the first step, between microbatches and after each step, with a loss reduced over all ranks."""
+        import torch
+
+        self._around_training(torch.no_grad)
+
+    def validates_in_inference_mode(self) -> None:
+        import torch
+
+        self._around_training(torch.inference_mode)
+
+    def validates_with_gradients(self) -> None:
+        """Nobody forbade autograd to record them; no backward follows."""
+        import contextlib
+
+        self._around_training(contextlib.nullcontext)
+
+    def _around_training(self, mode: Any) -> None:
+        import torch.distributed as dist
+        from torch.nn.functional import cross_entropy
+
+        def validate() -> None:
+            self.model.eval()
+            with mode():
+                for tokens, labels in self.batches(1):
+                    found = cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten()).detach()
+                    dist.all_reduce(found)
+            self.model.train()
+
+        def followed(method: Any) -> Any:
+            def both(*args: Any) -> None:
+                method(*args)
+                validate()
+
+            return both
+
+        train = self.train
+        self.backward, self.clip = followed(self.backward), followed(self.clip)  # type: ignore[method-assign]
+
+        def around(last_step: int) -> None:
+            validate()
+            train(last_step)
+            validate()
+
+        self.train = around  # type: ignore[method-assign]
+
 
 adapter = Habitual()

@@ -76,7 +76,7 @@ class Started(StartedTrainer):
         for index, (tokens, labels) in enumerate(batches):
             with contextlib.nullcontext() if index == len(batches) - 1 else self.model.no_sync():
                 loss = self.loss(self.model(tokens), labels)
-                (loss * self.world_size / valid).backward()  # DDP averages over ranks
+                self.backward(loss * self.world_size / valid)  # DDP averages over ranks
             total = total + self.kept(loss)
         self.clip(self.case.training.max_norm)
         rate = self.optimizer.param_groups[0]["lr"] = self.case.training.lr * lr_factor(step, self.case.training)
@@ -100,6 +100,9 @@ class Started(StartedTrainer):
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def backward(self, loss: Any) -> None:
+        loss.backward()
 
     def kept(self, loss: Any) -> Any:
         """What is summed up for the display."""

@@ -96,7 +96,7 @@ def test_the_probe_measures_what_the_reference_does_in_whatever_pieces() -> None
     model = llama_from(initial_weights(model_config, 1), config=model_config, dtype=torch.float64)
     tokens = torch.arange(24).reshape(4, 6) % 8
     clock = Clock()
-    clock.step = 1
+    clock.enter_forward()
     recorder = ActivityRecorder(clock)
     recorder.attach([model])
     clock.phase = lambda: "forward"  # type: ignore[method-assign]

@@ -41,10 +41,27 @@ def judged(name: str, habits: str, folder: Path) -> Judgement:
     return run_case(find_case(name, load_all()), Options(out=folder, trainer=trainers.spec(str(HABITUAL), habits)))
 
 
-@pytest.mark.parametrize("habits", ["shows_by_all_reduce+reuses_a_buffer"])
+@pytest.mark.parametrize(
+    "habits",
+    [
+        "shows_by_all_reduce+reuses_a_buffer+loss_by_positions+validates",
+        "loss_by_rows+validates_in_inference_mode",
+        "loss_of_valid_tokens+logs_the_loss",
+        "loss_by_nll",
+    ],
+)
 def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> None:
     judgement = judged("ddp_2_accum", habits, tmp_path)
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
+def test_a_loss_that_nobody_can_see_is_unknown_and_says_what_to_write(tmp_path: Path) -> None:
+    judgement = judged("ddp_2", "loss_by_hand+validates_with_gradients", tmp_path)
+    assert {r.check: r.note for r in judgement.results if r.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)} == {
+        "loss": "step 1: no rank's loss was seen; let"
+        f' {HABITUAL} call `harness.probe.losses.note_loss(labels, loss, reduction="sum")`'
+        " where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
+    }
 
 
 def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:

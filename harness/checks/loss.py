@@ -16,7 +16,7 @@ def check(trial: Trial) -> Result:
     for step in map(trial.reference_step, trial.case.steps):
         observed = global_loss(trial, step.step)
         if observed is None:
-            return Result("loss", Verdict.UNKNOWN, note=f"step {step.step}: no rank's loss was seen")
+            return Result("loss", Verdict.UNKNOWN, note=f"step {step.step}: no rank's loss was seen; {_remedy(trial)}")
         difference = _relative(observed, step.loss)
         worst = max(worst, difference)
         if not difference <= bounds.loss[step.step]:
@@ -24,6 +24,16 @@ def check(trial: Trial) -> Result:
             findings.append(Finding(f"step {step.step}", repr(step.loss), found, bounds.text(bounds.loss[step.step])))
         findings += _odd_peers(trial, step.step, bounds.loss[step.step])
     return verdict_of("loss", findings, len(trial.case.steps), f"largest difference {worst:.1e}")
+
+
+def _remedy(trial: Trial) -> str:
+    """For who computes it by hand, in a kernel of his own or in compiled code."""
+    trainer = trial.run.trainer.partition("@")[0]
+    where = trainer if trainer.endswith(".py") else f"the adapter of {trainer}"
+    line = 'harness.probe.losses.note_loss(labels, loss, reduction="sum")'
+    return (
+        f"let {where} call `{line}` where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
+    )
 
 
 def global_loss(trial: Trial, step: int) -> float | None:

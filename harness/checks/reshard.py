@@ -1,14 +1,15 @@
 """After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
 
 What is kept is read from storages at the end of every forward pass; what is gathered again, from the bytes of all_gather
-in backward. A unit freed on paper only, whose memory is still there, is a unit that was kept.
+in backward. A unit freed on paper only, whose memory is still there, is a unit that was kept. After a pass that trains
+nothing no backward frees what it left: when the next step begins, or training ends, a rank has its slices.
 """
 
 from __future__ import annotations
 
 from harness.checks import not_applicable, verdict_of
 from harness.checks.placements import untold_units
-from harness.checks.traffic import Key, amount, axis_text, observed, planned
+from harness.checks.traffic import Key, amount, axis_text, observed, planned, prefetched
 from harness.evidence import AfterForward, RankEvidence
 from harness.plan import BYTES, numel
 from harness.trial import Finding, Result, Trial, Verdict, bytes_text
@@ -31,8 +32,33 @@ def check(trial: Trial) -> Result:
                 examined += len(record.bytes)
                 findings += _kept(trial, rank, where, record)
             findings += _gathered_again(trial, evidence, step.step)
+        findings += [
+            Finding(
+                f"rank {rank}, {until(trial, step)}, {fqn} after evaluation",
+                "freed",
+                observed_text(trial, rank, fqn, held),
+            )
+            for step, fqn, held in left_by_evaluation(trial, rank)
+        ]
     findings.sort(key=lambda finding: not finding.where.startswith("rank 0, step 1,"))
     return verdict_of("reshard", findings, examined)
+
+
+def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
+    """(step before, parameter, bytes of it still there)."""
+    return [
+        (record.step, fqn, held)
+        for record in trial.ranks[rank].after_evaluation
+        for fqn, held in record.bytes.items()
+        if fqn in trial.plan.after_forward[rank] and held > own_bytes(trial, rank, fqn)
+    ]
+
+
+def until(trial: Trial, step: int) -> str:
+    """The time after a step, in words."""
+    if step < trial.case.steps[0]:
+        return "before the first step"
+    return "after the last step" if step >= trial.case.steps[-1] else f"between steps {step} and {step + 1}"
 
 
 def _why_not(trial: Trial) -> str:
@@ -109,4 +135,5 @@ def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Fin
         )
         for key in keys
         if wanted.get(key, 0) != seen.get(key, 0)
+        if seen.get(key, 0) - wanted.get(key, 0) not in prefetched(trial, evidence.rank, step, key)
     ]

@@ -13,7 +13,8 @@ import numpy as np
 
 from harness.checks import verdict_of
 from harness.checks.positions import positions_text
-from harness.evidence import Microbatch, RankEvidence
+from harness.evidence import Microbatch
+from harness.labels import IGNORED, laid_out
 from harness.plan import positions
 from harness.trial import Finding, Result, Trial
 
@@ -28,7 +29,7 @@ def check(trial: Trial) -> Result:
         examined += sum(len(ids) for ids in fed.values())
         findings += _not_a_partition(trial, fed, step, wanted) + _wrong_microbatches(trial, step)
         findings += _wrong_positions(trial, step) or _strangers(fed, step)
-        findings += _differing_peers(trial, fed, step) + _misshapen_labels(trial, step) + _wrong_labels(trial, step)
+        findings += _differing_peers(trial, fed, step) + misshapen_labels(trial, step) + _wrong_labels(trial, step)
     return verdict_of("samples", findings, examined)
 
 
@@ -142,14 +143,17 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def _misshapen_labels(trial: Trial, step: int) -> list[Finding]:
-    """Every loss that was seen was computed from a label for each token of the microbatch fed to its pipeline."""
+def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
+    """Every loss that was seen was computed from a label for each token of the microbatch fed to its pipeline, however many
+    calls that took; those that do not count may be left out."""
     findings = []
     for rank in trial.last_stages():
         fed = [part.tokens.size for part in _parts(trial, trial.feeder(rank), step) if part.tokens is not None]
         losses = [part for part in _parts(trial, rank, step) if part.loss_sum is not None]
         seen = [0 if part.labels is None else part.labels.size for part in losses]
-        if seen and seen != fed:
+        own = [None if labels is None else int((labels != IGNORED).sum()) for labels in _own_labels(trial, rank, step)]
+        whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, fed, own, strict=False)]
+        if seen and not (len(seen) == len(fed) and all(whole)):
             findings.append(
                 Finding(f"rank {rank}, step {step}", f"labels for microbatches of {fed} tokens", f"{seen} labels")
             )
@@ -171,24 +175,34 @@ def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
 
 def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]]]:
     """The labels of a step that are not those of the samples fed, by last stage: (position, label, the sample's own)."""
-    fed, reference = fed_samples(trial, step), trial.reference
-    row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
     found = {}
     for rank in trial.last_stages():
-        at = positions(trial.case, rank, trial.case.seq_len(step))
-        ids = iter(fed.get(trial.feeder(rank), []))
-        seen = [row for labels in _labels(trial.ranks[rank], step, trial.case.local_batch) for row in labels]
-        pairs = [(row, id_) for row, id_ in zip(seen, ids, strict=False) if id_ is not None and row.shape == at.shape]
-        own = [(row, reference.labels[row_of[id_]][at]) for row, id_ in pairs]
-        told = [zip(at.tolist(), row.tolist(), wanted.tolist(), strict=True) for row, wanted in own]
-        found[rank] = [label for labels in told for label in labels if label[1] != label[2]]
+        at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        seen = [part for part in _parts(trial, rank, step) if part.labels is not None]
+        found[rank] = [
+            label
+            for part, own in zip(seen, _own_labels(trial, rank, step), strict=False)
+            if own is not None and (laid := laid_out(part, own)) is not None
+            for row, wanted in zip(laid.tolist(), own.tolist(), strict=True)
+            for label in zip(at, row, wanted, strict=True)
+            if label[1] != label[2]
+        ]
     return found
 
 
-def _labels(evidence: RankEvidence, step: int, samples: int) -> list[np.ndarray]:
-    """[samples, positions] of each microbatch whose labels were seen."""
-    seen = [part.labels for record in evidence.steps if record.step == step for part in record.microbatches]
-    return [labels.reshape(samples, -1) for labels in seen if labels is not None and labels.size % samples == 0]
+def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
+    """[samples, positions] of each microbatch fed to the pipeline of this last stage: the labels of its samples; None for
+    one with tokens that are no sample's."""
+    reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
+    row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
+    feeder = trial.feeder(rank)
+    known, found = rows_of(trial, feeder, step), []
+    for part in _parts(trial, feeder, step):
+        if part.tokens is not None:
+            ids = [known.get(row.tobytes()) for row in part.tokens]
+            whole = None not in ids and part.tokens.shape[1] == len(at)
+            found.append(reference.labels[[row_of[id_] for id_ in ids if id_ is not None]][:, at] if whole else None)
+    return found
 
 
 def _some(ids: list[int]) -> str:

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from harness.checks import not_applicable, verdict_of
 from harness.checks.placements import untold_units
 from harness.evidence import Collective, RankEvidence
-from harness.plan import BYTES, Flow
+from harness.plan import BYTES, Flow, numel
 from harness.trial import Finding, Result, Trial, Verdict, bytes_text, ranks_text
 
 STAGE = "structure"
@@ -34,6 +34,11 @@ def check(trial: Trial) -> Result:
             optional = planned(trial, rank, step, optional_only=True)
             seen = observed(evidence, step)
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
+            seen |= {
+                key: wanted[key]
+                for key in wanted
+                if seen.get(key, 0) - wanted[key] in prefetched(trial, rank, step, key)
+            }
             examined += len(wanted) + 1
             extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
             used |= {key for key in extra if extra[key] > 0}
@@ -71,6 +76,19 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
         if flow.optional or not optional_only:
             totals[_key(trial, rank, flow)] += flow.bytes
     return dict(totals)
+
+
+def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
+    """FSDP2 gathers in backward by the order of all passes since the last backward. Where evaluation was among them, the
+    unit that came last in it is gathered once more, at the end, for nobody: the bytes that this may be."""
+    ranks, op, phase = key
+    evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
+    shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
+    if not evaluated or trial.case.wrapper != "fsdp2" or (ranks, op, phase) != (shards, "all_gather", "backward"):
+        return set()
+    size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
+    slices, units = trial.plan.slices, trial.plan.units[rank]
+    return {size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in unit) for unit in units}
 
 
 def _key(trial: Trial, rank: int, flow: Flow) -> Key:

@@ -24,7 +24,7 @@ from harness.diagnose.memory import copies_made, growing
 from harness.diagnose.parameters import wrong_parameters
 from harness.diagnose.pipeline import wrong_schedule
 from harness.diagnose.processes import incomplete, process_failed
-from harness.diagnose.reshard import wrong_resharding, wrong_units, wrong_wrapper
+from harness.diagnose.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnose.rest import (
     copies_kept,
     not_deterministic,
@@ -47,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     process_failed,
     started_elsewhere,
     incomplete,
+    left_by_evaluation,
     wrong_layout,
     wrong_wrapper,
     wrong_weights,

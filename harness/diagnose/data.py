@@ -10,7 +10,7 @@ import numpy as np
 
 from harness import plan
 from harness.checks.positions import positions_text, wrong_rows
-from harness.checks.samples import fed_samples, positions_fed, wrong_labels
+from harness.checks.samples import fed_samples, misshapen_labels, positions_fed, wrong_labels
 from harness.diagnose.layout import contents_line
 from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line, in_parameters, on_ranks, rank_words
 from harness.evidence import Microbatch
@@ -142,6 +142,7 @@ def _name_samples(trial: Trial, step: int, wanted: set[int]) -> str | None:
         or (f"samples fed to nobody{when}: {len(wanted - seen)} of {len(wanted)}" if wanted - seen else None)
         or _wrong_microbatches(trial, fed, step)
         or _wrong_labels(trial, step)
+        or _lost_labels(trial, step)
     )
 
 
@@ -249,6 +250,14 @@ def _wrong_labels(trial: Trial, step: int) -> str | None:
     hint = _shifted_after_the_cut(trial, step, wrong) or _mask_is_off(labels)
     told = f"{len(labels)} labels of step {step} are not those of their sample{hint}"
     return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {told}"
+
+
+def _lost_labels(trial: Trial, step: int) -> str | None:
+    """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
+    if not (found := misshapen_labels(trial, step)):
+        return None
+    told = f"{found[0].observed} ({found[0].where}), {found[0].expected} are asked for"
+    return f"a part of the loss is lost or counted twice: it is computed from {told}"
 
 
 def _shifted_after_the_cut(trial: Trial, step: int, wrong: dict[int, list[Label]]) -> str:

@@ -26,6 +26,19 @@ def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
     return Diagnosis(cause, (finding_line("features", broken["features"]), *traffic_lines(trial)))
 
 
+def left_by_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """What a pass that trains nothing gathered and nobody freed: the next step does not gather it, or there it stays."""
+    left = {rank: reshard.left_by_evaluation(trial, rank) for rank in sorted(trial.ranks)}
+    if "reshard" not in broken or not any(left.values()):
+        return None
+    first = next(found for found in left.values() if found)
+    names = sorted({fqn for _, fqn, _ in first})
+    when = reshard.until(trial, first[0][0])
+    ranks = on_ranks(trial, [rank for rank, found in left.items() if found])
+    cause = f"evaluation left {some(names, 3)} gathered {when}{ranks}: nothing reshards what no backward follows"
+    return Diagnosis(cause, (finding_line("reshard", broken["reshard"]), *traffic_lines(trial)))
+
+
 def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "reshard" not in broken:
         return None

@@ -259,3 +259,24 @@ def loss_displayed_once(fired: Fired) -> None:
 
     replace(Trainer, "train_step", make)
     replace(Trainer, "display", lambda _: lambda *_: None)
+
+
+@fault(
+    breaks="the loss is computed in chunks along the sequence, and the last one is lost",
+    bug="of the family of L08 ByteDance-Seed/VeOmni #455: what is summed up is not all that is divided by",
+    case="fsdp_2",
+    caught_by="samples loss gradients",
+    named="a part of the loss is lost or counted twice",
+)
+def last_chunk_of_the_loss_lost(fired: Fired) -> None:
+    from harness.trainers.llama3 import trainer
+
+    def make(original: Any) -> Any:
+        def chunked(logits: Any, labels: Any) -> Any:
+            fired()
+            parts = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True))
+            return sum(original(*part) for part in parts[:-1])
+
+        return chunked
+
+    replace(trainer, "token_loss", make)

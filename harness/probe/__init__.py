@@ -54,7 +54,7 @@ class Probe:
         """row_length: how many tokens of each sample this rank is fed in a step, for trainers that lay them end to end."""
         self.rank, self.world_size = rank, world_size
         self.clock = Clock()
-        self.collectives = CollectiveRecorder(self.clock.where, on_issue)
+        self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account)
         self.values = ValueRecorder(self.clock)
         self.samples = SampleRecorder(self.clock, row_length)
         self.activity = ActivityRecorder(self.clock)
@@ -65,6 +65,7 @@ class Probe:
         self.saved = SavedTensorsRecorder(self.clock)
         self.settings = SettingsRecorder(self.clock)
         self.activity.on_phase = self.settings.look
+        self.clock.between_steps = self._between_steps
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
         self._held: tuple[HeldTensor, ...] | None = None
@@ -92,6 +93,10 @@ class Probe:
         self.growth.attach()
         self._parameters = structure.parameter_evidence(self._parts)
 
+    def _between_steps(self) -> None:
+        self.values.see_what_was_left()
+        self.gathered.see_what_was_left(self._parts)
+
     def resumed(self, step: int) -> None:
         """The trainer has read a checkpoint that was written after this step."""
         self.clock.resume(step)
@@ -102,9 +107,8 @@ class Probe:
         """The trainer writes a checkpoint and goes on. What happens meanwhile belongs to no step, what it leaves of the
         parameters is compared when the next one begins."""
         self.values.keep_final_state()
-        before = self.clock.enter_set_up()
-        yield
-        self.clock.leave_set_up(before)
+        with self.clock.set_up():
+            yield
 
     def trained(self) -> None:
         """What follows belongs to no step."""
@@ -138,7 +142,7 @@ class Probe:
             world_size=self.world_size,
             parameters=self._parameters,
             groups=structure.groups(),
-            collectives=tuple(self.collectives.records),
+            collectives=self.collectives.settled(),
             steps=tuple(self._step(step, self.values.steps[step], displayed) for step in steps),
             structure=structure.wrappers(self._parts),
             environment=environment(),
@@ -147,6 +151,7 @@ class Probe:
             resumed=self.values.resumed,
             held=self._held,
             settings=self.settings.started,
+            after_evaluation=tuple(self.gathered.after_evaluation),
         )
 
     def _step(self, step: int, values: StepValues, displayed: Mapping[int, Displayed]) -> StepEvidence:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from harness.evidence import Activity
-from harness.probe.clock import Clock
+from harness.probe.clock import Account, Clock
 from harness.probe.structure import local, plain_fqn
 
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
@@ -44,7 +44,8 @@ class ActivityRecorder:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps: dict[int, Activity] = {}
+        self._accounts: dict[Account, Activity] = {}
+        self._nobodys = Account(0)
         self._states: dict[tuple[int, str], set[int]] = defaultdict(set)
         self._draws = False
         self._last: tuple[int, str] | None = None
@@ -77,11 +78,11 @@ class ActivityRecorder:
         self._hooks, self._library = [], None
 
     def of_step(self, step: int) -> Activity:
-        return self._steps.get(step, Activity())
+        return _together(seen for account, seen in self._accounts.items() if account.of(step))
 
     def _now(self) -> Activity:
         between = self._clock.is_between_steps and not torch.is_grad_enabled()
-        return self._steps.setdefault(0 if between else self._clock.step, Activity())
+        return self._accounts.setdefault(self._nobodys if between else self._clock.account, Activity())
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[factor]
@@ -125,7 +126,7 @@ class ActivityRecorder:
 
     def _compare_random_state(self, fqn: str, phase: str) -> None:
         """Recomputation must begin with the state that some forward call of this step began with, if that was noted."""
-        seen, state = self._states[self._clock.step, fqn], _random_state()
+        seen, state = self._states[self._clock.account.step, fqn], _random_state()
         if phase != "backward":
             seen.add(state)
         elif seen and state not in seen:
@@ -140,8 +141,21 @@ def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
 
 
-def _count(counts: dict[str, int], key: str) -> None:
-    counts[key] = counts.get(key, 0) + 1
+def _count(counts: dict[str, int], key: str, by: int = 1) -> None:
+    counts[key] = counts.get(key, 0) + by
+
+
+def _together(accounts: Iterable[Activity]) -> Activity:
+    """Of a step: one for all that surely trained, and one for each pass of which that turned out later."""
+    whole = Activity()
+    for seen in accounts:
+        for name in ("calls", "products", "attention", "random"):
+            for key, count in getattr(seen, name).items():
+                _count(getattr(whole, name), key, count)
+        for fqn, measured in seen.inputs.items():
+            squares, count = whole.inputs.get(fqn, (0.0, 0.0))
+            whole.inputs[fqn] = (squares + measured[0], count + measured[1])
+    return whole
 
 
 def _random_state() -> int:

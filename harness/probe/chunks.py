@@ -1,8 +1,7 @@
 """A loss that applies the model's output itself, chunk by chunk: to the probe that is the end of the forward pass.
 
 For the adapter of a trainer with such a loss, where the model returns hidden states. What the loss does up to its cross
-entropy, and after it, is the forward pass (in autograd's engine: backward, as ever); the cross entropy is not. The losses of
-all chunks, each a sum, are one loss.
+entropy, and after it, is the forward pass (in autograd's engine: backward, as ever); the cross entropy is not.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.probe import gathered, samples
+from harness.probe import gathered, losses
 
 
 def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,12 +21,8 @@ def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loss)
     def called(self: Any, hidden: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        recorders = [(recorder, recorder._clock.step) for recorder in samples._installed]
-        before = [recorder.seen(step) for recorder, step in recorders]
         with _at_depth(1):
             value = loss(self, hidden, labels, *args, **kwargs)
-        for (recorder, step), count in zip(recorders, before, strict=True):
-            recorder.join(step, count, labels)
         gathered.forward_goes_on()
         return value
 
@@ -47,7 +42,7 @@ def no_forward(cross_entropy: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _at_depth(depth: int) -> Iterator[None]:
-    clocks = [recorder._clock for recorder in samples._installed]
+    clocks = [recorder._clock for recorder in losses._installed]
     before = [clock.forward_depth for clock in clocks]
     for clock in clocks:
         clock.forward_depth = depth

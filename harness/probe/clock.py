@@ -4,40 +4,67 @@ A step begins with the first forward pass, or pass of a pipeline's schedule, aft
 before, and what follows the last step. Steps of a resumed run are numbered from where it was saved. Inside autograd's
 engine it is "backward" (recomputation under activation checkpointing included), inside the root module's forward
 "forward", otherwise inside a pipeline's schedule "pipeline", inside an optimizer "optimizer", and everywhere else "other".
+
+A pass that records no gradients (validation under no_grad or inference_mode, a schedule's eval) is of no step, whenever it
+comes: it is "evaluation". One in eval mode that does record them trains if backward comes to what it returned, for dropout
+may be wanted off in training; until then it is undecided, and if it stays so it was evaluation too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 
+@dataclass(eq=False)
+class Account:
+    """What is seen is put down on the account of the moment. kind: "training", "evaluation", or "undecided" as yet."""
+
+    step: int
+    kind: str = "training"
+
+    def of(self, step: int) -> bool:
+        return self.step == step and self.kind == "training"
+
+
 class Clock:
-    """between_steps is called when a step begins, and at the end, while it is still the step before."""
+    """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
+
+    account: where what is seen now belongs. of_last_pass: where what is made of the last pass's output belongs.
+    passes: forward passes so far. evaluated: whether there was one of evaluation since the last step began.
+    """
 
     between_steps: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.start = self.step = 0
-        self.forward_depth = 0
-        self.in_optimizer = self.in_pipeline = False
-        self._step_is_over = True
+        self.passes = self.forward_depth = 0
+        self.in_optimizer = self.in_pipeline = self._in_schedule = False
+        self.evaluated = False
+        self._step_is_over, self._certain = True, False
+        self.account = self.of_last_pass = self.of_step = Account(0)
 
     def resume(self, step: int) -> None:
         """What comes next is step + 1. Trap: restoring an optimizer may have called its step() to make its state."""
         self.start = self.step = step
+        self.account = self.of_last_pass = self.of_step = Account(step)
 
     def finish(self) -> None:
-        self.between_steps()
+        self._look_between()
         self.step = 0
+        self.account = self.of_last_pass = self.of_step = Account(0)
 
     def where(self) -> tuple[int, str]:
-        return self.step, self.phase()
+        return self.account.step, self.phase()
 
     def phase(self) -> str:
         if torch._C._current_graph_task_id() != -1:
             return "backward"
+        if self.account.kind == "evaluation":
+            return "evaluation"
         if self.forward_depth:
             return "forward"
         if self.in_pipeline:
@@ -49,36 +76,94 @@ class Clock:
         """The optimizer has stepped, and no forward pass has begun a new step."""
         return self._step_is_over and self.phase() == "other"
 
-    def enter_forward(self) -> bool:
-        """Returns True if this forward pass begins a new step."""
-        begins = self._step_is_over and not self.forward_depth and self.phase() != "backward"
-        if begins:
-            self._begin_step()
+    # ---- forward passes
+
+    def enter_forward(self, *, recording: bool = True, in_training_mode: bool = True) -> None:
+        outermost = not self.forward_depth and self.phase() != "backward"
         self.forward_depth += 1
-        return begins
+        if outermost:
+            self.passes += 1
+        if outermost and not self._in_schedule:
+            self._begin_pass(recording, in_training_mode)
+
+    def _begin_pass(self, recording: bool, in_training_mode: bool) -> None:
+        if not recording:
+            self.evaluated = True
+            self.account = Account(self.step, "evaluation")
+        else:
+            self._begin_step()
+            self._certain = self._certain or in_training_mode
+            self.account = self.of_step if in_training_mode else Account(self.step, "undecided")
+        self.of_last_pass = self.account
+
+    def _look_between(self) -> None:
+        """What began a step and was not decided yet did not train, after all."""
+        self.evaluated = self.evaluated or not (self._step_is_over or self._certain)
+        self.between_steps()
+
+    @property
+    def finished(self) -> int:
+        """The last step that was."""
+        return self.step - (not self._step_is_over)
 
     def _begin_step(self) -> None:
-        self.between_steps()
-        self.step += 1
-        self._step_is_over = False
+        if self._step_is_over or not self._certain:
+            self._look_between()
+        if self._step_is_over:
+            self.step += 1
+            self.of_step = Account(self.step)
+            self._step_is_over = self._certain = self.evaluated = False
+
+    def decide(self, account: Account) -> None:
+        """Backward has come to what this pass returned."""
+        if account.kind == "undecided":
+            account.kind = "training"
+            self._certain = True
 
     def leave_forward(self) -> None:
         self.forward_depth -= 1
+        if not self.forward_depth and not self._in_schedule:
+            self.account = self.of_step
 
-    def enter_pipeline(self, inside: bool = True) -> bool:
-        """Returns whether it was inside a pass before, for the caller to restore."""
-        if inside and self._step_is_over:
+    # ---- passes of a pipeline's schedule
+
+    @contextlib.contextmanager
+    def schedule(self, *, training: bool) -> Iterator[None]:
+        before = self.account, self.in_pipeline, self._in_schedule
+        if training:
             self._begin_step()
-        before, self.in_pipeline = self.in_pipeline, inside
-        return before
+            self._certain = True
+            self.account = self.of_step
+        else:
+            self.evaluated = True
+            self.account = Account(self.step, "evaluation")
+        self.of_last_pass = self.account
+        self.in_pipeline = self._in_schedule = True
+        try:
+            yield
+        finally:
+            self.account, self.in_pipeline, self._in_schedule = before
+            self.account = self.of_step if before[0].kind == "training" else before[0]
 
-    def enter_set_up(self) -> int:
-        """Returns the step it interrupts, for leave_set_up. What is computed meanwhile belongs to no step."""
-        before, self.step = self.step, 0
-        return before
+    @contextlib.contextmanager
+    def loss_of_schedule(self) -> Iterator[None]:
+        """The loss is computed outside of the last stage's forward, as it is without a pipeline."""
+        before, self.in_pipeline = self.in_pipeline, False
+        try:
+            yield
+        finally:
+            self.in_pipeline = before
 
-    def leave_set_up(self, before: int) -> None:
-        self.step = before
+    @contextlib.contextmanager
+    def set_up(self) -> Iterator[None]:
+        """What is computed meanwhile belongs to no step."""
+        before, self.account = self.account, Account(0)
+        try:
+            yield
+        finally:
+            self.account = before
+
+    # ---- the optimizer
 
     def enter_optimizer(self) -> None:
         self.in_optimizer = True

@@ -7,6 +7,7 @@ The kernel notes operator, group, dtype and bytes, then hands the call on unchan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from harness.evidence import Collective
+from harness.probe.clock import Account
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
 # Operators that a torch version lacks are left out when the recorder is installed.
@@ -45,14 +47,19 @@ OPERATORS: dict[str, tuple[str, int]] = {
 
 
 class CollectiveRecorder:
-    """Records while installed. `where` answers (step, phase) at the moment of a call; `on_issue` hears of every record
-    before the collective starts, so that a rank which never returns from it still leaves a trace."""
+    """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is;
+    `on_issue` hears of every record before the collective starts, so that a rank which never returns from it still leaves
+    a trace."""
 
     def __init__(
-        self, where: Callable[[], tuple[int, str]], on_issue: Callable[[Collective], None] | None = None
+        self,
+        where: Callable[[], tuple[int, str]],
+        on_issue: Callable[[Collective], None] | None = None,
+        account: Callable[[], Account | None] = lambda: None,
     ) -> None:
         self.records: list[Collective] = []
-        self._where, self._on_issue = where, on_issue
+        self._where, self._on_issue, self._account = where, on_issue, account
+        self._undecided: dict[int, Account] = {}
         self._sequence: Counter[tuple[str, str, int | None]] = Counter()
         self._lock = threading.Lock()
         self._library: torch.library.Library | None = None
@@ -69,6 +76,14 @@ class CollectiveRecorder:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+
+    def settled(self) -> tuple[Collective, ...]:
+        """The records; those of passes that no backward followed are evaluation's."""
+        evaluated = {index for index, account in self._undecided.items() if account.kind == "undecided"}
+        return tuple(
+            dataclasses.replace(record, phase="evaluation") if index in evaluated else record
+            for index, record in enumerate(self.records)
+        )
 
     def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self._note(op, args[payload], args)
@@ -94,6 +109,9 @@ class CollectiveRecorder:
                 peer=peer,
             )
             self._sequence[lane] += 1
+            account = self._account()
+            if account is not None and account.kind == "undecided":
+                self._undecided[len(self.records)] = account
             self.records.append(record)
         if self._on_issue is not None:
             self._on_issue(record)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from harness.evidence import AfterForward
-from harness.probe.clock import Clock
+from harness.evidence import AfterEvaluation, AfterForward
+from harness.probe.clock import Account, Clock
 from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
 
 _installed: list[GatheredRecorder] = []
@@ -32,9 +32,10 @@ Found = tuple[str, int, torch.Tensor]  # fqn, bytes of it that are there, a tens
 class GatheredRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps: dict[int, list[AfterForward]] = {}
+        self._seen: list[tuple[Account, AfterForward]] = []
+        self.after_evaluation: list[AfterEvaluation] = []
         self._hooks: list[Any] = []
-        self._last: tuple[int, nn.Module] | None = None
+        self._last: nn.Module | None = None
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
@@ -49,16 +50,22 @@ class GatheredRecorder:
         self._hooks = []
 
     def of_step(self, step: int) -> tuple[AfterForward, ...]:
-        return tuple(self._steps.get(step, ()))
+        return tuple(after for account, after in self._seen if account.of(step))
 
     def _note(self, part: nn.Module, *_: Any) -> None:
-        self._last = self._clock.step, part
-        self._steps.setdefault(self._clock.step, []).append(after_forward(part))
+        self._last = part
+        if self._clock.account.kind != "evaluation":
+            self._seen.append((self._clock.account, after_forward(part)))
+
+    def see_what_was_left(self, parts: Iterable[nn.Module]) -> None:
+        """Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
+        for part in parts if self._clock.evaluated else ():
+            left = after_forward(part)
+            self.after_evaluation.append(AfterEvaluation(self._clock.finished, left.bytes, left.storage))
 
     def note_again(self) -> None:
-        if self._last is not None:
-            step, part = self._last
-            self._steps[step][-1] = after_forward(part)
+        if self._last is not None and self._seen and self._clock.of_last_pass.kind != "evaluation":
+            self._seen[-1] = (self._seen[-1][0], after_forward(self._last))
 
 
 def after_forward(part: nn.Module) -> AfterForward:

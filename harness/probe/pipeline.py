@@ -12,7 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
 
 from harness.probe.clock import Clock
 
@@ -33,10 +36,10 @@ class PipelineRecorder:
         self._watch(base, "backward_one_chunk", lambda asked: "B" if asked.get("full_backward", True) else "I")
         self._watch(base, "backward_weight_one_chunk", lambda _: "W")
         for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            self._bracket(kind, "step", inside=True)
-        self._bracket(schedules._PipelineSchedule, "_maybe_compute_loss", inside=False)
+            self._bracket(kind, "step", self._pass)
+        self._bracket(schedules._PipelineSchedule, "_maybe_compute_loss", lambda _: self._clock.loss_of_schedule())
         if hasattr(schedules._PipelineSchedule, "_initialize_pp_stages"):  # torch 2.13
-            self._set_up(schedules._PipelineSchedule, "_initialize_pp_stages")
+            self._bracket(schedules._PipelineSchedule, "_initialize_pp_stages", lambda _: self._clock.set_up())
 
     def remove(self) -> None:
         for owner, name, original in reversed(self._patched):
@@ -51,35 +54,26 @@ class PipelineRecorder:
         @functools.wraps(original)
         def seen(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
             asked = signature.bind(stage, microbatch, *args, **kwargs).arguments
-            done = self.actions.setdefault(self._clock.step, [])
-            done.append(f"{stage.stage_index}{kind(asked)}{microbatch}")
+            account = self._clock.account
+            if account.kind == "training":
+                done = self.actions.setdefault(account.step, [])
+                done.append(f"{stage.stage_index}{kind(asked)}{microbatch}")
             return original(stage, microbatch, *args, **kwargs)
 
         self._replace(owner, name, seen)
 
-    def _bracket(self, owner: Any, name: str, *, inside: bool) -> None:
+    def _pass(self, schedule: Any) -> AbstractContextManager[None]:
+        """A schedule's eval is its step without backward; it may record gradients for nobody."""
+        trains = torch.is_grad_enabled() and getattr(schedule, "_has_backward", True)
+        return self._clock.schedule(training=trains)
+
+    def _bracket(self, owner: Any, name: str, around: Callable[[Any], AbstractContextManager[None]]) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            before = self._clock.enter_pipeline(inside)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._clock.in_pipeline = before
-
-        self._replace(owner, name, seen)
-
-    def _set_up(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            before = self._clock.enter_set_up()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._clock.leave_set_up(before)
+        def seen(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            with around(schedule):
+                return original(schedule, *args, **kwargs)
 
         self._replace(owner, name, seen)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.probe.clock import Clock
+from harness.probe.clock import Account, Clock
 from harness.probe.structure import plain_fqn
 
 FUNCTIONS = (
@@ -30,7 +31,7 @@ MM = torch.ops.aten.mm.default
 class QuantizedRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps: dict[int, dict[str, int]] = {}
+        self._accounts: dict[Account, Counter[str]] = defaultdict(Counter)
         self._module = ""
         self._undo: list[Callable[[], None]] = []
 
@@ -54,7 +55,7 @@ class QuantizedRecorder:
         self._undo = []
 
     def of_step(self, step: int) -> dict[str, int]:
-        return self._steps.get(step, {})
+        return dict(sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[str]()))
 
     def _called(self, fqn: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -65,9 +66,7 @@ class QuantizedRecorder:
 
         @functools.wraps(original)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            counts = self._steps.setdefault(self._clock.step, {})
-            key = f"{self._clock.phase()} {self._module} {_format(args)}"
-            counts[key] = counts.get(key, 0) + 1
+            self._accounts[self._clock.account][f"{self._clock.phase()} {self._module} {_format(args)}"] += 1
             return original(*args, **kwargs)
 
         table[MM] = noted

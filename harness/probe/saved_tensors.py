@@ -6,11 +6,12 @@ to one function of torch, which is called through its module.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
 
-from harness.probe.clock import Clock
+from harness.probe.clock import Account, Clock
 
 PUSH = "_push_saved_tensors_default_hooks"
 
@@ -18,7 +19,7 @@ PUSH = "_push_saved_tensors_default_hooks"
 class SavedTensorsRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps: dict[int, dict[str, int]] = {}
+        self._accounts: dict[Account, Counter[str]] = defaultdict(Counter)
         self._original: Any = None
 
     def install(self) -> None:
@@ -36,12 +37,10 @@ class SavedTensorsRecorder:
         self._original = None
 
     def of_step(self, step: int) -> dict[str, int]:
-        return dict(self._steps.get(step, {}))
+        return dict(sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[str]()))
 
     def _note(self, pack: Any) -> None:
-        counts = self._steps.setdefault(self._clock.step, {})
-        key = f"{self._clock.phase()} {owner(pack)}"
-        counts[key] = counts.get(key, 0) + 1
+        self._accounts[self._clock.account][f"{self._clock.phase()} {owner(pack)}"] += 1
 
 
 def owner(hook: Any) -> str:

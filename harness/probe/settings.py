@@ -72,6 +72,8 @@ class SettingsRecorder:
 
     def look(self, *_: Any) -> None:
         """Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a thread of its own."""
+        if self._clock.account.kind == "evaluation":
+            return
         seen = self._steps.setdefault(self._clock.step, {})
         in_backward = self._clock.phase() == "backward"
         for name, value in settings().items():

@@ -33,18 +33,33 @@ def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Param
             yield plain_fqn(name), parameter
 
 
+def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The rank's slices also while FSDP2 has units gathered, whose modules then show whole parameters."""
+    for part in parts:
+        names = {module: plain_fqn(name) for name, module in part.named_modules()}
+        kept = {
+            joined(names[each._module_info.module], each._module_info.param_name): each.sharded_param
+            for module in names
+            for group in fsdp2_groups(module)
+            for each in group.fsdp_params
+        }
+        yield from ((fqn, kept.get(fqn, parameter)) for fqn, parameter in named_parameters([part]))
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, detached; of a DTensor its local part, whatever its placements claim."""
     tensor = tensor.detach()
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # to_local() would record autograd
 
 
-def as_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
-    """A copy on the host. bfloat16, which numpy lacks, becomes float32, which holds each of its values exactly."""
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host, in numpy's own memory. bfloat16, which numpy lacks, becomes float32, which holds each of its
+    values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that."""
     tensor = local(tensor)
     tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    held = tensor.cpu().contiguous().numpy()
-    return held.copy() if copy else held  # numpy's own memory, so that no tensor is kept for it
+    found = np.empty(tuple(tensor.shape), torch.empty(0, dtype=tensor.dtype).numpy().dtype)
+    torch.from_numpy(found).copy_(tensor)
+    return found
 
 
 def parameter_evidence(parts: Iterable[nn.Module]) -> tuple[TensorEvidence, ...]:

@@ -20,7 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from harness.evidence import Resumed
 from harness.probe.clock import Clock
-from harness.probe.structure import as_numpy, local, named_parameters
+from harness.probe.structure import as_numpy, local, named_parameters, sharded_parameters
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
 
@@ -44,7 +44,6 @@ class ValueRecorder:
         self.resumed: Resumed | None = None
         self.optimizers: set[Optimizer] = set()
         self._clock = clock
-        clock.between_steps = self._see_what_was_left
         self._hooks: list[Any] = []
         self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
 
@@ -86,7 +85,7 @@ class ValueRecorder:
         add_states(self.resumed.optimizer_state, {f: optimizer.state.get(p, {}) for f, p in self._owned(optimizer)})
 
     def _owned(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        names = {id(parameter): fqn for fqn, parameter in named_parameters(self.parts)}
+        names = {id(parameter): fqn for fqn, parameter in sharded_parameters(self.parts)}
         return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
 
     def _step(self) -> StepValues:
@@ -119,12 +118,13 @@ class ValueRecorder:
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
 
-    def _see_what_was_left(self) -> None:
+    def see_what_was_left(self) -> None:
         """Parameters as the step that just ended left them are compared, bit for bit; copied are only those that differ."""
-        step = self.steps.get(self._clock.step)
-        if step is not None and step.parameters:
-            now = ((fqn, as_numpy(p, copy=False)) for fqn, p in named_parameters(self.parts) if fqn in step.parameters)
-            step.changed = {fqn: p.copy() for fqn, p in now if not same_bits(p, step.parameters[fqn])}
+        ended = [number for number, step in self.steps.items() if step.parameters]
+        step = self.steps[max(ended)] if ended else None
+        if step is not None:
+            now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)
+            step.changed = {fqn: as_numpy(p) for fqn, p in now if not same_bits(p, step.parameters[fqn])}
 
     def keep_final_state(self) -> None:
         """Optimizer state is copied when training has ended, and where it is saved: the laws derive that of each step from
@@ -140,9 +140,11 @@ def add_states(known: dict[str, dict[str, np.ndarray]], states: dict[str, dict[s
     known |= {fqn: tensors(state) for fqn, state in states.items() if state or fqn not in known}
 
 
-def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+def same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
+    tensor = local(tensor)
+    one, other = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu(), torch.from_numpy(recorded)
     same_kind = one.shape == other.shape and one.dtype == other.dtype
-    return same_kind and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+    return same_kind and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def tensors(state: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.case import LOOPED, Case
 from harness.probe import chunks
-from harness.probe.samples import noted
+from harness.probe.losses import noted
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import cpu, handover, precise, sizes

@@ -1,0 +1,42 @@
+"""Labels of a loss that was computed in parts, laid as its samples lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.evidence import Microbatch
+from harness.labels import laid_out
+
+OWN = np.array([[1, 2, -100, 4], [5, -100, 6, 7]])
+
+
+def part(labels: list[int], *chunks: int) -> Microbatch:
+    return Microbatch(None, np.array(labels), 1.0, 6, chunks)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        part([1, 2, -100, 4, 5, -100, 6, 7]),
+        part([1, 2, -100, 4, 5, -100, 6, 7], 4, 4),  # a row each
+        part([1, 2, -100, 4, 5, -100, 6, 7], 3, 3, 2),  # where it happens to be cut
+        part([1, 2, 5, -100, -100, 4, 6, 7], 4, 4),  # two positions of both rows each
+        part([1, 2, 4, 5, 6, 7]),  # only those that count
+        part([1, 2, 5, 4, 6, 7], 3, 3),  # of two positions each
+    ],
+    ids=lambda seen: f"{seen.labels.tolist()} in {seen.chunks}",
+)
+def test_labels_of_a_loss_in_parts_are_put_together_however_they_were_cut(seen: Microbatch) -> None:
+    laid = laid_out(seen, OWN)
+    assert laid is not None and laid.tolist() == OWN.tolist()
+
+
+def test_a_label_that_is_wrong_stays_wrong() -> None:
+    laid = laid_out(part([1, 2, 5, -100, -100, 4, 6, 0], 4, 4), OWN)
+    assert laid is not None and laid.tolist() == [[1, 2, -100, 4], [5, -100, 6, 0]]
+
+
+def test_labels_that_are_lost_fit_nowhere() -> None:
+    assert laid_out(part([1, 2, -100, 4], 2, 2), OWN) is None
+    assert laid_out(part([1, 2, 4, 5]), OWN) is None
