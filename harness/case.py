@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from harness import ROOT, limits, schedule
+from harness import ROOT, limits, releases, schedule
 from harness.allowance import Allowance
 from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig, noise_key
 
@@ -144,13 +144,15 @@ class ExpectedFailure:
     """A case that torch gets wrong. It must fail in just this way, else it is no longer true and must be looked at.
 
     because: what is wrong, and where that is reported. script: a minimal program in the project that shows it without the
-    harness. laws: those that fail, separated by blanks. named: part of the diagnosis' first line.
+    harness. laws: those that fail, separated by blanks. named: part of the diagnosis' first line. torch: on which releases,
+    such as "<2.15"; empty for all. On others the case is judged as any other.
     """
 
     because: str = ""
     script: str = ""
     laws: str = ""
     named: str = ""
+    torch: str = ""
 
 
 @dataclass(frozen=True)
@@ -497,13 +499,17 @@ def _tier(value: Any, where: str) -> str:
 
 
 def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
-    """All four are needed: a failure that nobody can look into is not expected but ignored."""
+    """All but torch are needed: a failure that nobody can look into is not expected but ignored."""
     if value is None:
         return None
     expected: ExpectedFailure = _record(ExpectedFailure, value, where)
     for field in dataclasses.fields(expected):
-        if not getattr(expected, field.name):
+        if not getattr(expected, field.name) and field.name != "torch":
             raise CaseError(f"{where}: {field.name} is missing")
+    try:
+        releases.parsed(expected.torch or "<2.0")
+    except (TypeError, ValueError) as error:
+        raise CaseError(f"{where}: torch: {error}") from error
     if not (ROOT / expected.script).is_file():
         raise CaseError(f"{where}: script {expected.script!r}: no such file in the project; write the minimal program")
     return expected

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness import ROOT, golden, trainers
+from harness import ROOT, golden, releases, trainers
 from harness.case import Case, CaseError, ExpectedFailure, from_json, to_json
 from harness.checks import judge
 from harness.diagnose import Diagnosis, diagnose
@@ -88,15 +88,28 @@ class Judgement:
     def verdict(self) -> Verdict:
         """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
 
-        A case that is expected to fail does so with exactly its laws and its cause, or is a FAIL.
+        A case that is expected to fail does so with exactly its laws and its cause, or is a FAIL; where nothing is broken and
+        something could not be judged, nobody knows.
         """
-        if self.case.expected_failure is not None and self.fault is None:
-            return Verdict.XFAIL if self._fails_as_expected(self.case.expected_failure) else Verdict.FAIL
         verdicts = {result.verdict for result in self.results}
+        if (expected := self.expected_failure) is not None:
+            if self._fails_as_expected(expected):
+                return Verdict.XFAIL
+            unknown = Verdict.UNKNOWN in verdicts and Verdict.FAIL not in verdicts
+            return Verdict.UNKNOWN if unknown else Verdict.FAIL
         for verdict in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS):
             if verdict in verdicts:
                 return verdict
         return Verdict.UNKNOWN
+
+    @property
+    def expected_failure(self) -> ExpectedFailure | None:
+        """What is expected of this run: nothing of one with a fault, or on a torch that does not get it wrong."""
+        expected = self.case.expected_failure
+        if expected is None or self.fault is not None:
+            return None
+        on_this = not expected.torch or releases.holds(expected.torch, self.made.get("torch", ""))
+        return expected if on_this else None
 
     def _fails_as_expected(self, expected: ExpectedFailure) -> bool:
         broken = {result.check for result in self.results if result.verdict is Verdict.FAIL}
@@ -221,7 +234,7 @@ def load_trial(folder: Path) -> Trial:
         run = load_run(folder / name)
         trial = Trial(
             case=launched,
-            plan=make_plan(launched, observed_units(launched, run.ranks)),
+            plan=make_plan(launched, observed_units(launched, run.ranks), torch=torch_of(run)),
             run=run,
             reference=reference,
             repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
@@ -231,6 +244,12 @@ def load_trial(folder: Path) -> Trial:
         )
         trials.append(as_planned(trial))
     return trials[-1]
+
+
+def torch_of(run: Run) -> str:
+    """The release that the ranks ran, as they tell; without any evidence of theirs, what was installed where they started."""
+    told = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
+    return next(filter(None, told), run.made.get("torch", ""))
 
 
 def owned(case: Case, trainer: trainers.Adapter) -> Case:

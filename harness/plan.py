@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness import schedule
+from harness import releases, schedule
 from harness.case import AXES, LOOPED, Case, ParallelDims
 from harness.units import Observed, Unit, as_requested
 from reference.config import ModelConfig, quantized_modules
@@ -102,7 +102,7 @@ class Plan:
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
     gradient_spare[rank]: of gradients, beyond those of its parameters.
-    quantized: the modules whose products run in 8 bits.
+    torch: the release that ran. quantized: the modules whose products run in 8 bits.
     """
 
     dims: ParallelDims
@@ -121,6 +121,7 @@ class Plan:
     table_bytes: int = 0
     observed: Observed | None = None
     gradient_spare: dict[int, int] = field(default_factory=dict)
+    torch: str = ""
     flat: tuple[FlatUnit, ...] = ()
     after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: dict[int, int] = field(default_factory=dict)
@@ -157,9 +158,9 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(int(rank) for rank in line)) for line in lines)
 
 
-def make_plan(case: Case, observed: Observed | None = None) -> Plan:
+def make_plan(case: Case, observed: Observed | None = None, *, torch: str = "") -> Plan:
     """observed: FSDP's units where the case leaves them open; without evidence of them, those of a trainer that asks for
-    none."""
+    none. torch: the release that the ranks ran; empty for the oldest supported."""
     dims = case.dims
     flat = flat_units(case) if case.wrapper == "fsdp1" else ()
     shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
@@ -171,7 +172,7 @@ def make_plan(case: Case, observed: Observed | None = None) -> Plan:
     else:
         slices = {rank: slices_of_rank(dims, rank, held[rank]) for rank in held}
     units = {rank: units_of_rank(case, rank, observed) for rank in held}
-    flows = _flows_of_ranks(case, case.seq_len(1), units)
+    flows = _flows_of_ranks(case, case.seq_len(1), units, torch)
     return Plan(
         dims=dims,
         first_step=case.steps.start,
@@ -181,7 +182,7 @@ def make_plan(case: Case, observed: Observed | None = None) -> Plan:
         stages=stages,
         slices=slices,
         flows=flows,
-        even_flows=_flows_of_ranks(case, case.seq_len(2), units) if case.training.variable_length else flows,
+        even_flows=_flows_of_ranks(case, case.seq_len(2), units, torch) if case.training.variable_length else flows,
         outside_bytes={rank: _outside_bytes(case, rank, flows[rank]) for rank in slices},
         integer_bytes=_integer_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
@@ -190,6 +191,7 @@ def make_plan(case: Case, observed: Observed | None = None) -> Plan:
         table_bytes=_table_bytes(case),
         spare_bytes={rank: _spare_bytes(case, rank, slices[rank]) for rank in slices},
         gradient_spare={rank: _gradient_spare(case, rank) for rank in slices},
+        torch=torch,
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
         after_forward={rank: _after_forward(case, rank, slices[rank], units[rank]) for rank in slices},
@@ -404,15 +406,15 @@ def _fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     return [unit for unit in (first, *blocks, last) if unit]
 
 
-def _flows_of_ranks(case: Case, length: int, units: dict[int, list[Unit]]) -> dict[int, tuple[Flow, ...]]:
-    return {rank: _flows(case, rank, length, units[rank]) for rank in range(case.dims.world_size)}
+def _flows_of_ranks(case: Case, length: int, units: dict[int, list[Unit]], torch: str) -> dict[int, tuple[Flow, ...]]:
+    return {rank: _flows(case, rank, length, units[rank], torch) for rank in range(case.dims.world_size)}
 
 
-def _flows(case: Case, rank: int, length: int, units: list[Unit]) -> tuple[Flow, ...]:
+def _flows(case: Case, rank: int, length: int, units: list[Unit], torch: str) -> tuple[Flow, ...]:
     data_parallel = _data_parallel_flows if case.dims.pp == 1 else _pipelined_data_parallel_flows
     flows = (
         *data_parallel(case, rank, units),
-        *_tensor_parallel_flows(case, stages_of_rank(case, rank), length),
+        *_tensor_parallel_flows(case, stages_of_rank(case, rank), length, torch),
         *_scale_flows(case, rank, length),
         *_context_parallel_flows(case, rank, length),
         *_recomputed_flows(case, rank, length),
@@ -528,7 +530,7 @@ def _pipelined_data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> 
         yield Flow("dp_replicate", "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)
 
 
-def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> Iterable[Flow]:
+def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int, torch: str) -> Iterable[Flow]:
     """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
@@ -548,7 +550,8 @@ def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> 
         yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last) * activation)
         norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
         phase = "pipeline" if dims.pp > 1 else "backward"
-        yield Flow("tp", "norm gradients", "all_reduce", phase, norms * _bytes_of_norm_gradients(case), optional=True)
+        size_of_sums = _bytes_of_norm_gradients(case, torch)
+        yield Flow("tp", "norm gradients", "all_reduce", phase, norms * size_of_sums, optional=True)
     else:
         yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + last) * activation)
@@ -557,14 +560,16 @@ def _tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int) -> 
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
 
 
-def _bytes_of_norm_gradients(case: Case) -> int:
+def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
     """Of one element in a step. FSDP2 sums them over tp whenever it reduces: under pp at the end of every pass.
 
     A gradient that is not reduced in the backward that made it is kept in the dtype that it will be reduced in: under pp
-    always, else if the reduction of several microbatches is deferred. One that is reduced at once is as computed.
+    always, else if the reduction of several microbatches is deferred. One that is reduced at once is as computed, in torch
+    up to 2.14.
     """
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
     kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync)
+    kept = kept or (case.wrapper == "fsdp2" and releases.holds(releases.SUMS_IN_REDUCE_DTYPE, torch))
     times = features.accumulation if case.dims.pp > 1 else _reductions(case)
     return times * BYTES[features.reduce_dtype or computed if kept else computed]
 

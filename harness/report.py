@@ -28,8 +28,8 @@ def headline(judgement: Judgement) -> str:
 
 
 def _expectation(judgement: Judgement) -> str:
-    expected = judgement.case.expected_failure
-    if expected is None or judgement.fault:
+    expected = judgement.expected_failure
+    if expected is None:
         return ""
     if judgement.verdict is Verdict.XFAIL:
         return f"(expected: {expected.because}; see {expected.script})"

@@ -64,6 +64,20 @@ def test_a_fault_is_judged_as_if_nothing_were_expected() -> None:
     assert replace(judged("gradients", "gradients are 0.5 times"), fault="x").verdict is Verdict.FAIL
 
 
+def test_on_a_torch_of_which_nothing_is_expected_the_case_is_judged_as_any_other() -> None:
+    case = replace(CASE, expected_failure=replace(EXPECTED, torch="<2.15"))
+    wrong = replace(judged("gradients", "gradients are 0.5 times"), case=case)
+    right = replace(judged(""), case=case)
+    old, new = {"torch": "2.14.1"}, {"torch": "2.15.0"}
+    verdicts = [replace(each, made=made).verdict for made in (old, new) for each in (wrong, right)]
+    assert verdicts == [Verdict.XFAIL, Verdict.FAIL, Verdict.FAIL, Verdict.PASS]
+    assert headline(replace(right, made=new)) == "PASS tiny"
+
+
+def test_an_expected_failure_of_which_nothing_could_be_judged_is_unknown() -> None:
+    assert judged("", unknown="completed gradients").verdict is Verdict.UNKNOWN
+
+
 YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
 
 
@@ -74,6 +88,10 @@ YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
         (
             "because: a, laws: b, named: c, script: no.py",
             "expected_failure: script 'no.py': no such file in the project",
+        ),
+        (
+            "because: a, laws: b, named: c, script: torch_bugs/zero_bubble_ddp.py, torch: '2.15'",
+            'expected_failure: torch: \'2.15\': expected "<" or ">=" and a release, such as "<2.15"',
         ),
         ("becos: a", "expected_failure: unknown key 'becos'; did you mean 'because'?"),
     ],

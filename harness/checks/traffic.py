@@ -44,7 +44,7 @@ def check(trial: Trial) -> Result:
             used |= {key for key in extra if extra[key] > 0}
             within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
             seen |= {key: wanted.get(key, 0) for key in within}
-            findings += _compare(trial, f"rank {rank}, step {step}", wanted, seen)
+            findings += _compare(trial, rank, step, wanted, seen)
             findings += _outside(trial, rank, step) + _integers(trial, rank, step)
             findings += _waiting(evidence, step)
     return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
@@ -158,15 +158,27 @@ def _waiting(evidence: RankEvidence, step: int) -> list[Finding]:
     ]
 
 
-def _compare(trial: Trial, where: str, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:
+def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:
     findings = []
     for key in sorted(set(wanted) | set(seen), key=lambda k: (k[2], k[1], k[0])):
         expected, moved = wanted.get(key, 0), seen.get(key, 0)
         if expected != moved:
             ranks, op, phase = key
-            place = f"{where}, {phase} {op} over {axis_text(trial, ranks)}"
-            findings.append(Finding(place, amount(expected), amount(moved)))
+            place = f"rank {rank}, step {step}, {phase} {op} over {axis_text(trial, ranks)}"
+            told = amount(moved) + dtype_words(trial, rank, step, key, expected, moved)
+            findings.append(Finding(place, amount(expected), told))
     return findings
+
+
+def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, moved: int) -> str:
+    """Where as many elements in another dtype of the recipe would be what was expected, says so."""
+    calls = (call for call in trial.ranks[rank].collectives if call.step == step and _is_traffic(call))
+    seen = {call.dtype for call in calls if (call.ranks, call.op, call.phase) == key}
+    size = BYTES.get(next(iter(seen), ""), 0) if len(seen) == 1 else 0
+    recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
+    others = (dtype for dtype in recipe if dtype and dtype not in seen)
+    alike = next((dtype for dtype in others if size and moved * BYTES[dtype] == expected * size), "")
+    return f": {moved // size} elements of {seen.pop()}; as many of {alike} are what was expected" if alike else ""
 
 
 def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:

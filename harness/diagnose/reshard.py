@@ -118,5 +118,5 @@ def _other_policies(case: Case) -> Iterator[str | int]:
 
 def _fits(trial: Trial, policy: str | int) -> bool:
     other = replace(trial.case, features=replace(trial.case.features, reshard_after_forward=policy))
-    plan = make_plan(other, trial.plan.observed)
+    plan = make_plan(other, trial.plan.observed, torch=trial.plan.torch)
     return reshard.check(replace(trial, case=other, plan=plan)).verdict is Verdict.PASS

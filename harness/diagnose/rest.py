@@ -254,7 +254,8 @@ STRUCTURE = {
 def _features_in_force(trial: Trial) -> str | None:
     """The features whose plan the traffic is."""
     for key, asked, other, case in _other_cases(trial.case):
-        if traffic.check(replace(trial, case=case, plan=make_plan(case, trial.plan.observed))).verdict is Verdict.PASS:
+        plan = make_plan(case, trial.plan.observed, torch=trial.plan.torch)
+        if traffic.check(replace(trial, case=case, plan=plan)).verdict is Verdict.PASS:
             return f"{key} {asked} is asked for, {other} is in force: its traffic is what was seen"
     return None
 

@@ -244,8 +244,9 @@ def present(modules: list[nn.Module | None]) -> list[nn.Module]:
 
 
 def mixed_precision(case: Case) -> MixedPrecisionPolicy:
-    """None leaves the recipe's dtype."""
-    param, reduce = case.training.compute_dtype, case.features.reduce_dtype
+    """None leaves the recipe's dtype. Unless requested otherwise gradients are reduced as computed: torch 2.15 must be told."""
+    param = case.training.compute_dtype
+    reduce = case.features.reduce_dtype or param
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[param] if param else None, reduce_dtype=DTYPES[reduce] if reduce else None
     )

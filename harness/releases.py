@@ -1,0 +1,35 @@
+"""What differs between the torch releases that a trainer may run on. Which one ran is evidence."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+SUMS_IN_REDUCE_DTYPE = ">=2.15"
+"""FSDP2 lets autograd keep a gradient in the dtype in which it will be reduced, so what tp sums is in it too: `FSDPParam.
+unsharded_grad_dtype` of torch/distributed/fsdp/_fully_shard/_fsdp_param.py in 2.15.0. In 2.13.0 and 2.14.1 a gradient that
+is reduced at once is as computed (`to_accumulated_grad_if_needed` there is for those that wait)."""
+
+COMPARE = {"<": operator.lt, ">=": operator.ge}
+
+
+def numbers(release: str) -> tuple[int, int]:
+    """2.15.0+cpu -> (2, 15). Raises ValueError."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if not found:
+        raise ValueError(f"{release!r} is no release: expected two numbers, such as 2.15")
+    return int(found[1]), int(found[2])
+
+
+def parsed(condition: str) -> tuple[str, tuple[int, int]]:
+    """Raises ValueError."""
+    found = re.fullmatch(r"\s*(<|>=)\s*(\d+\.\d+)\s*", condition)
+    if not found:
+        raise ValueError(f'{condition!r}: expected "<" or ">=" and a release, such as "<2.15"')
+    return found[1], numbers(found[2])
+
+
+def holds(condition: str, release: str) -> bool:
+    """Of a release that nobody wrote down only what holds of the oldest: "<"."""
+    compare, bound = parsed(condition)
+    return COMPARE[compare](numbers(release), bound) if release else compare == "<"
