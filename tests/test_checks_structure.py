@@ -309,7 +309,9 @@ def test_gradients_reduced_in_half_the_bytes_are_named() -> None:
         return [replace(call, dtype="float32", bytes=call.bytes // 2) if call.op == "reduce_scatter" else call]
 
     assert findings("traffic", with_collectives(trial_of(tiny_case("fsdp_2")), 1, narrow))[0] == Finding(
-        "rank 1, step 1, backward reduce_scatter over dp_shard [0,1]", "1.888 kB (1888)", "944 B (944)"
+        "rank 1, step 1, backward reduce_scatter over dp_shard [0,1]",
+        "1.888 kB (1888)",
+        "944 B (944): 236 elements of float32; as many of float64 are what was expected",
     )
 
 

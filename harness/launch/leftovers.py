@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.launch.job import rank_file
 
 MARK = "HARNESS_RANK"  # in the environment of a rank: FOLDER OF THE LAUNCH:RANK
-PATIENCE = 3.0  # seconds for helpers that see that their rank has ended (a pool's workers, a resource tracker)
+PATIENCE = 10.0  # seconds for helpers that see that their rank has ended (a pool's workers, a resource tracker)
 
 
 @dataclass(frozen=True)

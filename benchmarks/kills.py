@@ -1,0 +1,230 @@
+"""How often the first line names the right rank when one is killed at a random moment; and what remains of the harness's own
+processes being killed.
+
+    python benchmarks/kills.py ranks --times 100 --seed 1
+    python benchmarks/kills.py server --times 10
+    python benchmarks/kills.py harness --times 10
+
+ranks: in one harness, of a random case a random rank gets a random signal at a random moment of its life. server, harness: a
+`harness run` of its own, whose rank server or which itself gets one. Linux only: it looks into /proc. A kill that came when
+the process had already ended counts for nothing and is drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import ROOT
+from harness.case import Case, find_case, load_all
+from harness.launch import default_server
+from harness.launch.local import LocalRanks
+from harness.line import Options, run_case
+from harness.report import headline
+from harness.trial import Verdict
+
+CASES = ("fsdp_4", "tp_2", "cp_2", "pp_2", "hsdp_2x2")
+FATAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV)
+SIGNALS = {"ranks": (*FATAL, signal.SIGSTOP), "server": (*FATAL, signal.SIGSTOP), "harness": (*FATAL, signal.SIGINT)}
+LIMIT = 20.0  # seconds for a launch: what a stopped process costs
+MARK = "KILLS_MARK"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was done, and what came of it. right: the verdict named the rank, or the exit code is the one that is due."""
+
+    number: signal.Signals
+    where: str
+    told: str
+    right: bool
+    seconds: float
+    left: int
+
+
+# ---- ranks
+
+
+def kill_ranks(times: int, draw: random.Random, out: Path, jobs: int) -> Iterator[Kill]:
+    cases = [find_case(name, load_all()) for name in CASES]
+    spans = {case.name: lifetime(case, out / "unharmed") for case in cases}
+    seeds = iter(range(draw.randrange(10**6), 10**7))
+    with ThreadPoolExecutor(jobs) as pool:
+        done = 0
+        while done < times:
+            drawn = [random.Random(next(seeds)) for _ in range(min(jobs * 4, times - done))]
+            found = pool.map(lambda each: kill_rank(cases, spans, each, out), drawn)
+            for kill in filter(None, found):
+                done += 1
+                yield kill
+
+
+def lifetime(case: Case, out: Path) -> float:
+    """Seconds that its ranks live when nobody disturbs them, the reference not counted."""
+    run_case(case, Options(out=out))
+    return run_case(case, Options(out=out)).seconds
+
+
+def kill_rank(cases: list[Case], spans: dict[str, float], draw: random.Random, out: Path) -> Kill | None:
+    case, number = draw.choice(cases), draw.choice(SIGNALS["ranks"])
+    rank, moment = draw.randrange(case.dims.world_size), draw.uniform(0, spans[case.name])
+    folder = Path(tempfile.mkdtemp(dir=out))
+    (folder / ".reference").symlink_to((out / "unharmed" / ".reference").resolve())
+    hit: list[float] = []
+    killer = threading.Thread(target=shoot, args=(folder, rank, number, moment, hit))
+    killer.start()
+    began = time.monotonic()
+    judgement = run_case(case, Options(out=folder, timeout=LIMIT))
+    seconds = time.monotonic() - began
+    killer.join()
+    if not hit or judgement.verdict is Verdict.PASS:  # it had ended already
+        return None
+    told = headline(judgement).removeprefix(f"FAIL {case.name}").strip()
+    named = "stopped" if number is signal.SIGSTOP else f"died by {number.name}"
+    right = told.startswith(f"rank {rank} ") and named in told
+    where = f"{case.name} rank {rank} after {moment:.2f} of {spans[case.name]:.2f} s"
+    return Kill(number, where, told, right, seconds, len(list(folder.rglob("*.partial"))))
+
+
+def shoot(folder: Path, rank: int, number: int, moment: float, hit: list[float]) -> None:
+    """Once the rank is there and `moment` seconds old. A rank that is no more is no longer hit."""
+    give_up = time.monotonic() + 60
+    while (ranks := job_in(folder)) is None or rank not in ranks.pids:
+        if time.monotonic() > give_up:
+            return
+        time.sleep(0.005)
+    time.sleep(moment)
+    if rank not in ranks.statuses and Path(f"/proc/{ranks.pids[rank]}").exists():
+        os.kill(ranks.pids[rank], number)
+        hit.append(time.monotonic())
+
+
+def job_in(folder: Path) -> LocalRanks | None:
+    jobs = list(default_server().jobs.values())
+    return next((job for job in jobs if folder.resolve() in job.job_file.parents), None)
+
+
+# ---- the harness's own processes
+
+
+def kill_processes(what: str, times: int, draw: random.Random, out: Path) -> Iterator[Kill]:
+    done = 0
+    while done < times:
+        number, name = draw.choice(SIGNALS[what]), draw.choice(CASES)
+        kill = kill_process(what, name, number, draw.uniform(0, 1), out)
+        if kill is not None:
+            done += 1
+            yield kill
+
+
+def kill_process(what: str, name: str, number: signal.Signals, moment: float, out: Path) -> Kill | None:
+    folder, mark = Path(tempfile.mkdtemp(dir=out)), f"{MARK}={time.time_ns()}"
+    command = [sys.executable, "-m", "harness", "run", name, "--out", str(folder), "--timeout", str(LIMIT)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict([mark.split("=")])}
+    with open(folder / "output.txt", "w") as output:
+        run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=ROOT, preexec_fn=heed)
+    pid = victim(what, run.pid, mark, folder)
+    time.sleep(moment * 2)
+    if pid is None or run.poll() is not None:
+        run.wait()
+        return None
+    began = time.monotonic()
+    os.kill(pid, number)
+    code = run.wait()
+    seconds = time.monotonic() - began
+    time.sleep(3.0)  # what is left may see by itself that it is alone
+    due = {2} if what == "server" else {130} if number is signal.SIGINT else {-number}
+    printed = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
+    told = f"exit code {code}: {printed[0] if printed else ''}"
+    return Kill(number, f"{what} of {name}", told, code in due, seconds, len(alive_with(mark)))
+
+
+def heed() -> None:
+    """Also where this is a shell's background job, which ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def victim(what: str, harness: int, mark: str, folder: Path) -> int | None:
+    """Its pid, once ranks of the case have been started."""
+    give_up = time.monotonic() + 120
+    while not list(folder.glob("*/run/inflight/*.bin")):
+        if time.monotonic() > give_up or Path(f"/proc/{harness}/stat").read_text().split()[2] == "Z":
+            return None
+        time.sleep(0.02)
+    return harness if what == "harness" else next((pid for pid in alive_with(mark) if parent_of(pid) == harness), None)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def alive_with(mark: str) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # it ended as we looked
+            continue
+    return found
+
+
+# ---- the table
+
+
+def table(kills: list[Kill]) -> str:
+    lines = [f"{'signal':<10}{'kills':>6}{'right':>7}{'median s':>10}{'longest s':>11}{'left':>6}"]
+    for number, count in sorted(Counter(kill.number for kill in kills).items()):
+        some = [kill for kill in kills if kill.number is number]
+        lines.append(row(number.name, count, some))
+    return "\n".join([*lines, row("all", len(kills), kills)])
+
+
+def row(name: str, count: int, kills: list[Kill]) -> str:
+    seconds, right = sorted(kill.seconds for kill in kills), sum(kill.right for kill in kills)
+    left = sum(kill.left for kill in kills)
+    return f"{name:<10}{count:>6}{right:>7}{seconds[len(seconds) // 2]:>10.1f}{seconds[-1]:>11.1f}{left:>6}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=list(SIGNALS))
+    parser.add_argument("--times", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=3, help="kills of ranks at the same time")
+    parser.add_argument("--out", type=Path, default=None, help="kept there; else in a temporary folder, deleted")
+    args = parser.parse_args()
+    draw = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = args.out or Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        of_ranks = args.what == "ranks"
+        found = (
+            kill_ranks(args.times, draw, out, args.jobs)
+            if of_ranks
+            else kill_processes(args.what, args.times, draw, out)
+        )
+        kills = []
+        for kill in found:
+            kills.append(kill)
+            if not kill.right or kill.left:
+                print(f"{kill.number.name}, {kill.where}, left {kill.left}: {kill.told}", flush=True)
+        print(table(kills))
+
+
+if __name__ == "__main__":
+    main()
