@@ -3,7 +3,8 @@
 A kernel sits in front of the two operators that all copying comes down to, on any device: copy_ (clone, deepcopy, contiguous,
 conversions) and cat (stack, parameters_to_vector). Whether the source is a weight is told by its storage: a parameter's, or
 what FSDP gathers into. How long a copy lives is told by a weak reference to its storage, so that nothing is kept for it and
-nothing is waited for. FSDP's own copies, which it gathers from, are not counted, nor the probe's.
+nothing is waited for. Not counted are copies that FSDP makes to gather from, those that DDP sends out when it is made, and the
+probe's.
 
 Not seen are results of arithmetic, what compiled code copies, and casts inside of forward and backward, which are how mixed
 precision computes. What outlives its step is kept, and no longer this file's business.
@@ -25,7 +26,7 @@ from harness.probe.activity import _BELOW
 from harness.probe.clock import Clock
 from harness.probe.structure import fsdp2_groups, local, named_parameters
 
-OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable")  # modules whose copies are not counted
+OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed.utils")  # not counted
 FINENESS = 16  # copies are counted to a 16th of all weights, so that one of many is not looked for each time
 
 
