@@ -51,7 +51,7 @@ class Found:
     def __str__(self) -> str:
         if self.verdict == Verdict.PASS:
             return "PASS"
-        return self.told if self.verdict == "not asked" else f"{self.verdict}: {self.defect or self.told}"
+        return f"{self.verdict}: {self.defect or self.told}"
 
     @property
     def defect(self) -> str:

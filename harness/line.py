@@ -30,6 +30,7 @@ from pathlib import Path
 from harness import ROOT, golden, releases, trainers
 from harness.case import Case, CaseError, ExpectedFailure, from_json, to_json
 from harness.checks import judge
+from harness.clipping import before_clipping
 from harness.diagnose import Diagnosis, diagnose
 from harness.dtypes import refusal
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
@@ -242,7 +243,7 @@ def load_trial(folder: Path) -> Trial:
             golden_problem=problem,
             saved=tuple(trials),
         )
-        trials.append(as_planned(trial))
+        trials.append(before_clipping(as_planned(trial)))
     return trials[-1]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from own_trainer import Own, Started
+from torch.nn.utils import clip_grad_norm_
 
 from harness.case import Case
 from harness.trainers import StartedTrainer
@@ -118,6 +119,34 @@ class HabitualStarted(Started):
             return original(logits, labels)
 
         self.loss = logged  # type: ignore[method-assign]
+
+    # ---- clipping
+
+    def clips_itself(self) -> None:
+        """On what lies behind the gradients, which no version counter tells of."""
+        self.clip = self._own_clip  # type: ignore[method-assign]
+
+    def _own_clip(self, max_norm: float | None) -> None:
+        gradients = [parameter.grad.data for parameter in self.model.parameters()]
+        norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+
+    def clips_by_name(self) -> None:
+        """By a function that was imported before anybody could look."""
+        self.clip = lambda max_norm: clip_grad_norm_(self.model.parameters(), max_norm)  # type: ignore[method-assign]
+
+    def scales_the_loss(self) -> None:
+        """And divides gradients by that, before they are clipped."""
+        original, clip = self.backward, self.clip
+
+        def unscaled(max_norm: float | None) -> None:
+            for parameter in self.model.parameters():
+                parameter.grad.div_(1024)
+            clip(max_norm)
+
+        self.backward = lambda loss: original(loss * 1024)  # type: ignore[method-assign]
+        self.clip = unscaled  # type: ignore[method-assign]
 
     # ---- validation
 

@@ -46,8 +46,8 @@ def judged(name: str, habits: str, folder: Path) -> Judgement:
     [
         "shows_by_all_reduce+reuses_a_buffer+loss_by_positions+validates",
         "loss_by_rows+validates_in_inference_mode",
-        "loss_of_valid_tokens+logs_the_loss",
-        "loss_by_nll",
+        "loss_of_valid_tokens+logs_the_loss+clips_by_name+scales_the_loss",
+        "loss_by_nll+clips_itself",
     ],
 )
 def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> None:
@@ -62,6 +62,12 @@ def test_a_loss_that_nobody_can_see_is_unknown_and_says_what_to_write(tmp_path: 
         f' {HABITUAL} call `harness.probe.losses.note_loss(labels, loss, reduction="sum")`'
         " where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
     }
+
+
+def test_gradients_that_a_trainer_divides_and_clips_itself_are_unknown_and_says_what_to_call(tmp_path: Path) -> None:
+    judgement = judged("ddp_2", "clips_itself+scales_the_loss", tmp_path)
+    notes = {r.check: r.note for r in judgement.results if r.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)}
+    assert list(notes) == ["gradients"] and "note_gradients()" in notes["gradients"]
 
 
 def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:

@@ -232,15 +232,6 @@ def test_what_0_3_0_is_not_asked_for_has_a_reason(release: Path, asked: Case, re
     assert trainers.load(f"torchtitan@{release}").unsupported(asked) == reason
 
 
-def test_positions_are_fed_to_a_loop_that_takes_them(release: Path) -> None:
-    trainer = release / "torchtitan" / "trainer.py"
-    assert source.find(str(release)).era.fed_positions
-    trainer.write_text('extra_kwargs["positions"] = positions\n')
-    assert not source.find(str(release)).era.fed_positions
-    trainer.write_text('positions = extra_kwargs.get("positions", None)\n')
-    assert source.find(str(release)).era.fed_positions
-
-
 def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) -> None:
     (release / "torchtitan" / "trainer.py").write_text("num_pp_microbatches\n")
     found = source.find(str(release))

@@ -15,6 +15,7 @@ import numpy as np
 
 from harness import tolerance
 from harness.checks import verdict_of
+from harness.clipping import clipped_unseen
 from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
 from harness.trial import Finding, Result, Trial, Verdict
 from reference.config import TrainingConfig
@@ -33,7 +34,7 @@ class _State:
 
 
 def check(trial: Trial) -> Result:
-    norms = {step: observed_norm(trial, step) for step in trial.case.steps}
+    norms = {step: 0.0 if clipped_unseen(trial, step) else observed_norm(trial, step) for step in trial.case.steps}
     rates = {step.step: step.lr for step in trial.reference.steps}
     findings: list[Finding] = []
     examined = 0

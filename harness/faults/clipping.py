@@ -187,3 +187,24 @@ def clipped_without_the_1e_6(fired: Fired) -> None:
         return clip
 
     replace(torch.nn.utils, "clip_grads_with_norm_", make)
+
+
+@fault(
+    breaks="a clipping function of the trainer's own takes the norm of the rank's shards for that of all",
+    bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
+    case="fsdp_2",
+    caught_by="grad_norm update",
+    named="each rank clips by the norm of its own shards",
+)
+def own_clipping_by_own_shards(fired: Fired) -> None:
+    from harness.trainers.llama3 import clip
+
+    def own(parameters: Any, max_norm: float | None, groups: Any = ()) -> float:
+        shards = [parameter.grad.to_local() for parameter in parameters]
+        norm = sum(float(shard.square().sum()) for shard in shards) ** 0.5
+        fired()
+        for shard in shards:
+            shard.mul_(min(1.0, (max_norm or norm) / (norm + 1e-6)))
+        return norm
+
+    replace(clip, "clip_gradients", lambda original: own)

@@ -169,6 +169,7 @@ class Probe:
             optimizer_state=values.optimizer_state,
             memory=values.memory,
             changed=values.changed,
+            scaled=values.scaled,
             activity=self._activity(step),
             graphs=self.compiler.of_step(step),
             settings=self.settings.of_step(step),

@@ -32,17 +32,19 @@ class Account:
 
 class Clock:
     """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
+    schedule_ended, when a pass of a pipeline's schedule that trains has ended.
 
     account: where what is seen now belongs. of_last_pass: where what is made of the last pass's output belongs.
     passes: forward passes so far. evaluated: whether there was one of evaluation since the last step began.
     """
 
     between_steps: Callable[[], None] = staticmethod(lambda: None)
+    schedule_ended: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.start = self.step = 0
         self.passes = self.forward_depth = 0
-        self.in_optimizer = self.in_pipeline = self._in_schedule = False
+        self.in_optimizer = self.in_pipeline = self.in_schedule = False
         self.evaluated = False
         self._step_is_over, self._certain = True, False
         self.account = self.of_last_pass = self.of_step = Account(0)
@@ -83,7 +85,7 @@ class Clock:
         self.forward_depth += 1
         if outermost:
             self.passes += 1
-        if outermost and not self._in_schedule:
+        if outermost and not self.in_schedule:
             self._begin_pass(recording, in_training_mode)
 
     def _begin_pass(self, recording: bool, in_training_mode: bool) -> None:
@@ -122,14 +124,14 @@ class Clock:
 
     def leave_forward(self) -> None:
         self.forward_depth -= 1
-        if not self.forward_depth and not self._in_schedule:
+        if not self.forward_depth and not self.in_schedule:
             self.account = self.of_step
 
     # ---- passes of a pipeline's schedule
 
     @contextlib.contextmanager
     def schedule(self, *, training: bool) -> Iterator[None]:
-        before = self.account, self.in_pipeline, self._in_schedule
+        before = self.account, self.in_pipeline, self.in_schedule
         if training:
             self._begin_step()
             self._certain = True
@@ -138,12 +140,14 @@ class Clock:
             self.evaluated = True
             self.account = Account(self.step, "evaluation")
         self.of_last_pass = self.account
-        self.in_pipeline = self._in_schedule = True
+        self.in_pipeline = self.in_schedule = True
         try:
             yield
         finally:
-            self.account, self.in_pipeline, self._in_schedule = before
+            self.account, self.in_pipeline, self.in_schedule = before
             self.account = self.of_step if before[0].kind == "training" else before[0]
+        if training:
+            self.schedule_ended()
 
     @contextlib.contextmanager
     def loss_of_schedule(self) -> Iterator[None]:

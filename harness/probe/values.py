@@ -1,8 +1,8 @@
 """Gradients before clipping, parameters after each step, learning rate, memory: read at torch's own seams.
 
-Gradients are copied at the first sign that somebody is about to use them: a call of torch.nn.utils' clipping functions,
-or an optimizer step. Whatever a trainer does to them after that, clipping included, is judged by what it does to the
-parameters.
+Gradients are copied at the first sign that somebody is about to use them: a call of torch's clipping functions, or an
+optimizer step, for which backward.py knows what they were before. Whatever a trainer does to them after that, clipping
+included, is judged by what it does to the parameters.
 """
 
 from __future__ import annotations
@@ -15,14 +15,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from harness.evidence import Resumed
+from harness.probe.backward import BackwardRecorder
 from harness.probe.clock import Clock
 from harness.probe.structure import as_numpy, local, named_parameters, sharded_parameters
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
+INNER = ("_get_total_norm", "_clip_grads_with_norm_")
+"""What those call, which who imported them by name before comes to as well."""
+
+_installed: list[ValueRecorder] = []
+
+
+def note_gradients() -> None:
+    """For the adapter of a trainer that, once backward has ended, alters gradients and then clips them, both by functions of
+    its own: to be called in between."""
+    for recorder in _installed:
+        recorder.copy_gradients(clipped_next=True)
 
 
 @dataclass
@@ -33,6 +46,7 @@ class StepValues:
     optimizer_state: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     changed: dict[str, np.ndarray] | None = None
+    scaled: float | None = None
 
 
 class ValueRecorder:
@@ -44,6 +58,7 @@ class ValueRecorder:
         self.resumed: Resumed | None = None
         self.optimizers: set[Optimizer] = set()
         self._clock = clock
+        self._backward = BackwardRecorder(clock, self._gradients)
         self._hooks: list[Any] = []
         self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
 
@@ -53,15 +68,21 @@ class ValueRecorder:
             torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer),
         ]
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            for name in CLIP_FUNCTIONS:
+            for name in (*CLIP_FUNCTIONS, *INNER):
                 if hasattr(owner, name):
                     self._patch(owner, name)
+        self._patch(FullyShardedDataParallel, "clip_grad_norm_")
+        self._backward.install()
+        _installed.append(self)
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for owner, name, original in reversed(self._patched):
             setattr(owner, name, original)
+        self._backward.remove()
+        if self in _installed:
+            _installed.remove(self)
         self._hooks, self._patched = [], []
 
     def _patch(self, owner: Any, name: str) -> None:
@@ -69,7 +90,7 @@ class ValueRecorder:
 
         @functools.wraps(original)
         def seen(*args: Any, **kwargs: Any) -> Any:
-            self._copy_gradients()
+            self.copy_gradients(clipped_next=True)
             return original(*args, **kwargs)
 
         self._patched.append((owner, name, original))
@@ -91,17 +112,22 @@ class ValueRecorder:
     def _step(self) -> StepValues:
         return self.steps.setdefault(self._clock.step, StepValues())
 
-    def _copy_gradients(self) -> None:
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {fqn: parameter.grad for fqn, parameter in named_parameters(self.parts) if parameter.grad is not None}
+
+    def copy_gradients(self, *, clipped_next: bool) -> None:
         step = self._step()
+        if clipped_next:
+            self._backward.needed = False
+            self._backward.drop()
         if step.gradients or not self.parts:
             return
-        for fqn, parameter in named_parameters(self.parts):
-            if parameter.grad is not None:
-                step.gradients[fqn] = as_numpy(parameter.grad)
+        step.gradients = {fqn: as_numpy(gradient) for fqn, gradient in self._gradients().items()}
+        step.gradients, step.scaled = self._backward.taken(step.gradients)
         step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._copy_gradients()
+        self.copy_gradients(clipped_next=False)
         self._copy_resumed_state(optimizer)
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
             self._step().lr = float(optimizer.param_groups[0]["lr"])
@@ -129,6 +155,7 @@ class ValueRecorder:
     def keep_final_state(self) -> None:
         """Optimizer state is copied when training has ended, and where it is saved: the laws derive that of each step from
         the gradients."""
+        self._backward.drop()
         stepped = [number for number, step in self.steps.items() if step.parameters]
         for optimizer in self.optimizers if stepped else ():
             states = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}

@@ -116,8 +116,7 @@ def configuration(case: Case, era: Era) -> Any:
             whole, pattern=NORMS, optimizer_kwargs={**whole.optimizer_kwargs, "weight_decay": 0.0}
         )
         config.optimizer.param_groups.insert(0, kept)  # who matches first
-    positioned = EndToEnd if era.flat else Microbatches if era.fed_microbatches else Positioned
-    inputs = positioned if era.fed_positions else Inputs
+    inputs = EndToEnd if era.flat else Microbatches if era.fed_microbatches else Inputs
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     config.tokenizer = Built(None)
     for name, value in options(case).items():
@@ -136,16 +135,8 @@ class Inputs(handover.Samples):
         return {"input": tokens}, labels
 
 
-class Positioned(Inputs):
-    """With positions, which context parallel cuts along. SDPA makes no mask of them: they only turn."""
-
-    def batch(self, ids: tuple[int, ...], length: int) -> Any:
-        inputs, labels = super().batch(ids, length)
-        return inputs | {"positions": torch.arange(length).expand(labels.shape)}, labels
-
-
-class Microbatches(Positioned):
-    """One at a time."""
+class Microbatches(Inputs):
+    """One at a time, with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn."""
 
     def __iter__(self) -> Iterator[Any]:
         size = self.case.local_batch
@@ -153,6 +144,10 @@ class Microbatches(Positioned):
             for start in range(0, len(labels), size):
                 part = {name: values[start : start + size] for name, values in inputs.items()}
                 yield part, labels[start : start + size]
+
+    def batch(self, ids: tuple[int, ...], length: int) -> Any:
+        inputs, labels = super().batch(ids, length)
+        return inputs | {"positions": torch.arange(length).expand(labels.shape)}, labels
 
 
 class EndToEnd(Microbatches):

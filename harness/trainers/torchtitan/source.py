@@ -32,8 +32,7 @@ class Era:
     """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
-    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. fed_positions: its loop
-    takes positions from its data loader. flat: samples lie end to end in
+    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
     one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     resumes: it is asked for checkpoints. chooses: features that it has its own way with.
@@ -54,7 +53,6 @@ class Era:
     displays: tuple[str, ...]
     inputs_by_name: bool = False
     fed_microbatches: bool = False
-    fed_positions: bool = False
     flat: bool = False
     chunks_loss: bool = False
     cp_by_types: bool = False
@@ -137,7 +135,6 @@ LATER = Era(
     model=(*MODEL, "rope_scaling", "tied_embeddings"),
     resumes=True,
     fed_microbatches=True,
-    fed_positions=True,
     renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
 )
 BETWEEN = dataclasses.replace(
@@ -150,7 +147,6 @@ BETWEEN = dataclasses.replace(
     replicates_by="replicate",
     wraps_alone=False,
     fed_microbatches=False,
-    fed_positions=False,
 )
 FLAT = dataclasses.replace(
     LATER,
@@ -180,7 +176,6 @@ class Change:
 
 CHANGES = (
     Change("distributed/context_parallel/api.py", "spmd_backend", {"cp_by_types": True}),
-    Change("trainer.py", 'positions = extra_kwargs.get("positions"', {"fed_positions": True}),
     Change("train.py", "input_dict", {"inputs_by_name": True}),
     Change(
         "train.py",

@@ -1,0 +1,95 @@
+"""Gradients as they were when backward ended, for a trainer that clips by a function of its own.
+
+torch's clipping is seen where it is called. Who multiplies gradients himself gives no sign, and what the optimizer is then
+given is clipped. So they are copied, on the device, each time backward has ended, and compared with what the optimizer is
+given: all of them times one number, or unchanged, or altered otherwise. Once torch's clipping was seen nothing is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.probe.clock import Clock
+from harness.probe.structure import as_numpy, local
+
+ENGINE = "_engine_run_backward"
+"""What Tensor.backward comes down to in torch.autograd, reductions by DDP and FSDP included."""
+
+
+class BackwardRecorder:
+    """gradients: the present ones, by fqn. needed: until torch's own clipping was seen."""
+
+    def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._clock, self._gradients = clock, gradients
+        self._copies: dict[str, torch.Tensor] = {}
+        self._engine: Any = None
+        self.needed = True
+
+    def install(self) -> None:
+        self._engine = original = getattr(torch.autograd, ENGINE, None)
+        if original is None:  # a torch that has another way: then nobody looked
+            return
+
+        @functools.wraps(original)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            outermost = torch._C._current_graph_task_id() == -1
+            found = original(*args, **kwargs)
+            if outermost and kwargs.get("accumulate_grad", True) and not self._clock.in_schedule:
+                self.copy()
+            return found
+
+        setattr(torch.autograd, ENGINE, seen)
+        self._clock.schedule_ended = self.copy
+
+    def remove(self) -> None:
+        if self._engine is not None:
+            setattr(torch.autograd, ENGINE, self._engine)
+        self._engine = None
+        self.drop()
+
+    def copy(self) -> None:
+        if self.needed:
+            self._copies = {fqn: local(gradient).clone() for fqn, gradient in self._gradients().items()}
+
+    def drop(self) -> None:
+        self._copies = {}
+
+    def taken(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
+        """The gradients before, and what all were multiplied by since; `later` and NaN if that was not one number. None: nobody
+        looked."""
+        earlier, resolution = {f: as_numpy(g) for f, g in self._copies.items()}, self._resolution()
+        self.drop()
+        if not earlier:
+            return dict(later), None
+        factor = common_factor(earlier, later, resolution)
+        return (dict(later) if math.isnan(factor) else earlier), factor
+
+    def _resolution(self) -> dict[str, float]:
+        return {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in self._copies.items()}
+
+
+def common_factor(
+    earlier: Mapping[str, np.ndarray], later: Mapping[str, np.ndarray], resolution: Mapping[str, float]
+) -> float:
+    """What all of `earlier` times that is `later`, but for rounding; NaN if there is no such number."""
+    if {fqn: g.shape for fqn, g in earlier.items()} != {fqn: g.shape for fqn, g in later.items()}:
+        return math.nan
+    if all(np.array_equal(earlier[fqn], later[fqn]) for fqn in earlier):
+        return 1.0
+    largest = max((fqn for fqn in earlier if earlier[fqn].size), key=lambda fqn: float(np.max(np.abs(earlier[fqn]))))
+    at = int(np.argmax(np.abs(earlier[largest])))
+    with np.errstate(all="ignore"):
+        factor = float(np.float64(later[largest].flat[at]) / np.float64(earlier[largest].flat[at]))
+        fits = all(_is_multiple(earlier[fqn], later[fqn], factor, 4 * resolution[fqn]) for fqn in earlier)
+    return factor if fits and math.isfinite(factor) else math.nan
+
+
+def _is_multiple(earlier: np.ndarray, later: np.ndarray, factor: float, rounding: float) -> bool:
+    wanted = earlier.astype(np.float64) * factor
+    return bool((np.abs(later - wanted) <= rounding * np.abs(wanted) + np.finfo(earlier.dtype).tiny).all())
