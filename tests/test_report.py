@@ -46,6 +46,7 @@ PASS tiny
   settings          PASS            72 examined
   shard_contents    PASS            48 examined
   traffic           PASS            60 examined
+  checkpoint        NOT APPLICABLE  this launch writes none
   initial_weights   PASS            12 examined
   positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
@@ -105,6 +106,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   settings          PASS            72 examined
   shard_contents    FAIL            48 examined
   traffic           FAIL            60 examined
+  checkpoint        NOT APPLICABLE  this launch writes none
   initial_weights   PASS            12 examined
   positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
@@ -194,7 +196,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   completed         FAIL            2 examined
   24 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
-  completed: Every rank exited by itself with code 0 and left evidence of every step and every parameter asked for.
+  completed: Every rank exited by itself with code 0, and left evidence of every step and parameter asked for, and no process.
     rank 1: expected exit code 0, observed raised: ValueError: no
       a.py:7 in f
       b.py:9 in g

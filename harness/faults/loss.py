@@ -238,6 +238,27 @@ def displayed_rate_of_the_next_step(fired: Fired) -> None:
 
 
 @fault(
+    breaks="the learning rate displayed is the configured one, without warm-up and decay",
+    bug="of the family of L06: what is displayed is not what was done",
+    case="ddp_2",
+    caught_by="reported_rate",
+    named="the displayed learning rate is wrong, the training itself is right",
+)
+def displayed_rate_as_configured(fired: Fired) -> None:
+    from harness.trainers.llama3.trainer import Trainer
+
+    def make(original: Any) -> Any:
+        def stepped(self: Any) -> float:
+            fired()
+            original(self)
+            return float(self.schedulers[0].base_lrs[0])
+
+        return stepped
+
+    replace(Trainer, "optimizer_step", make)
+
+
+@fault(
     breaks="the loss is displayed in step 1 only",
     bug="of the family of L05: a display that is wrong where nobody looks, here by being left out",
     case="fsdp_2",
