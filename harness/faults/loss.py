@@ -240,9 +240,9 @@ def displayed_rate_of_the_next_step(fired: Fired) -> None:
 @fault(
     breaks="the learning rate displayed is the configured one, without warm-up and decay",
     bug="of the family of L06: what is displayed is not what was done",
-    case="ddp_2",
+    case="fsdp_2_eight_steps",
     caught_by="reported_rate",
-    named="the displayed learning rate is wrong, the training itself is right",
+    named="the displayed learning rate is wrong, the training itself is right: each rank shows another number",
 )
 def displayed_rate_as_configured(fired: Fired) -> None:
     from harness.trainers.llama3.trainer import Trainer
