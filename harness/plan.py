@@ -96,7 +96,8 @@ class Plan:
     parameters a rank may keep between steps; the most counts the padding of uneven chunks. after_forward[rank][fqn]: what
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
-    a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps.
+    a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
+    used_bytes: later.
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
     wrappers tell of, for the case leaves them open.
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
@@ -116,6 +117,7 @@ class Plan:
     parameter_bytes: dict[int, tuple[int, int]]
     outside_bytes: dict[int, int]
     integer_bytes: int
+    used_bytes: int
     spare_bytes: dict[int, int]
     units: dict[int, tuple[tuple[str, ...], ...]]
     table_bytes: int = 0
@@ -185,6 +187,7 @@ def make_plan(case: Case, observed: Observed | None = None, *, torch: str = "") 
         even_flows=_flows_of_ranks(case, case.seq_len(2), units, torch) if case.training.variable_length else flows,
         outside_bytes={rank: _outside_bytes(case, rank, flows[rank]) for rank in slices},
         integer_bytes=_integer_bytes(case),
+        used_bytes=_used_bytes(case),
         parameter_bytes={rank: _parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
         units={rank: _held_units(case, slices[rank], units[rank]) for rank in slices},
         observed=observed,
@@ -694,6 +697,14 @@ def _integer_bytes(case: Case) -> int:
     if case.wrapper not in ("ddp", "replicate"):
         return 0
     return (4 * len(_shapes(case.model)) + 2 * case.dims.world_size + 8) * 8  # int64
+
+
+def _used_bytes(case: Case) -> int:
+    """With find_unused_parameters or static_graph DDP's ranks tell each other which parameters they used, whenever they reduce:
+    an int32 each, and one number."""
+    if case.wrapper not in ("ddp", "replicate"):
+        return 0
+    return (4 * len(_shapes(case.model)) + 8) * case.passes
 
 
 def _parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:

@@ -74,6 +74,17 @@ def nothing(started: Started, step: int) -> None:
     pass
 
 
+def validates(started: Started, step: int) -> None:
+    """As trainers do after a step; what the root gathered stays, by torch's default."""
+    import torch
+
+    started.model.eval()
+    with torch.no_grad():
+        for tokens, labels in started.batches(step):
+            started.loss(started.model(tokens), labels)
+    started.model.train()
+
+
 class Fsdp(Own):
     name = "own_fsdp"
 

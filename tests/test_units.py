@@ -173,10 +173,10 @@ def test_wrappers_that_do_not_count_the_ranks_after_forward_are_taken_at_their_w
 # ---- on real ranks
 
 
-def run_wrapped(tmp_path: Path, name: str, wrap: str):
+def run_wrapped(tmp_path: Path, name: str, wrap: str, habit: str = "nothing"):
     file = tmp_path / "mine.py"
-    told = f"import sys\nsys.path.append({str(HERE)!r})\nfrom own_fsdp import Fsdp\n"
-    file.write_text(f"{told}adapter = Fsdp({wrap!r})\n")
+    told = f"import sys\nsys.path.append({str(HERE)!r})\nfrom own_fsdp import Fsdp, {habit}\n"
+    file.write_text(f"{told}adapter = Fsdp({wrap!r}, {habit})\n")
     return run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(file), None)))
 
 
@@ -194,6 +194,13 @@ def run_wrapped(tmp_path: Path, name: str, wrap: str):
 def test_wrappings_that_people_use_keep_all_laws(tmp_path: Path, name: str, wrap: str) -> None:
     judgement = run_wrapped(tmp_path, name, wrap)
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
+def test_what_evaluation_leaves_gathered_by_the_wrappers_own_policy_breaks_no_law(tmp_path: Path) -> None:
+    judgement = run_wrapped(tmp_path, "fsdp_2", "blocks", "validates")
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+    (note,) = (result.note for result in judgement.results if result.check == "reshard")
+    assert note.startswith("evaluation leaves norm.weight, output.weight, tok_embeddings.weight gathered")
 
 
 def test_what_the_root_keeps_by_default_is_not_always_freed(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 What is kept is read from storages at the end of every forward pass; what is gathered again, from the bytes of all_gather
 in backward. A unit freed on paper only, whose memory is still there, is a unit that was kept. After a pass that trains
-nothing no backward frees what it left: when the next step begins, or training ends, a rank has its slices.
+nothing no backward frees what it left: then a rank has what the policy keeps after forward, and no more.
 """
 
 from __future__ import annotations
 
 from harness.checks import not_applicable, verdict_of
 from harness.checks.placements import untold_units
-from harness.checks.traffic import Key, amount, axis_text, observed, planned, prefetched
+from harness.checks.traffic import Key, amount, axis_text, observed, own_bytes, planned, prefetched, still_gathered
 from harness.evidence import AfterForward, RankEvidence
 from harness.plan import BYTES, numel
 from harness.trial import Finding, Result, Trial, Verdict, bytes_text
@@ -41,17 +41,19 @@ def check(trial: Trial) -> Result:
             for step, fqn, held in left_by_evaluation(trial, rank)
         ]
     findings.sort(key=lambda finding: not finding.where.startswith("rank 0, step 1,"))
-    return verdict_of("reshard", findings, examined)
+    return verdict_of("reshard", findings, examined, _kept_text(trial))
+
+
+def _kept_text(trial: Trial) -> str:
+    """What evaluation left, if it is what the policy keeps."""
+    left = sorted({fqn for rank in trial.ranks for _, fqn, _ in still_gathered(trial, rank)})
+    return f"evaluation leaves {', '.join(left)} gathered until the next step, as the policy keeps it" if left else ""
 
 
 def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
-    """(step before, parameter, bytes of it still there)."""
-    return [
-        (record.step, fqn, held)
-        for record in trial.ranks[rank].after_evaluation
-        for fqn, held in record.bytes.items()
-        if fqn in trial.plan.after_forward[rank] and held > own_bytes(trial, rank, fqn)
-    ]
+    """(step before, parameter, bytes of it still there), of those of which the policy keeps less after forward."""
+    kept = trial.plan.after_forward[rank]
+    return [(step, fqn, held) for step, fqn, held in still_gathered(trial, rank) if held > kept[fqn].bytes]
 
 
 def until(trial: Trial, step: int) -> str:
@@ -94,10 +96,6 @@ def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
     """Of a parameter: what is kept, and the rank's own slice beside it if that is something else."""
     kept, own = trial.plan.after_forward[rank][fqn], own_bytes(trial, rank, fqn)
     return kept.bytes if kept.ways == trial.case.shards else kept.bytes + own
-
-
-def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
-    return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
 
 
 def kept_text(trial: Trial, ways: int) -> str:

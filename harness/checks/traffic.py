@@ -1,7 +1,8 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
 Bytes are counted of unsharded tensors, so bucketing does not matter. Of what is moved outside forward and backward (losses,
-norms, counts), and of integers inside (DDP's agreement on parameters and buckets, in the first two steps), there is a most.
+norms, counts), and of integers inside (DDP's agreement on parameters and buckets in the first two steps, and which parameters
+were used), there is a most.
 Inside of a pass no rank waits at a barrier.
 """
 
@@ -37,7 +38,7 @@ def check(trial: Trial) -> Result:
             seen |= {
                 key: wanted[key]
                 for key in wanted
-                if seen.get(key, 0) - wanted[key] in prefetched(trial, rank, step, key)
+                if seen.get(key, 0) - wanted[key] in prefetched(trial, rank, step, key) | spared(trial, rank, step, key)
             }
             examined += len(wanted) + 1
             extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
@@ -91,6 +92,30 @@ def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
     return {size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in unit) for unit in units}
 
 
+def spared(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
+    """What evaluation left gathered, as the policy keeps it, the next forward does not gather: so many bytes less."""
+    shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
+    if key != (shards, "all_gather", "forward"):
+        return set()
+    size, slices = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype], trial.plan.slices
+    left = {fqn for before, fqn, _ in still_gathered(trial, rank) if before == step - 1}
+    return {-size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in left)}
+
+
+def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
+    """(step before, parameter, bytes of it still there) of what evaluation left, beyond the rank's own slices."""
+    return [
+        (record.step, fqn, held)
+        for record in trial.ranks[rank].after_evaluation
+        for fqn, held in record.bytes.items()
+        if fqn in trial.plan.after_forward[rank] and held > own_bytes(trial, rank, fqn)
+    ]
+
+
+def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
+    return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
+
+
 def _key(trial: Trial, rank: int, flow: Flow) -> Key:
     return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
 
@@ -132,7 +157,7 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
         if call.step == step and "float" not in call.dtype and call.op not in ("send", "recv")
         if call.phase in INSIDE and len(call.ranks) > 1
     )
-    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else 0
+    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else trial.plan.used_bytes
     if moved <= most:
         return []
     told = f"at most {amount(most)}" if most else amount(0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.case import Case
-from harness.checks import placements, reshard
+from harness.checks import placements, reshard, traffic
 from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, some, traffic_lines
 from harness.plan import make_plan
 from harness.trial import Trial, Verdict
@@ -30,13 +30,25 @@ def left_by_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
     """What a pass that trains nothing gathered and nobody freed: the next step does not gather it, or there it stays."""
     left = {rank: reshard.left_by_evaluation(trial, rank) for rank in sorted(trial.ranks)}
     if "reshard" not in broken or not any(left.values()):
-        return None
+        return _stale_after_evaluation(trial, broken)
     first = next(found for found in left.values() if found)
     names = sorted({fqn for _, fqn, _ in first})
     when = reshard.until(trial, first[0][0])
     ranks = on_ranks(trial, [rank for rank, found in left.items() if found])
     cause = f"evaluation left {some(names, 3)} gathered {when}{ranks}: nothing reshards what no backward follows"
     return Diagnosis(cause, (finding_line("reshard", broken["reshard"]), *traffic_lines(trial)))
+
+
+def _stale_after_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
+    """What the policy keeps after forward is right, unless the weights change before it is used."""
+    left = traffic.still_gathered(trial, min(trial.ranks))
+    wrong = {finding.where for finding in broken["loss"].findings} if "loss" in broken else set()
+    first = next((step for step, _, _ in left if f"step {step + 1}" in wrong), None)
+    if first is None or f"step {first}" in wrong:
+        return None
+    names = sorted({fqn for step, fqn, _ in left if step == first})
+    cause = f"the loss is wrong from step {first + 1} on, before which evaluation left {some(names, 3)} gathered"
+    return Diagnosis(cause, (finding_line("loss", broken["loss"]), *traffic_lines(trial)))
 
 
 def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:

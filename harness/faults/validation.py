@@ -67,15 +67,21 @@ def validation_leaves_averaged_weights(fired: Fired) -> None:
 
 
 @fault(
-    breaks="validation leaves the last unit gathered, which the next step then does not gather",
+    breaks="validation keeps all units gathered and leaves them so, which the next step then does not gather",
     bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered",
     case="fsdp_2",
     caught_by="reshard traffic",
-    named="evaluation left norm.weight, output.weight gathered between steps 1 and 2",
+    named="evaluation left layers.0",
 )
 def validation_leaves_a_unit_gathered(fired: Fired) -> None:
     def validate(trainer: Any) -> None:
+        layers = trainer.model_parts[0].layers
+        blocks = list(layers.values() if hasattr(layers, "values") else layers)
+        for block in blocks:
+            block.set_reshard_after_forward(False)
         _validate(trainer)
+        for block in blocks:
+            block.set_reshard_after_forward(True)
         trainer.model_parts[0].train()
         fired()
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence import HeldTensor
-from harness.probe.structure import named_parameters
+from harness.probe.structure import fsdp2_groups, named_parameters
 
 
 def beside(
@@ -35,10 +35,18 @@ def beside(
 
 
 def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    for _, parameter in named_parameters(parts):
+    """What FSDP2 gathers into is no copy, and whether evaluation left it there is recorded of its own. Then a module's
+    parameters are the gathered ones, and the sharded ones are found here."""
+    groups = (group for part in parts for module in part.modules() for group in fsdp2_groups(module))
+    sharded = [held for group in groups for held in group.fsdp_params]
+    for parameter in (
+        *(parameter for _, parameter in named_parameters(parts)),
+        *(held.sharded_param for held in sharded),
+    ):
         yield parameter
         if parameter.grad is not None:
             yield parameter.grad
+    yield from (gathered for held in sharded for gathered in held.all_gather_outputs)
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
