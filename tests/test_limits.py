@@ -113,6 +113,7 @@ class Writing:
     """Ranks that never end by themselves."""
 
     def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
         self.gone, self.trouble = False, ""

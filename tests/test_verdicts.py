@@ -336,11 +336,13 @@ def test_integers_that_are_gathered_inside_of_forward_are_named(dtype: str) -> N
     assert judged("traffic", trial).findings == (told,)
 
 
-def test_ddp_may_agree_on_its_buckets_in_two_steps() -> None:
+def test_ddp_may_agree_on_its_buckets_in_two_steps_and_on_what_was_used_in_all() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     most = trial.plan.integer_bytes
     assert most == (4 * 12 + 2 * 2 + 8) * 8
-    for count, step, verdict in ((most, 2, "PASS"), (most + 1, 2, "FAIL"), (8, 3, "FAIL")):
+    used = trial.plan.used_bytes
+    assert used == 4 * 12 + 8
+    for count, step, verdict in ((most, 2, "PASS"), (most + 1, 2, "FAIL"), (used, 3, "PASS"), (used + 1, 3, "FAIL")):
         assert judged("traffic", calling(trial, "broadcast", "int32", count, step)).verdict == verdict
 
 
