@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KINDS = ("kept", "copied", "moved")
+PHASES = ("forward", "backward", "pipeline")  # those of which the plan knows every byte
 MULTIPLE = re.compile(r"([1-9]) x parameters")
 
 
@@ -38,6 +39,8 @@ class Allowance:
             raise ValueError(
                 "moved needs op, phase and axis: which collective, in forward or backward, over which ranks"
             )
+        if self.what == "moved" and self.phase not in PHASES:
+            raise ValueError(f"phase {self.phase!r}: choose one of {', '.join(PHASES)}")
         if self.what != "moved" and any(where):
             raise ValueError(f"{self.what} has no op, phase or axis: they are for what is moved")
 

@@ -100,6 +100,10 @@ def test_allowances_are_stored_with_the_case() -> None:
         ({"what": "kept", "bytes": True, "reason": "why"}, "entry 1: bytes: expected int | str, got True"),
         ({"what": "any", "bytes": 8, "reason": "why"}, "what 'any': choose one of kept, copied, moved"),
         ({"what": "moved", "bytes": 8, "reason": "why", "op": "all_reduce"}, "moved needs op, phase and axis"),
+        (
+            {"what": "moved", "bytes": 8, "reason": "why", "op": "all_gather", "phase": "outside", "axis": "dp_shard"},
+            "phase 'outside': choose one of forward, backward, pipeline",
+        ),
         ({"what": "kept", "bytes": 8, "reason": "why", "op": "all_reduce"}, "kept has no op, phase or axis"),
         ({"what": "kept", "byte": 8, "reason": "why"}, "entry 1: unknown key 'byte'; did you mean 'bytes'?"),
     ],

@@ -262,7 +262,9 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
     assert shown_instead(alone, "grad_norm") == "rank 1 shows another number"
     never = trial_of(tiny_case("fsdp_2", replace(LOW_CLIP, max_norm=9.0)))
     off = shows(never, "grad_norm", lambda s: s.grad_norm * (1 + 1e-6))
-    assert shown_instead(off, "grad_norm") == "each rank shows 1 times the right one"
+    assert shown_instead(off, "grad_norm") == "each rank shows a number that is off by 1.0e-06"
+    rounded = shows(never, "grad_norm", lambda s: float(np.float32(s.grad_norm)))
+    assert shown_instead(rounded, "grad_norm") == "each rank shows it rounded to float32"
 
 
 # ---- what the optimizer is fed

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from harness.case import Case
 from harness.checks import memory, traffic
 from harness.checks.loss import losses
@@ -164,6 +166,10 @@ def _shown(trial: Trial, seen: list[_Shown], right: dict[int, float], own_words:
     if len(odd) == 1:
         (one, number), *_ = odd
         return f"{who} {number:.6g} once, where {right[one.step]:.6g} is right"
+    if all(number == float(np.float32(right[one.step])) for one, number in odd):
+        return f"{who} it rounded to float32"
+    if ratios and all(times_text(ratio) == times_text(1.0) for ratio in ratios):
+        return f"{who} a number that is off by {max(abs(ratio - 1) for ratio in ratios):.1e}"
     if ratios and all(_near(ratio, ratios[0]) for ratio in ratios):
         return f"{who} {times_text(ratios[0])} the right one{factor_text(trial, ratios[0])}"
     return f"{who} another number"
