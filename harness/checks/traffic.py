@@ -98,7 +98,8 @@ def spared(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
     if key != (shards, "all_gather", "forward"):
         return set()
     size, slices = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype], trial.plan.slices
-    left = {fqn for before, fqn, _ in still_gathered(trial, rank) if before == step - 1}
+    kept = trial.plan.after_forward[rank]
+    left = {fqn for before, fqn, held in still_gathered(trial, rank) if before == step - 1 and held <= kept[fqn].bytes}
     return {-size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in left)}
 
 
