@@ -354,15 +354,6 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
     return known[name]
 
 
-def reseeded(case: Case, seed: int) -> Case:
-    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden. Raises
-    CaseError for a seed that there is not."""
-    other = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
-    if problem := limits.too_large(other):
-        raise CaseError(problem)
-    return other
-
-
 # ---- from YAML to fragments
 
 

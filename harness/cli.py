@@ -23,10 +23,10 @@ from typing import Any
 from harness import ROOT, catalogue, composition, coverage, drawn, golden, matrix, trainers, unaimed, versions
 from harness.bisect import BisectError, bisect
 from harness.bisect_report import bisect_report
-from harness.case import TIERS, Case, CaseError, find_case, load_all, reseeded
+from harness.case import TIERS, Case, CaseError, find_case, load_all
 from harness.checks import golden as golden_law
 from harness.checks import run_check
-from harness.dtypes import in_dtype
+from harness.dtypes import in_dtype, reseeded
 from harness.evidence import EvidenceError, Run, load, write_text
 from harness.faults import Fault, FaultError, faults_of_file, load_fault
 from harness.folders import folder_of
@@ -236,7 +236,7 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
     if accept:
         readme = ROOT / "README.md"
         write_text(readme, coverage.with_table(readme.read_text(encoding="utf-8"), cases))
-    found = coverage.pairs(cases, trainers.load(trainer))
+    found = coverage.pairs(cases, trainers.load(trainer).unsupported)
     say(coverage.pairs_text(found))
     return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
 

@@ -13,8 +13,9 @@ from itertools import combinations
 from typing import Any
 
 from harness.case import Case, CaseError, from_json
-from harness.trainers import Adapter
 from reference.config import ModelConfig
+
+Unsupported = Callable[[Case], str | None]
 
 REFUSED = "(refused on CPU)"
 MISSING = "MISSING: neither a case nor a reason"
@@ -49,20 +50,21 @@ def options() -> list[Option]:
     return [*_layouts(), *_of_features(), *_of_training(), *_of_model(), *_of_runs()]
 
 
-def pairs(cases: Sequence[Case], trainer: Adapter) -> list[Pair]:
+def pairs(cases: Sequence[Case], unsupported: Unsupported) -> list[Pair]:
+    """unsupported: why a trainer cannot run a case; None if it can."""
     every = options()
-    run = [case for case in cases if not any(map(trainer.unsupported, case.launches.values()))]
+    run = [case for case in cases if not any(map(unsupported, case.launches.values()))]
     having = {option.name: {case.name for case in run if option.holds(case)} for option in every}
     order = [case.name for case in run]
     found = []
     for one, other in combinations(every, 2):
         if one.kind != other.kind:
             both = tuple(sorted(having[one.name] & having[other.name], key=order.index))
-            found.append(Pair(one, other, both, "" if both else _reason(one, other, trainer)))
+            found.append(Pair(one, other, both, "" if both else _reason(one, other, unsupported)))
     return found
 
 
-def _reason(one: Option, other: Option, trainer: Adapter) -> str:
+def _reason(one: Option, other: Option, unsupported: Unsupported) -> str:
     """Why nobody can ask for both."""
     fragment = join(one.fragment, other.fragment)
     try:
@@ -71,7 +73,7 @@ def _reason(one: Option, other: Option, trainer: Adapter) -> str:
         return str(error).removeprefix(": case 'pair': ")
     if not (one.holds(case) and other.holds(case)):
         return f"one excludes the other: together they are {case.dims}"
-    return trainer.unsupported(case) or MISSING
+    return unsupported(case) or MISSING
 
 
 def join(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

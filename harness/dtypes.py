@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from harness.case import Case, Features
-from harness.trainers import Adapter
+from harness import limits
+from harness.case import Case, CaseError, Features
 
 
 def in_dtype(case: Case, dtype: str | None) -> Case:
@@ -31,9 +31,10 @@ def _reduced(features: Features, old: str, dtype: str) -> Features:
     return dataclasses.replace(features, reduce_dtype=dtype) if features.reduce_dtype == old else features
 
 
-def refusal(case: Case, adapter: Adapter) -> str | None:
-    """Why a trainer cannot compute in the case's dtype, and the command with which it is judged in one that it can."""
-    if case.training.dtype in adapter.dtypes:
-        return None
-    known = " and ".join(adapter.dtypes)
-    return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
+def reseeded(case: Case, seed: int) -> Case:
+    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden. Raises
+    CaseError for a seed that there is not."""
+    other = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
+    if problem := limits.too_large(other):
+        raise CaseError(problem)
+    return other

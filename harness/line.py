@@ -31,15 +31,14 @@ from harness import ROOT, golden, releases, trainers
 from harness.case import Case, CaseError, ExpectedFailure, from_json, to_json
 from harness.checks import judge
 from harness.clipping import before_clipping
-from harness.diagnose import Diagnosis, diagnose
-from harness.dtypes import refusal
+from harness.diagnose import diagnose
 from harness.evidence import EvidenceError, Run, load, load_run, save_run, write_text
 from harness.folders import folder_of, fresh_folder
 from harness.format import version_of
 from harness.launch import Exit, Job, launch
 from harness.limits import too_much_memory
 from harness.plan import make_plan
-from harness.trial import Result, Trial, Verdict, as_planned
+from harness.trial import Diagnosis, Result, Trial, Verdict, as_planned
 from harness.units import observed_units
 from reference.record import ReferenceRun
 
@@ -266,7 +265,7 @@ def unsupported(case: Case, options: Options) -> str | None:
     """Why the case cannot run here: the trainer's reason, or the machine's."""
     adapter = trainers.load(options.trainer)
     for name, launched in case.launches.items():
-        if reason := refusal(launched, adapter) or adapter.unsupported(launched):
+        if reason := other_dtype(launched, adapter) or adapter.unsupported(launched):
             return reason if name == "run" else f"{name}: {reason}"
     if case.resume and options.torchrun_args:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
@@ -283,6 +282,14 @@ def unsupported(case: Case, options: Options) -> str | None:
         if wanted > visible:
             return f"needs {wanted} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
     return None
+
+
+def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Why a trainer cannot compute in the case's dtype, and the command with which it is judged in one that it can."""
+    if case.training.dtype in adapter.dtypes:
+        return None
+    known = " and ".join(adapter.dtypes)
+    return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
 
 
 def _too_few_descriptors(case: Case) -> str:

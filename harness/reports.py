@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.checks import not_applicable, verdict_of
 from harness.evidence import StepEvidence
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, not_applicable, verdict_of
 from reference.record import ReferenceStep
 
 Read = Callable[[StepEvidence], float | None]

@@ -265,3 +265,26 @@ def worst_first(findings: list[Finding], most: int = 8) -> tuple[Finding, ...]:
     if len(findings) <= most:
         return tuple(findings)
     return (*findings[:most], Finding(f"and {len(findings) - most} more", "", ""))
+
+
+def launch_label(launch: Trial) -> str:
+    """Empty for the last launch of a case."""
+    return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}: "
+
+
+def not_applicable(name: str, reason: str) -> Result:
+    return Result(name, Verdict.NOT_APPLICABLE, note=reason)
+
+
+def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
+    """FAIL with findings, PASS without."""
+    verdict = Verdict.FAIL if findings else Verdict.PASS
+    return Result(name, verdict, examined, tuple(findings), note)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """cause: one line. evidence: (label, text), what was expected and observed."""
+
+    cause: str
+    evidence: tuple[tuple[str, str], ...] = ()

@@ -1,34 +1,24 @@
 """Which version of an installed package broke a law: each in an environment of its own, judged by the laws.
 
-An environment is a venv on top of this one: it has the version, and what else that needs, and sees all other packages of
-this interpreter, so that nothing else differs. It is made once, in OUT/.environments. A prepared interpreter may be named
-instead. The search is that of harness.bisect, over a list. A trainer's own version, without what it needs, is a folder.
+Environments are made in OUT/.environments; a prepared interpreter may be named instead. The search is that over commits,
+over a list.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import re
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import ROOT
 from harness.bisect import BisectError, Found, Judged, Tell, both_sides, line_of, read, relative
 from harness.case import Case
-from harness.evidence import EvidenceError, write_text
+from harness.evidence import EvidenceError
 from harness.folders import folder_of, fresh_folder
 from harness.line import Options, judge_folder
-
-PATIENCE = 3600.0  # seconds for making an environment
+from harness.trainers.environments import EnvironmentFailed, environment, run
 
 
 @dataclass(frozen=True)
@@ -135,64 +125,14 @@ def typed(options: Options) -> list[str]:
     return [word for key, value in given.items() if value for word in (f"--{key}", value)]
 
 
-# ---- environments
-
-
-def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """With this harness, whatever is installed there."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    return subprocess.run(
-        [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
-    )
-
-
 def interpreter(version: Version, folder: Path, tell: Tell) -> Path:
     """One that has this version: the prepared one, or that of an environment made now. Raises BisectError."""
-    python = version.python or environment(version, (folder / str(version)).absolute(), tell)
+    try:
+        python = version.python or environment(str(version), (folder / str(version)).absolute(), tell)
+    except EnvironmentFailed as error:
+        raise BisectError(str(error)) from error
     asked = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
     there = asked.stdout.strip().partition("+")[0]
     if there != version.number.partition("+")[0]:
         raise BisectError(f"{python} has {version.package} {there or 'not installed'}, not {version.number}")
     return python
-
-
-def environment(version: Version, folder: Path, tell: Tell) -> Path:
-    """Made if it is not there whole. Raises BisectError with pip's complaint."""
-    python, whole = folder / "bin" / "python", folder / "whole"
-    if not whole.exists():
-        tell(f"making an environment with {version} in {folder}")
-        shutil.rmtree(folder, ignore_errors=True)
-        do([sys.executable, "-m", "venv", str(folder)])
-        beneath = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-        own = next(folder.glob("lib/python*/site-packages"))
-        write_text(own / "beneath.pth", "\n".join(sorted(beneath)))
-        do([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(version)])
-        whole.touch()
-    return python
-
-
-def release(package: str, number: str, folder: Path) -> Path:
-    """Where that version lies, and nothing that it needs. Raises ValueError with pip's complaint."""
-    there = folder.absolute() / f"{package}-{number}"
-    if not there.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as partial:
-            laid = Path(partial, "laid")
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-            try:
-                do([*pip, "--target", str(laid), f"{package}=={number}"])
-            except BisectError as error:
-                raise ValueError(f"no {package} {number}: {error}; or give --source a checkout of it") from None
-            with contextlib.suppress(OSError):  # another process was first
-                laid.rename(there)
-    return there
-
-
-def do(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        raise BisectError(f"{' '.join(command[:5])} .. took more than {PATIENCE:.0f} s") from None
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise BisectError(f"{' '.join(command)}: {said[-1] if said else done.returncode}")

@@ -20,7 +20,6 @@ from harness.case import Case, Features, ParallelDims
 from harness.checkpoint import Checkpoint, SavedTensor
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
-from harness.diagnose import Diagnosis
 from harness.evidence import (
     Activity,
     AfterForward,
@@ -36,7 +35,7 @@ from harness.evidence import (
 )
 from harness.plan import make_plan, tp_dim, units_of_rank
 from harness.plan import positions as positions_of
-from harness.trial import Result, Trial, as_planned, flattened_reference
+from harness.trial import Diagnosis, Result, Trial, as_planned, flattened_reference
 from harness.units import observed_units
 from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun, ReferenceStep

@@ -16,10 +16,9 @@ from harness import bisect_report
 from harness.bisect import BisectError, Found, Judged, bisect
 from harness.bisect_report import facts
 from harness.case import Case, ParallelDims
-from harness.diagnose import Diagnosis
 from harness.line import Judgement, Options, Unsupported
 from harness.testify import started_file
-from harness.trial import Result, Verdict
+from harness.trial import Diagnosis, Result, Verdict
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 

@@ -21,8 +21,8 @@ from literal import (
 )
 
 from harness.case import ParallelDims
-from harness.checks import all_checks, judge, law, run_check, verdict_of
-from harness.trial import Finding, Result, Verdict
+from harness.checks import all_checks, judge, law, run_check
+from harness.trial import Finding, Result, Verdict, verdict_of
 
 NAMES = [
     "completed",

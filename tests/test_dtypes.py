@@ -9,8 +9,8 @@ import pytest
 
 from harness import cli, golden
 from harness.case import Case, Features, ParallelDims, Saved, find_case, load_all
-from harness.dtypes import in_dtype, refusal
-from harness.line import Options, _unknown_noise, unsupported
+from harness.dtypes import in_dtype
+from harness.line import Options, _unknown_noise, other_dtype, unsupported
 from harness.trainers import load
 from reference.config import TrainingConfig
 
@@ -45,9 +45,9 @@ def test_what_a_case_says_of_its_own_dtype_is_turned_as_well() -> None:
 def test_a_trainer_that_cannot_compute_in_a_cases_dtype_is_told_the_option_that_judges_it() -> None:
     case, options = find_case("ddp_2", CASES), Options(trainer=OWN)
     told = "dtype float64: own_float32 computes in float32 only; add --dtype float32"
-    assert refusal(case, load(OWN)) == unsupported(case, options) == told
+    assert other_dtype(case, load(OWN)) == unsupported(case, options) == told
     assert unsupported(in_dtype(case, "float32"), options) is None
-    assert refusal(case, load("llama3")) is None
+    assert other_dtype(case, load("llama3")) is None
 
 
 def test_noise_is_measured_where_no_golden_has_it() -> None:

@@ -9,10 +9,9 @@ import pytest
 from literal import tiny_case
 
 from harness.case import CaseError, ExpectedFailure, load_cases
-from harness.diagnose import Diagnosis
 from harness.line import Judgement
 from harness.report import headline
-from harness.trial import Finding, Result, Verdict
+from harness.trial import Diagnosis, Finding, Result, Verdict
 
 EXPECTED = ExpectedFailure(because="torch drops a term", script="torch_bugs/x.py", laws="gradients", named="0.5 times")
 CASE = replace(tiny_case("fsdp_2"), expected_failure=EXPECTED)

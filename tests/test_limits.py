@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.case import Case, CaseError, load_cases, reseeded
+from harness.case import Case, CaseError, load_cases
+from harness.dtypes import reseeded
 from harness.folders import folder_of, trainer_label, without_source
 from harness.launch.job import Job
 from harness.limits import NODES, too_much_memory

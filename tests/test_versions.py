@@ -13,11 +13,12 @@ from harness import cli, trainers, versions
 from harness.bisect import BisectError, Found, Judged
 from harness.bisect_report import bisect_report
 from harness.case import Case, ParallelDims
-from harness.diagnose import Diagnosis
 from harness.line import Judgement, Options
 from harness.testify import started_file
-from harness.trial import Result, Verdict
-from harness.versions import Version, environment, interpreter, search
+from harness.trainers import environments
+from harness.trainers.environments import environment
+from harness.trial import Diagnosis, Result, Verdict
+from harness.versions import Version, interpreter, search
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
@@ -140,7 +141,7 @@ def test_an_environment_sees_what_this_one_has_and_is_made_once(
         python = environment(Version("toy", "1.0"), folder, told.append)
     assert made == [f"-m venv {folder}", "-m pip install --quiet --disable-pip-version-check toy==1.0"]
     assert told == [f"making an environment with toy==1.0 in {folder}"]
-    asked = versions.run(python, ["-c", "import numpy, harness; print(numpy.__version__)"])
+    asked = environments.run(python, ["-c", "import numpy, harness; print(numpy.__version__)"])
     assert asked.returncode == 0, asked.stderr
 
 
@@ -148,7 +149,9 @@ def test_an_environment_that_cannot_be_made_is_skipped_with_pips_complaint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaint = "ERROR: No matching distribution found for toy==1.0"
-    monkeypatch.setattr(versions, "environment", lambda *_: versions.do([sys.executable, "-c", f"exit({complaint!r})"]))
+    monkeypatch.setattr(
+        versions, "environment", lambda *_: environments.do([sys.executable, "-c", f"exit({complaint!r})"])
+    )
     judge = versions.Judge({"toy==1.0": Version("toy", "1.0")}, [CASE], tmp_path, Options(out=tmp_path), print)
     assert complaint in judge.look("toy==1.0").problem
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from harness import tolerance
-from harness.trial import Finding, Result, Trial, Verdict, worst_first
+from harness.trial import Result, Trial, Verdict, launch_label, worst_first
 
 STAGES = ("process", "structure", "data", "numbers")
 
@@ -55,11 +55,6 @@ def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
     return Result(results[0].check, worst, sum(r.examined for r in results), worst_first(findings), note)
 
 
-def launch_label(launch: Trial) -> str:
-    """Empty for the last launch of a case."""
-    return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}: "
-
-
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
     """The law's result, made honest."""
     missing = _missing(trial)
@@ -75,16 +70,6 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
     if result.verdict is Verdict.PASS and result.examined == 0:
         return Result(name, Verdict.UNKNOWN, note="nothing was examined")
     return result
-
-
-def not_applicable(name: str, reason: str) -> Result:
-    return Result(name, Verdict.NOT_APPLICABLE, note=reason)
-
-
-def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
-    """FAIL with findings, PASS without."""
-    verdict = Verdict.FAIL if findings else Verdict.PASS
-    return Result(name, verdict, examined, tuple(findings), note)
 
 
 def _missing(trial: Trial) -> str:

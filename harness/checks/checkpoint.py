@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from harness.checkpoint import TIED, Checkpoint, SavedTensor
-from harness.checks import not_applicable, verdict_of
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text, not_applicable, verdict_of
 
 STAGE = "data"
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from harness.checks import not_applicable, verdict_of
 from harness.evidence import Collective
-from harness.trial import Finding, Result, Trial, bytes_text, ranks_text
+from harness.trial import Finding, Result, Trial, bytes_text, not_applicable, ranks_text, verdict_of
 
 STAGE = "structure"
 

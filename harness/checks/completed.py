@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-from harness.checks import verdict_of
 from harness.evidence import EvidenceError, Exit, RankEvidence, Run
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict, verdict_of
 
 STAGE = "process"
 

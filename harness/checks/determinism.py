@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from harness.checks import not_applicable, verdict_of
 from harness.evidence import Run, StepEvidence
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict, not_applicable, verdict_of
 
 STAGE = "numbers"
 

@@ -16,10 +16,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.checks import verdict_of
 from harness.evidence import StepEvidence
 from harness.plan import BYTES, coordinate, layers_of_stage, recomputed_layers
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, verdict_of
 
 STAGE = "structure"
 

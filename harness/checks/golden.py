@@ -6,8 +6,7 @@ Fails when model, torch, data or the recipe's meaning changed: reference against
 from __future__ import annotations
 
 from harness import tolerance
-from harness.checks import not_applicable, verdict_of
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict, not_applicable, verdict_of
 
 STAGE = "numbers"
 

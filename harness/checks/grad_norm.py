@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-from harness.checks import not_applicable
 from harness.evidence import StepEvidence
 from harness.reports import judge_reports
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, not_applicable
 from reference.record import ReferenceStep
 
 STAGE = "numbers"

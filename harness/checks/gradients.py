@@ -10,9 +10,8 @@ import numpy as np
 
 from harness import tolerance
 from harness.assembly import Misfit, misfits
-from harness.checks import verdict_of
 from harness.clipping import clipped_unseen
-from harness.trial import Finding, Result, Trial, Verdict, ranks_text, take
+from harness.trial import Finding, Result, Trial, Verdict, ranks_text, take, verdict_of
 
 STAGE = "numbers"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.checks import verdict_of
-from harness.trial import Finding, Result, Trial, take
+from harness.trial import Finding, Result, Trial, take, verdict_of
 
 STAGE = "data"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from harness.checks import verdict_of
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict, verdict_of
 
 STAGE = "numbers"
 

@@ -16,10 +16,9 @@ import math
 
 from harness.allowance import allowed
 from harness.case import Case
-from harness.checks import verdict_of
 from harness.evidence import HeldTensor, RankEvidence
 from harness.plan import BYTES, numel
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text, verdict_of
 
 STAGE = "structure"
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks import verdict_of
 from harness.evidence import TensorEvidence
 from harness.plan import tp_dim
-from harness.trial import Finding, Result, Trial, Verdict, ranks_text
+from harness.trial import Finding, Result, Trial, Verdict, ranks_text, verdict_of
 from harness.units import Unit, units_text
 
 STAGE = "structure"

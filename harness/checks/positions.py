@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from harness import plan
-from harness.checks import not_applicable, verdict_of
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, not_applicable, verdict_of
 
 STAGE = "data"
 

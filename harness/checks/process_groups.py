@@ -5,8 +5,7 @@ This only lists groups. A group that exists may still be used by nobody: that is
 
 from __future__ import annotations
 
-from harness.checks import not_applicable, verdict_of
-from harness.trial import Finding, Result, Trial, ranks_text
+from harness.trial import Finding, Result, Trial, not_applicable, ranks_text, verdict_of
 
 STAGE = "structure"
 

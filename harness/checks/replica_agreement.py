@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.checks import not_applicable, verdict_of
 from harness.plan import Slice, numel
-from harness.trial import Finding, Result, Trial, Verdict, ranks_text
+from harness.trial import Finding, Result, Trial, Verdict, not_applicable, ranks_text, verdict_of
 
 STAGE = "numbers"
 

@@ -7,12 +7,11 @@ nothing no backward frees what it left: then a rank has what the policy keeps af
 
 from __future__ import annotations
 
-from harness.checks import not_applicable, verdict_of
 from harness.checks.placements import untold_units
 from harness.checks.traffic import Key, amount, axis_text, observed, own_bytes, planned, prefetched, still_gathered
 from harness.evidence import AfterForward, RankEvidence
 from harness.plan import BYTES, numel
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text, not_applicable, verdict_of
 
 STAGE = "structure"
 

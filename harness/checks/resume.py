@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from harness.checks import not_applicable, verdict_of
 from harness.checks.samples import fed_samples
 from harness.evidence import Resumed
 from harness.plan import numel, slice_text
-from harness.trial import Finding, Result, Trial, Verdict, take
+from harness.trial import Finding, Result, Trial, Verdict, not_applicable, take, verdict_of
 
 STAGE = "data"
 

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.checks import verdict_of
 from harness.checks.positions import positions_text
 from harness.evidence import Microbatch
 from harness.labels import IGNORED, laid_out
 from harness.plan import positions
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, verdict_of
 
 STAGE = "data"
 

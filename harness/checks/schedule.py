@@ -5,9 +5,8 @@ Numbers cannot show it: whatever the order, the gradients are the same, only mem
 
 from __future__ import annotations
 
-from harness.checks import not_applicable, verdict_of
 from harness.plan import actions_of_rank
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, not_applicable, verdict_of
 
 STAGE = "structure"
 

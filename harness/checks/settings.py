@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.checks import verdict_of
 from harness.evidence import RankEvidence
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, verdict_of
 
 STAGE = "structure"
 

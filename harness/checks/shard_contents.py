@@ -5,9 +5,8 @@ Found by comparing bytes, so no metadata can flatter; the slices of the plan til
 
 from __future__ import annotations
 
-from harness.checks import verdict_of
 from harness.plan import slice_text
-from harness.trial import Finding, Result, Trial
+from harness.trial import Finding, Result, Trial, verdict_of
 
 STAGE = "structure"
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from harness.checks import not_applicable, verdict_of
 from harness.checks.placements import untold_units
 from harness.evidence import Collective, RankEvidence
 from harness.plan import BYTES, Flow, numel
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text, ranks_text
+from harness.trial import Finding, Result, Trial, Verdict, bytes_text, not_applicable, ranks_text, verdict_of
 
 STAGE = "structure"
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness import tolerance
-from harness.checks import verdict_of
 from harness.clipping import clipped_unseen
 from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict, verdict_of
 from reference.config import TrainingConfig
 
 STAGE = "numbers"

@@ -13,7 +13,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 
-from harness.checks import judge, launch_label
+from harness.checks import judge
 from harness.diagnose.checkpoint import wrong_checkpoint
 from harness.diagnose.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnose.features import attended_too_often, wrong_features, wrong_masks
@@ -38,8 +38,8 @@ from harness.diagnose.rest import (
 from harness.diagnose.resume import resumed_wrongly, started_elsewhere
 from harness.diagnose.settings import wrong_precision, wrong_settings
 from harness.diagnose.updates import changed_afterwards, wrong_update
-from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
-from harness.trial import Result, Trial, Verdict
+from harness.diagnose.words import Broken, Lines, finding_line
+from harness.trial import Diagnosis, Result, Trial, Verdict, launch_label
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from harness.checkpoint import Checkpoint
 from harness.checks.checkpoint import PARAMETER, may_be, saved, unknown, wanted
-from harness.diagnose.words import Broken, Diagnosis, finding_line, in_parameters
-from harness.trial import Trial
+from harness.diagnose.words import Broken, finding_line, in_parameters
+from harness.trial import Diagnosis, Trial
 
 
 def wrong_checkpoint(trial: Trial, broken: Broken) -> Diagnosis | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.checks import features
-from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, some
-from harness.trial import Trial, Verdict
+from harness.diagnose.words import Broken, finding_line, on_ranks, some
+from harness.trial import Diagnosis, Trial, Verdict
 
 
 def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:

@@ -28,9 +28,9 @@ from harness.diagnose.differences import (
 )
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.forward import documents_see_each_other, unexplained
-from harness.diagnose.words import Broken, Diagnosis, finding_line, groups_text, rank_words, some, traffic_lines
+from harness.diagnose.words import Broken, finding_line, groups_text, rank_words, some, traffic_lines
 from harness.plan import coordinate, parameters_of_stage
-from harness.trial import Trial, ranks_text
+from harness.trial import Diagnosis, Trial, ranks_text
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied

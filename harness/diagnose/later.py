@@ -19,8 +19,8 @@ from harness.diagnose.differences import (
 )
 from harness.diagnose.factors import times_text
 from harness.diagnose.gradients import scaled_by_powers
-from harness.diagnose.words import Broken, Diagnosis, Lines, finding_line
-from harness.trial import Trial, Verdict
+from harness.diagnose.words import Broken, Lines, finding_line
+from harness.trial import Diagnosis, Trial, Verdict
 
 
 def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:

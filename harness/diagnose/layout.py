@@ -14,9 +14,9 @@ import numpy as np
 
 from harness import plan
 from harness.case import AXES, ParallelDims
-from harness.diagnose.words import Broken, Diagnosis, groups_text, in_parameters, on_ranks, some, traffic_lines
+from harness.diagnose.words import Broken, groups_text, in_parameters, on_ranks, some, traffic_lines
 from harness.plan import Slice
-from harness.trial import Trial
+from harness.trial import Diagnosis, Trial
 
 SHARD_AXES = ("dp_shard", "cp")  # FSDP shards over cp as well: its ranks hold equal parameters
 DATA_AXES = ("dp_replicate", *SHARD_AXES)

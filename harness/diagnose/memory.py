@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.checks import memory
-from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks
-from harness.trial import Trial, bytes_text
+from harness.diagnose.words import Broken, finding_line, on_ranks
+from harness.trial import Diagnosis, Trial, bytes_text
 
 
 def growing(trial: Trial, broken: Broken) -> Diagnosis | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from harness.assembly import Misfit, misfits
 from harness.diagnose.differences import wrong_pairs
-from harness.diagnose.words import Broken, Diagnosis, in_parameters, on_ranks
+from harness.diagnose.words import Broken, in_parameters, on_ranks
 from harness.tolerance import Bounds, NoBound, measured_bounds
-from harness.trial import Trial
+from harness.trial import Diagnosis, Trial
 
 
 def wrong_parameters(trial: Trial, broken: Broken) -> Diagnosis | None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from harness import schedule
 from harness.case import LOOPED, Case
 from harness.checks.schedule import planned
-from harness.diagnose.words import Broken, Diagnosis, finding_line, rank_words
+from harness.diagnose.words import Broken, finding_line, rank_words
 from harness.plan import actions_of_rank
-from harness.trial import Trial
+from harness.trial import Diagnosis, Trial
 
 SCHEDULES = ("GPipe", "1F1B", *LOOPED)
 

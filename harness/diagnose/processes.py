@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from harness.diagnose.words import Broken, Diagnosis, rank_words, some
+from harness.diagnose.words import Broken, rank_words, some
 from harness.evidence import AT_WORK, Exit
-from harness.trial import Trial
+from harness.trial import Diagnosis, Trial
 
 ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from harness.case import Case
 from harness.checks import placements, reshard, traffic
-from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, some, traffic_lines
+from harness.diagnose.words import Broken, finding_line, on_ranks, some, traffic_lines
 from harness.plan import make_plan
-from harness.trial import Trial, Verdict
+from harness.trial import Diagnosis, Trial, Verdict
 
 
 def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:

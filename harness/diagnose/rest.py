@@ -16,12 +16,12 @@ from harness.checks.loss import losses
 from harness.checks.update import observed_norm
 from harness.diagnose.factors import factor_text, times_text
 from harness.diagnose.updates import own_norm
-from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks, rank_words, traffic_lines
+from harness.diagnose.words import Broken, finding_line, on_ranks, rank_words, traffic_lines
 from harness.evidence import RankEvidence, StepEvidence
 from harness.plan import groups, make_plan
 from harness.reports import Read, due, silences
 from harness.tolerance import clip_coefficient
-from harness.trial import Trial, Verdict, bytes_text, ranks_text
+from harness.trial import Diagnosis, Trial, Verdict, bytes_text, ranks_text
 
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see different tokens
 

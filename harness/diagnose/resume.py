@@ -19,8 +19,8 @@ from harness.checks.resume import (
     wrong_keys,
 )
 from harness.checks.samples import fed_samples
-from harness.diagnose.words import Broken, Diagnosis, finding_line, in_parameters, on_ranks, some
-from harness.trial import Trial
+from harness.diagnose.words import Broken, finding_line, in_parameters, on_ranks, some
+from harness.trial import Diagnosis, Trial
 
 Wrong = dict[int, list[Key]]  # what each rank should have got from the checkpoint and has not
 State = dict[Key, np.ndarray]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.checks import settings
-from harness.diagnose.words import Broken, Diagnosis, finding_line, on_ranks
-from harness.trial import Finding, Trial
+from harness.diagnose.words import Broken, finding_line, on_ranks
+from harness.trial import Diagnosis, Finding, Trial
 
 NUMBERS = (*settings.FLOAT32, "default dtype")
 

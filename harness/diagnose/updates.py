@@ -15,10 +15,10 @@ import numpy as np
 from harness.checks import update
 from harness.diagnose.differences import wrong_pairs
 from harness.diagnose.factors import times_text
-from harness.diagnose.words import Broken, Diagnosis, finding_line, in_parameters, on_ranks, some
+from harness.diagnose.words import Broken, finding_line, in_parameters, on_ranks, some
 from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
 from harness.tolerance import clip_coefficient
-from harness.trial import Trial, Verdict
+from harness.trial import Diagnosis, Trial, Verdict
 from reference.config import TrainingConfig
 
 Pair = tuple[int, str]  # rank, fqn

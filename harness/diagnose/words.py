@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from harness.checks.traffic import observed as observed_traffic
 from harness.plan import Flow
@@ -11,14 +10,6 @@ from harness.trial import Result, Trial, bytes_text, ranks_text
 
 Lines = tuple[tuple[str, str], ...]
 Broken = dict[str, Result]
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """cause: one line. evidence: (label, text), what was expected and observed."""
-
-    cause: str
-    evidence: Lines = ()
 
 
 def some(names: Sequence[str], most: int = 2) -> str:

@@ -207,7 +207,7 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
     if not source:
         return name
     if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load(name), "of"):
-        from harness.versions import release
+        from harness.trainers.environments import release
 
         source = str(release(name, source, out / ".environments"))
     return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"

@@ -1,0 +1,77 @@
+"""Environments that pip makes: a version of a package on top of this interpreter, and a trainer's release alone.
+
+An environment is a venv that has the version, and what else that needs, and sees all other packages of this interpreter, so
+that nothing else differs. It is made once, and whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness import ROOT
+from harness.evidence import write_text
+
+
+class EnvironmentFailed(ValueError):
+    """pip, or the making of an environment, failed. The message is its complaint."""
+
+
+MOST_SECONDS = 3600.0  # for making an environment
+
+
+def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """With this harness, whatever is installed there."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    return subprocess.run(
+        [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
+    )
+
+
+def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> Path:
+    """The interpreter of one with this requirement of pip's; made if it is not there whole. Raises EnvironmentFailed."""
+    python, whole = folder / "bin" / "python", folder / "whole"
+    if not whole.exists():
+        tell(f"making an environment with {requirement} in {folder}")
+        shutil.rmtree(folder, ignore_errors=True)
+        do([sys.executable, "-m", "venv", str(folder)])
+        beneath = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+        own = next(folder.glob("lib/python*/site-packages"))
+        write_text(own / "beneath.pth", "\n".join(sorted(beneath)))
+        do([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement])
+        whole.touch()
+    return python
+
+
+def release(package: str, number: str, folder: Path) -> Path:
+    """Where that version lies, and nothing that it needs. Raises ValueError with pip's complaint."""
+    there = folder.absolute() / f"{package}-{number}"
+    if not there.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            laid = Path(partial, "laid")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            try:
+                do([*pip, "--target", str(laid), f"{package}=={number}"])
+            except EnvironmentFailed as error:
+                raise ValueError(f"no {package} {number}: {error}; or give --source a checkout of it") from None
+            with contextlib.suppress(OSError):  # another process was first
+                laid.rename(there)
+    return there
+
+
+def do(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailed(f"{' '.join(command[:5])} .. took more than {MOST_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise EnvironmentFailed(f"{' '.join(command)}: {said[-1] if said else done.returncode}")
