@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness import tolerance
 from harness.evidence import StepEvidence
 from harness.plan import Slice
 from harness.tolerance import Bounds, NoBound, ParameterBounds
-from harness.trial import Trial
+from harness.trial import Trial, take
 from reference.distance import best_fit, relative_distance
 from reference.record import ReferenceStep
 
@@ -122,3 +123,10 @@ def _gradient(steps: tuple[StepEvidence, ...], number: int, fqn: str) -> np.ndar
 
 def _shape(part: Slice) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in part)
+
+
+def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
+    part = trial.slice_of(rank, fqn)
+    if part is None:
+        return float("inf")
+    return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))

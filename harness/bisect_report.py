@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from harness.assembly import gradient_distance
 from harness.bisect import Found, Judged
-from harness.checks.gradients import gradient_distance
 from harness.line import load_trial
 from harness.plan import slice_text
 from harness.tolerance import NoBound

@@ -25,7 +25,7 @@ from harness import ROOT, matrix
 from harness.case import Case, CaseError, find_case
 from harness.checks import all_checks
 from harness.evidence import write_text
-from harness.faults import FAMILIES, Fault, FaultError, catalogue, load_fault
+from harness.faults import FAMILIES, Fault, FaultError, all_faults, load_fault
 from harness.launch import default_server
 from harness.line import Judgement, Options, Unsupported, displayed_losses, run_case
 from harness.progress import INTERVAL, Progress
@@ -94,7 +94,7 @@ def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
 
 
 def known() -> list[Fault]:
-    return catalogue()
+    return all_faults()
 
 
 def control() -> Fault:

@@ -20,9 +20,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from harness import golden
-from harness.assembly import misfits
+from harness.assembly import gradient_distance, misfits
 from harness.case import Case
-from harness.checks.gradients import gradient_distance
 from harness.checks.loss import global_loss
 from harness.evidence import load
 from harness.line import Options, load_trial, run_case

@@ -288,3 +288,9 @@ class Diagnosis:
 
     cause: str
     evidence: tuple[tuple[str, str], ...] = ()
+
+
+def positions_text(positions: np.ndarray) -> str:
+    """0-3 and 12-15."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

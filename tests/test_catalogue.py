@@ -17,7 +17,7 @@ from harness.case import Case
 from harness.catalogue import Attempt, Baseline, Outcome
 from harness.checks import all_checks
 from harness.evidence import Exit, Run, save_run
-from harness.faults import FAMILIES, Fault, FaultError, catalogue, faults_of_file
+from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
 from harness.line import Judgement, Options
 from harness.trial import Result, Verdict
 from tests.literal import tiny_case
@@ -251,27 +251,27 @@ def test_the_list_of_faults_is_by_kind_of_bug(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_fault_is_modelled_on_a_bug_or_a_kind_of_bugs() -> None:
-    assert [fault.name for fault in catalogue() if not fault.family] == []
+    assert [fault.name for fault in all_faults() if not fault.family] == []
 
 
 def test_every_kind_of_bug_has_a_fault() -> None:
-    missing = set(FAMILIES.values()) - {fault.family for fault in catalogue()}
+    missing = set(FAMILIES.values()) - {fault.family for fault in all_faults()}
     assert missing == set()
 
 
 def test_every_law_of_the_trainer_is_tripped_by_two_faults() -> None:
     """golden judges the reference, which no fault of a rank can move."""
-    tripped = Counter(law for fault in catalogue() for law in fault.caught_by)
+    tripped = Counter(law for fault in all_faults() for law in fault.caught_by)
     assert {law: tripped[law] for law in all_checks() if tripped[law] < 2 and law != "golden"} == {}
 
 
 def test_what_was_measured_is_of_the_faults_there_are() -> None:
     """`harness faults -k NAME --accept` measures a new one."""
-    assert [attempt.fault for attempt in lot.from_json(lot.STORED.read_text())] == [f.name for f in catalogue()]
+    assert [attempt.fault for attempt in lot.from_json(lot.STORED.read_text())] == [f.name for f in all_faults()]
 
 
 def test_laws_that_faults_name_exist() -> None:
-    assert {law for fault in catalogue() for law in fault.caught_by} <= set(all_checks())
+    assert {law for fault in all_faults() for law in fault.caught_by} <= set(all_checks())
 
 
 def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +279,6 @@ def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatc
         raise KeyError("nobody thought of this")
 
     monkeypatch.setattr(lot, "run_case", raising)
-    tried = lot._attempt(catalogue()[0], Baseline(Case("fsdp_2", "a test")), Options())
+    tried = lot._attempt(all_faults()[0], Baseline(Case("fsdp_2", "a test")), Options())
     assert tried.outcome is Outcome.NOT_TRIED and "KeyError('nobody thought of this') in raising, " in tried.note
     assert "KeyError" in lot._baseline(Case("fsdp_2", "a test"), Options(), curves=False).problem

@@ -22,11 +22,10 @@ from literal import (
 from harness import attribution
 from harness.case import ParallelDims
 from harness.checks import judge
-from harness.checks.positions import positions_text
 from harness.diagnose import diagnose
 from harness.diagnose.data import wrong_positions
 from harness.plan import positions
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.trial import Finding, Result, Trial, Verdict, positions_text
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
 CP_2, FSDP_2_CP_2 = ParallelDims(cp=2), ParallelDims(dp_shard=2, cp=2)

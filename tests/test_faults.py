@@ -12,7 +12,7 @@ import pytest
 
 from harness import ROOT
 from harness.case import find_case, load_all
-from harness.faults import Fault, FaultError, catalogue, load_fault
+from harness.faults import Fault, FaultError, all_faults, load_fault
 from harness.line import Judgement, Options, judge_folder, run_case
 from harness.report import case_report, headline
 from harness.trial import Verdict
@@ -38,7 +38,7 @@ def passed(judgement: Judgement) -> set[str]:
 def representatives() -> list[Fault]:
     """Each trips a law, or is of a kind, that none before it does."""
     chosen, shown = [], set()
-    for fault in sorted(catalogue(), key=lambda fault: fault.hangs):
+    for fault in sorted(all_faults(), key=lambda fault: fault.hangs):
         if not {fault.family, *fault.caught_by} <= shown:
             chosen.append(fault)
             shown |= {fault.family, *fault.caught_by}
@@ -109,7 +109,7 @@ def test_an_unknown_fault_is_refused_with_the_known_names() -> None:
 
 
 def test_names_of_faults_are_unique() -> None:
-    names = [fault.name for fault in catalogue()]
+    names = [fault.name for fault in all_faults()]
     assert len(names) == len(set(names))
 
 
@@ -117,5 +117,5 @@ def test_every_bug_that_a_fault_cites_can_be_looked_up() -> None:
     known = set(
         re.findall(r"^\| ([A-Z]\d\d) \|", (ROOT / "docs" / "bugs.md").read_text(encoding="utf-8"), re.MULTILINE)
     )
-    cited = {number for fault in catalogue() for number in re.findall(r"\b[A-Z]\d\d\b", fault.bug)}
+    cited = {number for fault in all_faults() for number in re.findall(r"\b[A-Z]\d\d\b", fault.bug)}
     assert len(known) == 127 and cited and cited <= known

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from harness import tolerance
-from harness.assembly import Misfit, misfits
+from harness.assembly import Misfit, gradient_distance, misfits
 from harness.clipping import clipped_unseen
-from harness.trial import Finding, Result, Trial, Verdict, ranks_text, take, verdict_of
+from harness.trial import Finding, Result, Trial, Verdict, ranks_text, verdict_of
 
 STAGE = "numbers"
 
@@ -42,13 +42,6 @@ def check(trial: Trial) -> Result:
 def _remedy(step: int) -> str:
     told = f"step {step}: the optimizer was given the reference's clipped gradients, nobody saw them before clipping"
     return f"{told}; let the adapter call `harness.probe.values.note_gradients()` just before the trainer clips"
-
-
-def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
-    part = trial.slice_of(rank, fqn)
-    if part is None:
-        return float("inf")
-    return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))
 
 
 def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:

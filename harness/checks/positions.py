@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from harness import plan
-from harness.trial import Finding, Result, Trial, not_applicable, verdict_of
+from harness.trial import Finding, Result, Trial, not_applicable, positions_text, verdict_of
 
 STAGE = "data"
 
@@ -30,9 +30,3 @@ def wrong_rows(told: tuple[np.ndarray, ...], wanted: np.ndarray) -> list[np.ndar
     """One position a token, the same for every sample or a row for each."""
     rows = [row for positions in told for row in positions.reshape(-1, positions.shape[-1])]
     return [row for row in rows if not np.array_equal(row, wanted)]
-
-
-def positions_text(positions: np.ndarray) -> str:
-    """0-3 and 12-15."""
-    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

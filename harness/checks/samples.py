@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.checks.positions import positions_text
 from harness.evidence import Microbatch
 from harness.labels import IGNORED, laid_out
 from harness.plan import positions
-from harness.trial import Finding, Result, Trial, verdict_of
+from harness.trial import Finding, Result, Trial, positions_text, verdict_of
 
 STAGE = "data"
 

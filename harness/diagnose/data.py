@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from harness import plan
-from harness.checks.positions import positions_text, wrong_rows
+from harness.checks.positions import wrong_rows
 from harness.checks.samples import fed_samples, misshapen_labels, positions_fed, wrong_labels
 from harness.diagnose.layout import contents_line
 from harness.diagnose.words import Broken, Lines, finding_line, in_parameters, on_ranks, rank_words
 from harness.evidence import Microbatch
-from harness.trial import Diagnosis, Trial, take
+from harness.trial import Diagnosis, Trial, positions_text, take
 
 Fed = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
 Label = tuple[int, int, int]  # position, the label fed, the sample's own

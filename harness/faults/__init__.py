@@ -105,7 +105,7 @@ def load_fault(spec: str) -> Fault:
     """The fault "FILE.py:NAME", or "NAME" from this folder. Raises FaultError."""
     path, _, name = spec.rpartition(":")
     if not path:
-        known = {fault.name: fault for fault in catalogue()}
+        known = {fault.name: fault for fault in all_faults()}
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -119,9 +119,13 @@ def load_fault(spec: str) -> Fault:
     return found
 
 
-def catalogue() -> list[Fault]:
-    """Every fault of this folder, by file and in the order written."""
-    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+def all_faults() -> list[Fault]:
+    """Every fault of the catalogue, by file and in the order written."""
+    from harness.faults import catalogue
+
+    modules = [
+        importlib.import_module(f"{catalogue.__name__}.{m.name}") for m in pkgutil.iter_modules(catalogue.__path__)
+    ]
     return [fault for module in modules for fault in _faults_of(module)]
 
 
