@@ -3,7 +3,7 @@
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make mutants          20 altered judgements of each law, the plan and the bounds: does a test notice?
-#                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnose/*.py too
+#                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnosis/*.py too
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
 PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")

@@ -12,16 +12,21 @@ from typing import Any
 
 import pytest
 
-from harness import golden, trainers
-from harness.case import TIERS, Case, CaseError, load_cases
+from harness import trainers
 from harness.checks import all_checks
-from harness.evidence import EvidenceError, load
-from harness.golden import GoldenError
+from harness.evidence.store import EvidenceError, load
+from harness.judge import golden
+from harness.judge.golden import GoldenError
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
 from harness.launch import LaunchError, default_server, preload
-from harness.line import Judgement, Options, Unsupported, reference_folder, run_case
-from harness.matrix import ALL_TIERS
-from harness.report import check_text
-from harness.trial import Verdict
+from harness.report.text import check_text
+from harness.run.options import Options, Unsupported
+from harness.run.reference_cache import reference_folder
+from harness.run.run_case import run_case
+from harness.run.selection import ALL_TIERS
+from harness.spec.case import TIERS, Case, CaseError
+from harness.spec.loading import load_cases
 from reference.record import ReferenceRun
 
 ENDS = ("skipped", "passed", "failed", "error", "xfailed", "xpassed")

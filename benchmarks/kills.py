@@ -28,12 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT
-from harness.case import Case, find_case, load_all
+from harness.judge.result import Verdict
 from harness.launch import default_server
 from harness.launch.local import LocalRanks
-from harness.line import Options, run_case
-from harness.report import headline
-from harness.trial import Verdict
+from harness.report.text import headline
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
 
 CASES = ("fsdp_4", "tp_2", "cp_2", "pp_2", "hsdp_2x2")
 FATAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV)

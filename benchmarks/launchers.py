@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import trainers
-from harness.case import Case, load_all
+from harness.judge.result import Verdict
 from harness.launch import preload
-from harness.line import Options, run_case
-from harness.trial import Verdict
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+from harness.spec.loading import load_all
 
 DATA = ["single", "ddp_2", "ddp_4", "fsdp_2", "fsdp_4", "fsdp_8", "hsdp_2x2", "hsdp_2x4", "hsdp_4x2", "hsdp_2x8"]
 TENSOR = ["tp_2", "tp_4", "fsdp_2_tp_2", "fsdp_4_tp_2", "hsdp_2x2_tp_2"]

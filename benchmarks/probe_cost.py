@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.case import from_json, to_json
 from harness.launch import Job, launch, preload
+from harness.spec.case import to_json
+from harness.spec.loading import from_json
 
 STEPS = 4  # a block; its first step is not counted
 

@@ -19,14 +19,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness import ROOT, trainers
-from harness.bisect import clone, git
-from harness.case import Case, find_case, load_all
-from harness.evidence import write_text
+from harness.bisect.commits import clone, git
+from harness.evidence.store import write_text
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
 from harness.launch import preload
-from harness.line import Judgement, Options, Unsupported, run_case
-from harness.report import headline
+from harness.report.text import headline
+from harness.run.options import Options, Unsupported
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
 from harness.trainers.torchtitan import source
-from harness.trial import Verdict
 
 CASES = {"pp": "pp_2_valid", "cp": "cp_2_valid", "tp": "fsdp_2_tp_2_valid"}
 STORED = Path(__file__).with_suffix(".json")

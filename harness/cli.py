@@ -20,37 +20,45 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, catalogue, composition, coverage, drawn, golden, matrix, trainers, unaimed, versions
-from harness.bisect import BisectError, bisect
-from harness.bisect_report import bisect_report
-from harness.case import TIERS, Case, CaseError, find_case, load_all
+from harness import ROOT, trainers
+from harness.bisect import versions
+from harness.bisect.commits import bisect
+from harness.bisect.search import BisectError
+from harness.bisect.side_by_side import bisect_report
 from harness.checks import golden as golden_law
 from harness.checks import run_check
-from harness.dtypes import in_dtype, reseeded
-from harness.evidence import EvidenceError, Run, load, write_text
+from harness.evidence.format import FORMAT
+from harness.evidence.records import Run
+from harness.evidence.store import EvidenceError, load, write_text
 from harness.faults import Fault, FaultError, faults_of_file, load_fault
-from harness.folders import folder_of
-from harness.format import FORMAT
-from harness.golden import GoldenError
+from harness.judge import golden
+from harness.judge.golden import GoldenError
+from harness.judge.judgement import Judgement
+from harness.judge.result import Result, Verdict
+from harness.judge.trial import Trial
 from harness.launch import LaunchError, preload
 from harness.launch.torchrun import join
-from harness.line import (
-    Judgement,
-    Options,
-    Unsupported,
-    commit_of,
-    judge_folder,
-    reference_folder,
-    run_case,
-    store_report,
-    unsupported,
-)
-from harness.output import OutputError, any_letters, say
-from harness.plan import make_plan
-from harness.plan_text import plan_text
-from harness.progress import Progress
-from harness.report import case_report, finding_text, provenance
-from harness.trial import Result, Trial, Verdict
+from harness.plan.make_plan import make_plan
+from harness.report.grid import Outcome, matrix_report
+from harness.report.output import OutputError, any_letters, say
+from harness.report.plan_text import plan_text
+from harness.report.progress import Progress
+from harness.report.stored import store_report
+from harness.report.text import case_report, finding_text, provenance
+from harness.run import catalogue, unaimed_faults
+from harness.run.folders import folder_of
+from harness.run.judging import judge_folder
+from harness.run.launches import commit_of
+from harness.run.matrix import run_all
+from harness.run.options import Options, Unsupported
+from harness.run.reference_cache import reference_folder
+from harness.run.run_case import run_case
+from harness.run.selection import ALL_TIERS, matching, of_tier, weight
+from harness.run.supported import unsupported
+from harness.spec import composition, coverage, random_cases
+from harness.spec.case import TIERS, Case, CaseError
+from harness.spec.loading import find_case, load_all
+from harness.spec.variants import in_dtype, reseeded
 from reference.config import DTYPES
 from reference.record import ReferenceRun
 
@@ -131,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 def run_bisect(args: argparse.Namespace) -> int:
     """0: the first bad commit or version is found. 2: skipped ones hide it."""
     tell = functools.partial(say, to=sys.stderr)
-    cases = matrix.matching(load_all(args.cases), args.expression)
+    cases = matching(load_all(args.cases), args.expression)
     commits = {"repo": args.repo, "good": args.good, "bad": args.bad}
     if args.over is None and None in commits.values():
         raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
@@ -174,12 +182,12 @@ def run_matrix(args: argparse.Namespace) -> int:
     if args.list:
         say(listing(cases))
         return PASSED
-    progress = Progress({case.name: matrix.weight(case) for case in cases}, sys.stderr)
+    progress = Progress({case.name: weight(case) for case in cases}, sys.stderr)
     try:
-        outcomes = matrix.run_all(cases, options_of(args), jobs=args.jobs or JOBS[args.device], progress=progress)
+        outcomes = run_all(cases, options_of(args), jobs=args.jobs or JOBS[args.device], progress=progress)
     except KeyboardInterrupt:
         abandon(progress, "cases")
-    say(matrix.matrix_report(outcomes, progress.elapsed()))
+    say(matrix_report(outcomes, progress.elapsed()))
     if more:
         say(f"{more} more of other tiers were not run: --tier all")
     return matrix_code(outcomes)
@@ -197,7 +205,7 @@ def run_faults(args: argparse.Namespace) -> int:
         return search_unaimed(chosen, cases, options, accept=args.accept)
     tried = [catalogue.control(), *chosen]
     needed = catalogue.needed(tried, cases)
-    names = {case.name: matrix.weight(case) for case in needed}
+    names = {case.name: weight(case) for case in needed}
     progress = Progress(names | {fault.name: names[fault.case] for fault in tried}, sys.stderr)
     try:
         based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.laws_only, progress=progress)
@@ -208,18 +216,22 @@ def run_faults(args: argparse.Namespace) -> int:
     say(catalogue.report(done, control, progress.elapsed()))
     if args.accept:
         say(catalogue.accept(done, catalogue.known()))
-        unaimed.accept()
+        unaimed_faults.accept()
         return NOT_JUDGED
     return faults_code(done, control)
 
 
 def search_unaimed(faults: Sequence[Fault], cases: Sequence[Case], options: Options, *, accept: bool) -> int:
     """Of the faults whose own case is in no tier but nightly: does the default tier notice them?"""
-    found = [unaimed.search(fault, cases, options) for fault in unaimed.elsewhere(faults, cases)]
+    found = [unaimed_faults.search(fault, cases, options) for fault in unaimed_faults.elsewhere(faults, cases)]
     if accept:
-        unaimed.accept(found)
-    stored = {one.fault: one for one in (*unaimed.load(), *found)}
-    say(unaimed.report(catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8")), cases, list(stored.values())))
+        unaimed_faults.accept(found)
+    stored = {one.fault: one for one in (*unaimed_faults.load(), *found)}
+    say(
+        unaimed_faults.report(
+            catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8")), cases, list(stored.values())
+        )
+    )
     return NOT_JUDGED if accept else worst(PASSED if one.case else BROKEN for one in found)
 
 
@@ -244,7 +256,7 @@ def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
 def show_composition(cases: Sequence[Case]) -> int:
     """Which cases the default tier needs, and which add nothing; nothing is moved. Those that notice faults are needed."""
     stored = catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8"))
-    demanded = {case for _, case in unaimed.noticed(stored, cases, unaimed.load())}
+    demanded = {case for _, case in unaimed_faults.noticed(stored, cases, unaimed_faults.load())}
     say(composition.proposal_text(cases, composition.propose(cases, demanded)))
     return NOT_JUDGED if composition.missing(cases) else PASSED
 
@@ -259,7 +271,7 @@ def join_nodes(args: argparse.Namespace) -> int:
 
 def draw(args: argparse.Namespace) -> int:
     """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
-    from harness.pictures import PICTURE, draw_folder
+    from harness.report.pictures import PICTURE, draw_folder
 
     folders = _case_folders(args.folders)
     for folder in folders:
@@ -270,7 +282,7 @@ def draw(args: argparse.Namespace) -> int:
 
 def goldens(args: argparse.Namespace) -> int:
     every = load_all(args.cases)
-    chosen = matrix.matching(every, args.expression)
+    chosen = matching(every, args.expression)
     recipes = {golden.recipe_name(case): case for case in chosen}
     options = Options(out=args.out)
     if args.plot:
@@ -293,7 +305,7 @@ def show_plan(args: argparse.Namespace) -> int:
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    return drawn.named(args.case) or find_case(args.case, load_all(args.cases))
+    return random_cases.named(args.case) or find_case(args.case, load_all(args.cases))
 
 
 def cases_of_matrix(args: argparse.Namespace) -> tuple[list[Case], int]:
@@ -302,9 +314,9 @@ def cases_of_matrix(args: argparse.Namespace) -> tuple[list[Case], int]:
         if args.expression:
             raise BadInput("--random: leave out -k, which is for cases of files")
         options, seed = options_of(args), 1 if args.seed is None else args.seed
-        return drawn.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
-    selected = matrix.matching(load_all(args.cases), args.expression)
-    cases = matrix.of_tier(selected, args.tier)
+        return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
+    selected = matching(load_all(args.cases), args.expression)
+    cases = of_tier(selected, args.tier)
     cases = [in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype) for case in cases]
     return cases, len(selected) - len(cases)
 
@@ -349,7 +361,7 @@ def worst(codes: Iterable[int]) -> int:
     return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in found), NOT_JUDGED)
 
 
-def matrix_code(outcomes: Sequence[matrix.Outcome]) -> int:
+def matrix_code(outcomes: Sequence[Outcome]) -> int:
     """Cases that were skipped count for nothing; if no other is left, nothing was judged."""
     ran = [outcome for outcome in outcomes if not outcome.skipped]
     return worst(exit_code(outcome.judgement) if outcome.judgement else NOT_JUDGED for outcome in ran)
@@ -385,16 +397,16 @@ def _case_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def _margins(cases: Sequence[Case], options: Options) -> int:
-    from harness import margins
+    from harness.run import margins
 
-    drawn = []
+    pictured = []
     for users in margins.recipes(cases):
         one = margins.margin(users, options)
         say(margins.table(one), margins.draw(one, options.out))
-        drawn.append(one)
-    if len(drawn) > 1:
-        say(margins.draw_all(drawn, options.out))
-    return PASSED if drawn else NOT_JUDGED
+        pictured.append(one)
+    if len(pictured) > 1:
+        say(margins.draw_all(pictured, options.out))
+    return PASSED if pictured else NOT_JUDGED
 
 
 def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
@@ -504,7 +516,7 @@ def parser() -> argparse.ArgumentParser:
     pictures.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="as for check")
     many = _command(commands, "matrix", run_matrix, "run and judge all cases, or those that -k selects")
     _selection(many)
-    tiers = (*TIERS, matrix.ALL_TIERS)
+    tiers = (*TIERS, ALL_TIERS)
     many.add_argument("--tier", choices=tiers, default="default", help="which cases; all but default are for the night")
     many.add_argument("-j", "--jobs", type=_positive_int, metavar="N", help=f"cases at a time; {USUAL_JOBS}")
     many.add_argument("--seed", type=int, metavar="N", help="another seed for every case; goldens do not apply")

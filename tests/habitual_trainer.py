@@ -11,7 +11,7 @@ from typing import Any
 from own_trainer import Own, Started
 from torch.nn.utils import clip_grad_norm_
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import StartedTrainer
 
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from harness import golden
-from harness.case import Case, Features, ParallelDims
-from harness.checkpoint import Checkpoint, SavedTensor
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
-from harness.evidence import (
+from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
+from harness.evidence.records import (
     Activity,
     AfterForward,
     Collective,
@@ -33,10 +31,18 @@ from harness.evidence import (
     StepEvidence,
     TensorEvidence,
 )
-from harness.plan import make_plan, tp_dim, units_of_rank
-from harness.plan import positions as positions_of
-from harness.trial import Diagnosis, Result, Trial, as_planned, flattened_reference
-from harness.units import observed_units
+from harness.judge import golden
+from harness.judge.order import as_planned, flattened_reference
+from harness.judge.result import Diagnosis, Result
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.observed_units import observed_units
+from harness.plan.slices import tp_dim
+from harness.plan.stages import positions as positions_of
+from harness.plan.units import units_of_rank
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
 from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun, ReferenceStep
 

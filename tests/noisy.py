@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.case import Case
-from harness.trial import Trial
+from harness.judge.trial import Trial
+from harness.spec.case import Case
 from reference.record import Noise
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import StartedTrainer, beyond
 
 sys.path.append(os.path.dirname(__file__))

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, pairs
 
 NAMES = pairs("embed=tok_embeddings blocks=layers last=norm head=output")

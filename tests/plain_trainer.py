@@ -11,7 +11,7 @@ from typing import Any
 
 from own_trainer import Own, Started
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import Metrics, StartedTrainer
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from harness import trainers
-from harness.case import from_json
 from harness.probe import Probe
 from harness.probe.collectives import OPERATORS, CollectiveRecorder
+from harness.spec.loading import from_json
 
 
 def _rank() -> int:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from literal import judged, tiny_case, trial_of, with_rank, with_step
 
-from harness.allowance import Allowance
-from harness.case import CaseError, from_json, to_json
-from harness.evidence import Collective, HeldTensor
+from harness.evidence.records import Collective, HeldTensor
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.spec.allowance import Allowance
+from harness.spec.case import CaseError, to_json
+from harness.spec.loading import from_json
 from harness.trainers import Adapter
-from harness.trial import Finding, Trial, Verdict
 
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
 LOGGED = Allowance("moved", 8, "the loss is logged", op="all_reduce", phase="forward", axis="world")

@@ -9,10 +9,11 @@ import pytest
 from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 from noisy import noise_of, with_noise
 
-from harness.assembly import misfits
-from harness.case import ParallelDims
-from harness.diagnose.parameters import wrong_parameters
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis.parameters import wrong_parameters
+from harness.judge.assembly import misfits
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 from reference.distance import best_fit, relative_distance
 
 NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"

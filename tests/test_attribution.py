@@ -9,11 +9,12 @@ import pytest
 from literal import EIGHT, tiny_case, trial_of, with_step, with_step_1_gradients
 from test_diagnose import in_noise
 
-from harness import attribution
-from harness.attribution import EXPLAINED, Weights, by_microbatch, local_average, sample_weights
-from harness.case import ParallelDims, Saved
-from harness.evidence import Microbatch
-from harness.trial import Trial
+from harness.evidence.records import Microbatch
+from harness.judge import attribution
+from harness.judge.attribution import EXPLAINED, Weights, by_microbatch, local_average, sample_weights
+from harness.judge.trial import Trial
+from harness.spec.case import Saved
+from harness.spec.dims import ParallelDims
 
 WEIGHT = "layers.0.attention.wq.weight"
 SINGLE = trial_of(tiny_case("single"))

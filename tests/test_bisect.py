@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from literal import tiny_case, trial_of
 
-from harness import bisect as module
-from harness import bisect_report
-from harness.bisect import BisectError, Found, Judged, bisect
-from harness.bisect_report import facts
-from harness.case import Case, ParallelDims
-from harness.line import Judgement, Options, Unsupported
-from harness.testify import started_file
-from harness.trial import Diagnosis, Result, Verdict
+from harness.bisect import commits, side_by_side
+from harness.bisect.commits import bisect
+from harness.bisect.search import BisectError, Found, Judged
+from harness.bisect.side_by_side import facts
+from harness.judge.judgement import Judgement
+from harness.judge.result import Diagnosis, Result, Verdict
+from harness.run.options import Options, Unsupported
+from harness.run.rank_main import started_file
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
@@ -71,8 +73,8 @@ def search(
 ) -> tuple[Found, list[str]]:
     (tmp_path / "repo").mkdir()
     repo = repository(tmp_path / "repo", states)
-    monkeypatch.setattr(module, "run_case", judged)
-    monkeypatch.setattr(module.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
+    monkeypatch.setattr(commits, "run_case", judged)
+    monkeypatch.setattr(commits.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
     told: list[str] = []
     options = Options(out=tmp_path / "out", trainer="toy")
     return bisect(repo, f"HEAD~{len(states) - 1}", "HEAD", cases, options, told.append), told
@@ -88,12 +90,12 @@ def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypat
 
 
 def test_each_case_that_the_commit_breaks_has_its_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bisect_report, "load_trial", lambda folder: folder)
-    monkeypatch.setattr(bisect_report, "facts", lambda trial: {"it shards over": trial.name})
+    monkeypatch.setattr(side_by_side, "load_trial", lambda folder: folder)
+    monkeypatch.setattr(side_by_side, "facts", lambda trial: {"it shards over": trial.name})
     cases = [CASE, dataclasses.replace(CASE, name="two")]
     found, _ = search(tmp_path, monkeypatch, [""] * 2 + ["traffic"] * 3, cases)
     assert found.first_bad is not None and found.last_good is not None
-    lines = bisect_report.bisect_report(found).splitlines()
+    lines = side_by_side.bisect_report(found).splitlines()
     assert lines[1:6] == [
         "  breaks          traffic of one",
         "  diagnosis       traffic broke one",
@@ -112,8 +114,8 @@ def test_a_cause_that_was_there_before_the_commit_is_said_to_be_older(
 ) -> None:
     good = Judged("a" * 40, "", "", "good", frozenset({("one", "loss")}), {"one": "the same"})
     bad = Judged("b" * 40, "", "", "bad", frozenset({("one", "loss"), ("one", "traffic")}), {"one": "the same"})
-    monkeypatch.setattr(bisect_report, "_side_by_side", lambda *sides: [])
-    text = bisect_report.bisect_report(Found(bad, good, (good, bad), (), 0.0))
+    monkeypatch.setattr(side_by_side, "_side_by_side", lambda *sides: [])
+    text = side_by_side.bisect_report(Found(bad, good, (good, bad), (), 0.0))
     assert "breaks          traffic of one\n  diagnosis       the same (so it was before: look at the laws)" in text
 
 
@@ -145,7 +147,7 @@ def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, mo
         "commit 2": "one: torchtitan is not installed",
         "commit 3": "breaks other laws than the bad one: loss",
     }
-    text = bisect_report.bisect_report(found)
+    text = side_by_side.bisect_report(found)
     assert text.startswith("the first bad commit is one of these")
     assert "torchtitan is not installed" in text
 

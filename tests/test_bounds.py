@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from literal import ADAMW, SGD, TINY, tiny_case
 
-from harness.case import Case
-from harness.tolerance import (
+from harness.judge.tolerance import (
     FIT_FACTOR,
     Bounds,
     NoBound,
@@ -24,6 +23,7 @@ from harness.tolerance import (
     relative_difference,
     update_bound,
 )
+from harness.spec.case import Case
 from reference.record import Noise, ReferenceRun, ReferenceStep
 
 U = 2.0**-53

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.case import (
-    Case,
-    CaseError,
-    Features,
-    ParallelDims,
-    find_case,
-    from_json,
-    load_all,
-    load_cases,
-    to_json,
-)
+from harness.spec.case import Case, CaseError, to_json
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.loading import find_case, from_json, load_all, load_cases
 from reference.config import PRESETS, ModelConfig, TrainingConfig
 
 

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from harness import catalogue as lot
 from harness import cli
-from harness.case import Case
-from harness.catalogue import Attempt, Baseline, Outcome
 from harness.checks import all_checks
-from harness.evidence import Exit, Run, save_run
+from harness.evidence.records import Exit, Run
+from harness.evidence.store import save_run
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
-from harness.line import Judgement, Options
-from harness.trial import Result, Verdict
+from harness.judge.judgement import Judgement
+from harness.judge.result import Result, Verdict
+from harness.run import catalogue as lot
+from harness.run.catalogue import Attempt, Baseline, Outcome
+from harness.run.options import Options
+from harness.spec.case import Case
 from tests.literal import tiny_case
 
 FAULT = Fault(
@@ -32,7 +34,7 @@ CURVE = (5.0, 4.0, 3.0)
 def judgement(
     folder: Path, broken: str = "", cause: str = "", fired: bool = True, exit: Exit | None = None
 ) -> Judgement:
-    from harness.diagnose import Diagnosis
+    from harness.diagnosis import Diagnosis
 
     (folder / "run").mkdir(exist_ok=True)
     save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))

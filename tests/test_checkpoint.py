@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from literal import ADAMW, SGD, TINY, cause_of, judged, tiny_case, trial_of
 
-from harness import testify
-from harness.case import ParallelDims, Saved
-from harness.checkpoint import Checkpoint, SavedTensor, read
 from harness.checks import judge
-from harness.diagnose import diagnose
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.evidence.checkpoint_index import Checkpoint, SavedTensor, read
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.run import rank_main
+from harness.spec.case import Saved
+from harness.spec.dims import ParallelDims
 
 WEIGHT = "layers.0.attention.wq.weight"
 
@@ -186,10 +188,10 @@ def test_a_launch_saves_where_it_is_asked_to_and_belongs_to_no_step_meanwhile() 
     ):
         launches = tiny_case("single", resume=(saved,)).launches
         both = Recorded()
-        testify._train(both, launches["saved_1"], Path(), both)  # type: ignore[arg-type]
+        rank_main._train(both, launches["saved_1"], Path(), both)  # type: ignore[arg-type]
         assert both.asked == asked
         last = Recorded()
-        testify._train(last, launches["run"], Path(), last)  # type: ignore[arg-type]
+        rank_main._train(last, launches["run"], Path(), last)  # type: ignore[arg-type]
         assert last.asked == [3, "trained"]
 
 

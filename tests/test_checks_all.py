@@ -20,9 +20,9 @@ from literal import (
     without_step,
 )
 
-from harness.case import ParallelDims
 from harness.checks import all_checks, judge, law, run_check
-from harness.trial import Finding, Result, Verdict, verdict_of
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.spec.dims import ParallelDims
 
 NAMES = [
     "completed",

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from literal import ADAMW, TINY, cause_of, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 
-from harness.case import ParallelDims
 from harness.checks.features import QUANTIZED_PRODUCTS
-from harness.diagnose import diagnose
-from harness.plan import Flow, make_plan
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.traffic.flow import Flow
+from harness.spec.dims import ParallelDims
 
 
 def found(trial: Trial) -> list[Finding]:

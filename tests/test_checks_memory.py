@@ -10,12 +10,13 @@ from literal import cause_of, judged, tiny_case, trial_of, with_step
 from torch import nn
 
 from harness.checks import judge
-from harness.diagnose import diagnose
-from harness.evidence import HeldTensor
+from harness.diagnosis import diagnose
+from harness.evidence.records import HeldTensor
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
 from harness.probe.clock import Clock
 from harness.probe.copies import CopyRecorder
 from harness.probe.growth import GrowthRecorder
-from harness.trial import Finding, Trial, Verdict
 
 LOGITS = "float64 [2, 4, 8]"
 

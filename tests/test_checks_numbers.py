@@ -26,14 +26,15 @@ from literal import (
 )
 from noisy import noise_of
 
-from harness import tolerance
-from harness.case import ParallelDims
 from harness.checks import judge
 from harness.checks.replica_agreement import replica_families
-from harness.diagnose import diagnose
-from harness.evidence import Exit
-from harness.plan import numel
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.evidence.records import Exit
+from harness.judge import tolerance
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.plan.slices import numel
+from harness.spec.dims import ParallelDims
 from reference.record import Noise
 
 EMBEDDING, NORM, WQ = "tok_embeddings.weight", "norm.weight", "layers.0.attention.wq.weight"

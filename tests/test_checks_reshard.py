@@ -17,12 +17,15 @@ from literal import (
     with_step,
 )
 
-from harness.case import ParallelDims
 from harness.checks import all_checks, judge
-from harness.diagnose import diagnose
-from harness.evidence import AfterEvaluation, AfterForward
-from harness.plan import FlatUnit, Kept, flat_slices, make_plan
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.evidence.records import AfterEvaluation, AfterForward
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.plan import FlatUnit, Kept
+from harness.plan.slices import flat_slices
+from harness.spec.dims import ParallelDims
 
 FSDP_4 = ParallelDims(dp_shard=4)
 LAST = {"norm.weight", "output.weight"}

@@ -23,12 +23,15 @@ from literal import (
     without_rank,
 )
 
-from harness.case import Case, Features, ParallelDims, Saved
 from harness.checks import judge
 from harness.checks.resume import PARAMETER, put_together, step_fed
-from harness.diagnose import diagnose
-from harness.evidence import HeldTensor, Resumed
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.evidence.records import HeldTensor, Resumed
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.case import Case, Saved
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
 
 FSDP_4, TP_2 = ParallelDims(dp_shard=4), ParallelDims(tp=2)
 LAYOUTS = {

@@ -7,13 +7,16 @@ from typing import Any
 
 from literal import cause_of, judged, reference_of, tiny_case
 
-from harness.case import Case, ParallelDims
 from harness.checks import schedule
-from harness.diagnose.gradients import _scaled_by_stage
-from harness.diagnose.pipeline import wrong_schedule
-from harness.evidence import RankEvidence, Run, StepEvidence
-from harness.plan import actions_of_rank, make_plan
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis.gradients import _scaled_by_stage
+from harness.diagnosis.pipeline import wrong_schedule
+from harness.evidence.records import RankEvidence, Run, StepEvidence
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.stages import actions_of_rank
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 
 def pp_2(name: str = "1F1B", **features: Any) -> Case:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from literal import ADAMW, cause_of, judged, tiny_case, trial_of, with_rank, with_step
 
-from harness.diagnose import diagnose
-from harness.trial import Finding, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
 
 EVERYWHERE = tuple(itertools.product((0, 1), (1, 2, 3)))
 FLOAT32 = replace(ADAMW, dtype="float32")

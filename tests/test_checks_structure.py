@@ -23,11 +23,13 @@ from literal import (
     without_rank,
 )
 
-from harness.case import ParallelDims
 from harness.checks import completed, judge
-from harness.diagnose import diagnose
-from harness.evidence import Collective, Exit, Group, HeldTensor
-from harness.trial import Finding, Result, Trial, Verdict, locate
+from harness.diagnosis import diagnose
+from harness.evidence.records import Collective, Exit, Group, HeldTensor
+from harness.judge.contents import locate
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 
 EMBEDDING = "tok_embeddings.weight"
 

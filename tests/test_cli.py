@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.case import Case
 from harness.checks import all_checks
 from harness.cli import main
-from harness.line import Judgement
-from harness.matrix import Outcome, grid, matching, not_applicable, summary
-from harness.trial import Result, Verdict
+from harness.judge.judgement import Judgement
+from harness.judge.result import Result, Verdict
+from harness.report.grid import Outcome, grid, not_applicable, summary
+from harness.run.selection import matching
+from harness.spec.case import Case
 
 FAULTS = """
 import time
@@ -217,7 +218,7 @@ def test_an_unexpected_exception_in_one_case_keeps_the_outcomes_of_all_others(
             raise KeyError("nobody thought of this")
         return Judgement(case, Path("x"), (Result("completed", Verdict.PASS, 1),), None, 1.0)
 
-    monkeypatch.setattr("harness.matrix.run_case", judged)
+    monkeypatch.setattr("harness.run.matrix.run_case", judged)
     arguments = cases("cases: {first: {why: a test}, second: {why: a test}, third: {why: a test}}")
     assert main(["matrix", "--launcher", "torchrun", *arguments]) == 2
     told = capsys.readouterr().out
@@ -238,7 +239,7 @@ def test_help_names_the_usual_number_of_jobs_in_words(capsys: Any) -> None:
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr("harness.line.visible_gpus", lambda: 0)
+    monkeypatch.setattr("harness.run.supported.visible_gpus", lambda: 0)
     reason = "needs 2 GPUs, 0 visible (CUDA_VISIBLE_DEVICES or more machines)"
     assert main(["run", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from literal import SGD, judged, tiny_case, trial_of
 
-from harness.clipping import before_clipping
-from harness.evidence import StepEvidence
+from harness.evidence.records import StepEvidence
+from harness.judge.clipping import before_clipping
+from harness.judge.result import Verdict
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
 from harness.probe.backward import common_factor
-from harness.tolerance import clip_coefficient
-from harness.trial import Trial, Verdict
 
 EXACT = {"w": 2.0**-52, "b": 2.0**-52}
 GRADIENTS = {"w": np.array([[3.0, -4.0], [0.0, 1e-9]]), "b": np.array([0.1])}

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from literal import SGD, tiny_case
 
-from harness.case import Case, ParallelDims, Saved, load_all
-from harness.composition import joins, missing, proposal_text, propose, ranks
+from harness.spec.case import Case, Saved
+from harness.spec.composition import joins, missing, proposal_text, propose, ranks
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import load_all
 
 
 def case(name: str, tier: str = "default", /, **dims: int) -> Case:

@@ -19,13 +19,15 @@ from literal import (
     with_step_1_gradients,
 )
 
-from harness import attribution
-from harness.case import ParallelDims
 from harness.checks import judge
-from harness.diagnose import diagnose
-from harness.diagnose.data import wrong_positions
-from harness.plan import positions
-from harness.trial import Finding, Result, Trial, Verdict, positions_text
+from harness.diagnosis import diagnose
+from harness.diagnosis.data import wrong_positions
+from harness.evidence.text import positions_text
+from harness.judge import attribution
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.plan.stages import positions
+from harness.spec.dims import ParallelDims
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
 CP_2, FSDP_2_CP_2 = ParallelDims(cp=2), ParallelDims(dp_shard=2, cp=2)

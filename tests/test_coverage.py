@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from literal import SGD, tiny_case
 
-from harness.case import Case, ParallelDims, Saved, load_all
-from harness.coverage import MISSING, options, pairs, pairs_text
+from harness.spec.case import Case, Saved
+from harness.spec.coverage import MISSING, options, pairs, pairs_text
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import load_all
 from harness.trainers import load
 
 

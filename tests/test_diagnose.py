@@ -39,15 +39,16 @@ from literal import (
 )
 from noisy import with_noise
 
-from harness import attribution
-from harness.case import ParallelDims
 from harness.checks import judge
-from harness.checks.samples import fed_samples
-from harness.diagnose import RULES, diagnose
-from harness.diagnose.gradients import wrong_gradients
-from harness.evidence import Exit
-from harness.plan import slices_of_rank
-from harness.trial import Trial, Verdict
+from harness.diagnosis import RULES, diagnose
+from harness.diagnosis.gradients import wrong_gradients
+from harness.evidence.records import Exit
+from harness.judge import attribution
+from harness.judge.fed_samples import fed_samples
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+from harness.plan.slices import slices_of_rank
+from harness.spec.dims import ParallelDims
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
 EMBEDDING, NORM = "tok_embeddings.weight", "norm.weight"

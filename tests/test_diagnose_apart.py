@@ -42,25 +42,22 @@ from test_diagnose import (
     with_exits,
 )
 
-from harness.case import ParallelDims, Saved
 from harness.checks import judge
-from harness.diagnose import diagnose
-from harness.diagnose.data import _mask_is_off, wrong_positions
-from harness.diagnose.features import wrong_features, wrong_masks
-from harness.diagnose.forward import documents_see_each_other
-from harness.diagnose.gradients import (
-    _lost_before,
-    _mean_over_none,
-    _missing_reduction,
-    _scaled_by_stage,
-)
-from harness.diagnose.later import wrong_loss
-from harness.diagnose.layout import wrong_contents
-from harness.diagnose.processes import process_failed
-from harness.diagnose.rest import out_of_order, wrong_display, wrong_structure
-from harness.diagnose.words import groups_text
-from harness.evidence import Exit, HeldTensor
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.diagnosis.data import _mask_is_off, wrong_positions
+from harness.diagnosis.features import wrong_features, wrong_masks
+from harness.diagnosis.forward import documents_see_each_other
+from harness.diagnosis.gradients import _lost_before, _mean_over_none, _missing_reduction, _scaled_by_stage
+from harness.diagnosis.later import wrong_loss
+from harness.diagnosis.layout import wrong_contents
+from harness.diagnosis.processes import process_failed
+from harness.diagnosis.rest import out_of_order, wrong_display, wrong_structure
+from harness.diagnosis.words import groups_text
+from harness.evidence.records import Exit, HeldTensor
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.case import Saved
+from harness.spec.dims import ParallelDims
 from reference.config import TrainingConfig
 
 THREE = replace(TINY, n_layers=3)

@@ -23,8 +23,8 @@ from literal import (
 from test_diagnose import expect_first, reference_gradient, samples_of, trained_as, with_exits, with_rates
 
 from harness.checks.update import observed_norm
-from harness.evidence import Exit
-from harness.trial import Trial
+from harness.evidence.records import Exit
+from harness.judge.trial import Trial
 
 LAST = "output.weight"
 EARLY = ("layers.0.attention.wq.weight", "tok_embeddings.weight")

@@ -23,22 +23,24 @@ from literal import (
 from test_diagnose import NORM, dims, fed, first_line, fsdp_4, ran_as
 from test_diagnose_apart import broken, recomputing
 
-from harness.case import Case, ParallelDims, Saved
-from harness.diagnose import _what_weaker_tests_say
-from harness.diagnose.data import wrong_weights
-from harness.diagnose.differences import wrong_pairs
-from harness.diagnose.factors import factor_text
-from harness.diagnose.features import _compile, wrong_features
-from harness.diagnose.gradients import _less_than_planned, wrong_gradients
-from harness.diagnose.later import _what_may_be_kept, wrong_later_gradients
-from harness.diagnose.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced
-from harness.diagnose.pipeline import _others
-from harness.diagnose.processes import incomplete, process_failed
-from harness.diagnose.reshard import _other_policies, wrong_resharding, wrong_wrapper
-from harness.diagnose.rest import _reduced_too_often, not_deterministic, replicas_drift, wrong_display
-from harness.diagnose.updates import _enlarged, _not_clipped, _wrong_lr
-from harness.evidence import Exit
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.diagnosis import _what_weaker_tests_say
+from harness.diagnosis.data import wrong_weights
+from harness.diagnosis.differences import wrong_pairs
+from harness.diagnosis.factors import factor_text
+from harness.diagnosis.features import _compile, wrong_features
+from harness.diagnosis.gradients import _less_than_planned, wrong_gradients
+from harness.diagnosis.later import _what_may_be_kept, wrong_later_gradients
+from harness.diagnosis.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced
+from harness.diagnosis.pipeline import _others
+from harness.diagnosis.processes import incomplete, process_failed
+from harness.diagnosis.reshard import _other_policies, wrong_resharding, wrong_wrapper
+from harness.diagnosis.rest import _reduced_too_often, not_deterministic, replicas_drift, wrong_display
+from harness.diagnosis.updates import _enlarged, _not_clipped, _wrong_lr
+from harness.evidence.records import Exit
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.case import Case, Saved
+from harness.spec.dims import ParallelDims
 
 DDP_2 = trial_of(tiny_case("ddp_2"))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness import cli
-from harness.case import CaseError
-from harness.coverage import options
-from harness.drawn import LARGEST_WORLD, LEFT_OUT, draw, first, named
+from harness.spec.case import CaseError
+from harness.spec.coverage import options
+from harness.spec.random_cases import LARGEST_WORLD, LEFT_OUT, draw, first, named
 
 DRAWN = [draw(3, number) for number in range(1, 201)]
 

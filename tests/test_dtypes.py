@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, golden
-from harness.case import Case, Features, ParallelDims, Saved, find_case, load_all
-from harness.dtypes import in_dtype
-from harness.line import Options, _unknown_noise, other_dtype, unsupported
+from harness import cli
+from harness.judge import golden
+from harness.run.options import Options
+from harness.run.reference_cache import _unknown_noise
+from harness.run.supported import other_dtype, unsupported
+from harness.spec.case import Case, Saved
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.loading import find_case, load_all
+from harness.spec.variants import in_dtype
 from harness.trainers import load
 from reference.config import TrainingConfig
 

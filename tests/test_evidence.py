@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from literal import reference_of, tiny_case, trial_of
 
-from harness import ROOT, format
-from harness.evidence import (
+from harness import ROOT
+from harness.evidence import format
+from harness.evidence.format import fields_digest, version_of
+from harness.evidence.names import renamed
+from harness.evidence.records import (
     Activity,
     Collective,
-    EvidenceError,
     Exit,
     Group,
     Microbatch,
@@ -28,15 +30,8 @@ from harness.evidence import (
     Run,
     StepEvidence,
     TensorEvidence,
-    load,
-    load_run,
-    rank_file,
-    renamed,
-    save,
-    save_run,
-    write_text,
 )
-from harness.format import fields_digest, version_of
+from harness.evidence.store import EvidenceError, load, load_run, rank_file, save, save_run, write_text
 from reference.record import ReferenceRun
 
 SMALL = RankEvidence(

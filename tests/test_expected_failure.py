@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from literal import tiny_case
 
-from harness.case import CaseError, ExpectedFailure, load_cases
-from harness.line import Judgement
-from harness.report import headline
-from harness.trial import Diagnosis, Finding, Result, Verdict
+from harness.judge.judgement import Judgement
+from harness.judge.result import Diagnosis, Finding, Result, Verdict
+from harness.report.text import headline
+from harness.spec.case import CaseError, ExpectedFailure
+from harness.spec.loading import load_cases
 
-EXPECTED = ExpectedFailure(because="torch drops a term", script="torch_bugs/x.py", laws="gradients", named="0.5 times")
+EXPECTED = ExpectedFailure(
+    because="torch drops a term", script="upstream_bugs/x.py", laws="gradients", named="0.5 times"
+)
 CASE = replace(tiny_case("fsdp_2"), expected_failure=EXPECTED)
 
 
@@ -28,7 +31,7 @@ def test_it_fails_as_expected() -> None:
     judgement = judged("gradients", "gradients are 0.5 times the reference's")
     assert judgement.verdict is Verdict.XFAIL
     assert headline(judgement) == (
-        "XFAIL tiny    gradients are 0.5 times the reference's (expected: torch drops a term; see torch_bugs/x.py)"
+        "XFAIL tiny    gradients are 0.5 times the reference's (expected: torch drops a term; see upstream_bugs/x.py)"
     )
 
 
@@ -36,7 +39,7 @@ def test_a_case_that_passes_although_it_is_expected_to_fail_is_a_failure() -> No
     judgement = judged("")
     assert judgement.verdict is Verdict.FAIL
     assert headline(judgement) == (
-        "FAIL tiny    (expected to fail by gradients, named '0.5 times': if torch_bugs/x.py passes too, take"
+        "FAIL tiny    (expected to fail by gradients, named '0.5 times': if upstream_bugs/x.py passes too, take"
         " expected_failure out of cases/tiny.yaml)"
     )
 
@@ -89,7 +92,7 @@ YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
             "expected_failure: script 'no.py': no such file in the project",
         ),
         (
-            "because: a, laws: b, named: c, script: torch_bugs/zero_bubble_ddp.py, torch: '2.15'",
+            "because: a, laws: b, named: c, script: upstream_bugs/zero_bubble_ddp.py, torch: '2.15'",
             'expected_failure: torch: \'2.15\': expected "<" or ">=" and a release, such as "<2.15"',
         ),
         ("becos: a", "expected_failure: unknown key 'becos'; did you mean 'because'?"),

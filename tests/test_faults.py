@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.case import find_case, load_all
 from harness.faults import Fault, FaultError, all_faults, load_fault
-from harness.line import Judgement, Options, judge_folder, run_case
-from harness.report import case_report, headline
-from harness.trial import Verdict
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.report.text import case_report, headline
+from harness.run.judging import judge_folder
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.loading import find_case, load_all
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 from literal import tiny_case, trial_of, with_step, with_step_1_gradients
 
 from harness.checks import judge
-from harness.diagnose import diagnose
+from harness.diagnosis import diagnose
+from harness.judge.trial import Trial
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
-from harness.trial import Trial
 from reference.config import ModelConfig
 from reference.model import initial_weights, llama_from
 from reference.train import mean_squares

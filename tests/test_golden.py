@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from literal import SGD, reference_of, tiny_case
 
-from harness import golden
-from harness.case import ParallelDims, find_case, load_all
-from harness.golden import (
+from harness.judge import golden
+from harness.judge.golden import (
     Golden,
     GoldenError,
     accept,
@@ -25,6 +24,8 @@ from harness.golden import (
     render,
     review_command,
 )
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import find_case, load_all
 from reference.record import Noise
 
 CASE = tiny_case("fsdp_2")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence import Exit
+from harness.evidence.records import Exit
 from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
 from harness.launch.leftovers import leftovers
 

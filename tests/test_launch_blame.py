@@ -1,6 +1,6 @@
 """Who is to blame, from literal accounts of how the ranks of a job ended."""
 
-from harness.evidence import Exit
+from harness.evidence.records import Exit
 from harness.launch.blame import judge, last_words
 from harness.launch.fate import Fate, parse_stack, render, useful
 from harness.launch.inflight import Issued

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.case import Case, CaseError, load_cases
-from harness.dtypes import reseeded
-from harness.folders import folder_of, trainer_label, without_source
 from harness.launch.job import Job
-from harness.limits import NODES, too_much_memory
-from harness.line import Options
+from harness.run.folders import folder_of, trainer_label, without_source
+from harness.run.options import Options
+from harness.spec.case import Case, CaseError
+from harness.spec.limits import NODES, too_much_memory
+from harness.spec.loading import load_cases
+from harness.spec.variants import reseeded
 from reference.config import PRESETS
 
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(30))])

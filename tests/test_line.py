@@ -14,11 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.case import Case, from_json
-from harness.evidence import EvidenceError, load_run
-from harness.line import Judgement, Options, _oracle_key, commit_of, judge_folder, run_case, unsupported
-from harness.report import case_report
-from harness.trial import Verdict
+from harness.evidence.store import EvidenceError, load_run
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.report.text import case_report
+from harness.run.judging import judge_folder
+from harness.run.launches import commit_of
+from harness.run.options import Options
+from harness.run.reference_cache import _oracle_key
+from harness.run.run_case import run_case
+from harness.run.supported import unsupported
+from harness.spec.case import Case
+from harness.spec.loading import from_json
 
 
 def case_of(name: str, **parts: Any) -> Case:

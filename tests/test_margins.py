@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness import margins
-from harness.case import Case, Features, ParallelDims
-from harness.line import Options
+from harness.run import margins
+from harness.run.options import Options
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
 from reference.config import TrainingConfig
 
 

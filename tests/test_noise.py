@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.margins import NUMBERS, Margin, table
+from harness.run.margins import NUMBERS, Margin, table
 from reference.noise import measure
 from reference.record import ReferenceStep
 

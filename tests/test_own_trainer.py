@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from harness import trainers
-from harness.case import Case, Features, ParallelDims, find_case, load_all
-from harness.line import Judgement, Options, run_case
-from harness.report import command
-from harness.trial import Verdict
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.report.text import command
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.loading import find_case, load_all
 from reference.config import ModelConfig, TrainingConfig
 
 OWN = Path(__file__).with_name("own_trainer.py")

@@ -9,20 +9,13 @@ import numpy as np
 import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
-from harness.case import AXES, Case, ParallelDims
-from harness.plan import (
-    Flow,
-    chunk,
-    coordinate,
-    groups,
-    make_plan,
-    numel,
-    positions,
-    rank_grid,
-    slice_text,
-    slices_of_rank,
-    tp_dim,
-)
+from harness.plan.grid import coordinate, groups, rank_grid
+from harness.plan.make_plan import make_plan
+from harness.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
+from harness.plan.stages import positions
+from harness.plan.traffic.flow import Flow
+from harness.spec.case import Case
+from harness.spec.dims import AXES, ParallelDims
 from reference.config import PRESETS
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"

@@ -15,9 +15,13 @@ from typing import Any
 
 from literal import EIGHT, UNEVEN, tiny_case
 
-from harness.case import Case, ParallelDims
-from harness.plan import Plan, actions_of_rank, make_plan, positions, recomputed_layers, slice_text
-from harness.trial import ranks_text
+from harness.evidence.text import ranks_text
+from harness.plan.make_plan import make_plan
+from harness.plan.plan import Plan
+from harness.plan.slices import slice_text
+from harness.plan.stages import actions_of_rank, positions, recomputed_layers
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 from reference.config import ModelConfig
 
 STORED = Path(__file__).with_name("plans.txt")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.case import from_json, to_json
 from harness.launch import Job, launch
 from harness.probe.values import add_states
+from harness.spec.case import to_json
+from harness.spec.loading import from_json
 from harness.trainers.torchtitan.source import HOW_TO_GET_IT
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence import Microbatch
+from harness.evidence.records import Microbatch
 from harness.probe import Probe
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, catalogue, coverage, unaimed
-from harness.case import find_case, load_all
+from harness import ROOT
 from harness.checks import all_checks, law
 from harness.cli import parser
 from harness.faults import load_fault
-from harness.line import Options, run_case
-from harness.report import case_report, headline
-from harness.trial import Verdict
+from harness.judge.result import Verdict
+from harness.report.text import case_report, headline
+from harness.run import catalogue, unaimed_faults
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec import coverage
+from harness.spec.loading import find_case, load_all
 
 README = (ROOT / "README.md").read_text()
 
@@ -46,7 +49,7 @@ def test_the_table_of_what_is_noticed_is_made_from_what_was_measured() -> None:
 
 
 def test_the_line_of_what_the_default_tier_notices_is_made_from_what_was_measured() -> None:
-    assert unaimed.with_line(README) == README, "make it anew: harness faults --accept"
+    assert unaimed_faults.with_line(README) == README, "make it anew: harness faults --accept"
 
 
 def _without_noise(text: str) -> str:

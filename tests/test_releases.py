@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_collectives
 
-from harness import releases
-from harness.case import ParallelDims, find_case, load_all
-from harness.evidence import Collective, Run
-from harness.line import torch_of
-from harness.plan import make_plan
+from harness.evidence.records import Collective, Run
+from harness.judge.stored_trial import torch_of
+from harness.plan.make_plan import make_plan
+from harness.spec import releases
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import find_case, load_all
 
 
 @pytest.mark.parametrize(

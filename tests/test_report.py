@@ -10,14 +10,15 @@ from pathlib import Path
 from expecttest import assert_expected_inline
 from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 
-from harness.case import ParallelDims
 from harness.checks import judge
-from harness.diagnose import diagnose
-from harness.evidence import Exit
-from harness.line import Judgement
-from harness.matrix import replaced as replaced_in_cases
-from harness.report import case_report, check_text, command, finding_text, headline, provenance, pytest_command
-from harness.trial import Finding, Result, Trial, Verdict
+from harness.diagnosis import diagnose
+from harness.evidence.records import Exit
+from harness.judge.judgement import Judgement
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.report.grid import replaced as replaced_in_cases
+from harness.report.text import case_report, check_text, command, finding_text, headline, provenance, pytest_command
+from harness.spec.dims import ParallelDims
 
 
 def judgement_of(trial: Trial, fault: str | None = None, fired: bool | None = None) -> Judgement:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from literal import ADAMW, SGD, TINY, reference_of, tiny_case
 
-from harness import golden
-from harness.case import Case, find_case, load_all
-from harness.tolerance import (
+from harness.judge import golden
+from harness.judge.tolerance import (
     NoBound,
     bounds,
     clip_coefficient,
@@ -21,6 +20,8 @@ from harness.tolerance import (
     relative_difference,
     update_bound,
 )
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
 from reference.config import ModelConfig, TrainingConfig
 from reference.model import RMSNorm
 from reference.train import train

@@ -15,13 +15,18 @@ from typing import Any
 
 import pytest
 
-from harness import line, trainers
-from harness.case import Case, Features, ParallelDims, Saved, find_case, load_all
-from harness.line import Options, run_case
-from harness.plan import fsdp_units
+from harness import trainers
+from harness.judge.result import Verdict
+from harness.plan.units import fsdp_units
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.run.supported import owned
+from harness.spec.case import Case, Saved
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.loading import find_case, load_all
 from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.job import configured, stages
-from harness.trial import Verdict
 from reference.config import ModelConfig, RopeScaling, TrainingConfig
 
 REPO = os.environ.get("TORCHTITAN_REPO")
@@ -198,7 +203,7 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
         (
             case(features=Features(accumulation=2)),
             "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch; see"
-            " torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py",
+            " upstream_bugs/torchtitan_accumulation_reduces_every_microbatch.py",
         ),
         (case(features=Features(accumulation=2, defer_sync=False)), None),
         (case(training=TrainingConfig(dtype="float32")), None),
@@ -209,12 +214,12 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
         (
             case(ParallelDims(tp=2), features=Features(sequence_parallel=False)),
             "sequence_parallel False: torchtitan 0.3.0 then moves three to four times what backward needs; see"
-            " torch_bugs/torchtitan_tp_without_sequence_parallel.py",
+            " upstream_bugs/torchtitan_tp_without_sequence_parallel.py",
         ),
         (
             case(ParallelDims(tp=2), model=ModelConfig(tied_embeddings=True)),
             "tied_embeddings with tp: torchtitan 0.3.0 gathers the one weight twice; see"
-            " torch_bugs/torchtitan_tied_under_tp.py",
+            " upstream_bugs/torchtitan_tied_under_tp.py",
         ),
         (
             case(training=TrainingConfig(document_mask=True)),
@@ -331,9 +336,9 @@ def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
 
 def test_earlier_launches_have_its_choices_too(release: Path) -> None:
     saved = Saved(after=1, dims=ParallelDims(dp_replicate=2), features=Features())
-    owned = line.owned(case(resume=(saved,)), trainers.load(f"torchtitan@{release}"))
-    assert [launched.wrapper for launched in owned.launches.values()] == ["fsdp2", "fsdp2"]
-    assert owned.launches["saved_1"].features.ac_early_stop is False
+    chosen = owned(case(resume=(saved,)), trainers.load(f"torchtitan@{release}"))
+    assert [launched.wrapper for launched in chosen.launches.values()] == ["fsdp2", "fsdp2"]
+    assert chosen.launches["saved_1"].features.ac_early_stop is False
 
 
 RESUMED = case(resume=(Saved(after=1, dims=FSDP, features=Features()),))

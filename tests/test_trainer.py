@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from harness import ROOT
-from harness.case import Case, Features, ParallelDims, TrainingConfig, to_json
 from harness.launch import Job, launch
+from harness.spec.case import Case, to_json
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.loading import TrainingConfig
 from harness.trainers import load
 from harness.trainers.llama3 import data, recipe
 from harness.trainers.llama3.__main__ import main

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.case import Case, from_json
+from harness.spec.case import Case
+from harness.spec.loading import from_json
 from harness.trainers import load
 from harness.trainers.llama3 import checkpoint, clip, data
 from harness.trainers.llama3.trainer import Trainer

@@ -8,21 +8,16 @@ import numpy as np
 import pytest
 from literal import ADAMW, TINY, reference_of, tiny_case, trial_of, with_parameter
 
-from harness.case import ParallelDims, Saved
 from harness.checks import judge
-from harness.evidence import RankEvidence, Resumed, Run
-from harness.plan import make_plan
-from harness.trial import (
-    Finding,
-    Trial,
-    Verdict,
-    as_planned,
-    bytes_text,
-    locate,
-    ranks_text,
-    reordered_reference,
-    worst_first,
-)
+from harness.evidence.records import RankEvidence, Resumed, Run
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.contents import locate
+from harness.judge.order import as_planned, reordered_reference
+from harness.judge.result import Finding, Verdict, worst_first
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.spec.case import Saved
+from harness.spec.dims import ParallelDims
 
 TWO_LAYERS = dataclasses.replace(TINY, n_layers=2)
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from literal import SGD, tiny_case
 
-from harness import unaimed
-from harness.case import Case
-from harness.catalogue import Attempt, Outcome
 from harness.faults import fault
-from harness.line import Judgement, Options
-from harness.trial import Finding, Result, Verdict
-from harness.unaimed import Searched, likeliest, line, noticed, search
+from harness.judge.judgement import Judgement
+from harness.judge.result import Finding, Result, Verdict
+from harness.run import unaimed_faults
+from harness.run.catalogue import Attempt, Outcome
+from harness.run.options import Options
+from harness.run.unaimed_faults import Searched, likeliest, line, noticed, search
+from harness.spec.case import Case
 
 
 def case(name: str, layout: str, tier: str = "default", **changes: Any) -> Case:
@@ -56,13 +57,13 @@ def test_the_cases_most_like_a_faults_own_are_tried_first() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.UNKNOWN])
 def test_a_fault_is_noticed_on_the_first_case_whose_laws_do_not_hold(monkeypatch: Any, verdict: Verdict) -> None:
-    monkeypatch.setattr(unaimed, "run_case", broken_on("other", verdict))
+    monkeypatch.setattr(unaimed_faults, "run_case", broken_on("other", verdict))
     assert search(wrong, CASES, Options()) == Searched("wrong", "other", ("loss",), ("alike",), True)
 
 
 def test_a_fault_that_no_case_notices_says_whether_it_fired(monkeypatch: Any) -> None:
     for fired in (True, False):
-        monkeypatch.setattr(unaimed, "run_case", broken_on("nowhere", fired=fired))
+        monkeypatch.setattr(unaimed_faults, "run_case", broken_on("nowhere", fired=fired))
         assert search(wrong, CASES, Options()) == Searched("wrong", "", (), ("alike", "other"), fired)
 
 
@@ -85,16 +86,16 @@ def test_a_case_that_has_left_the_tier_notices_nothing_there() -> None:
 
 
 def test_what_was_searched_is_stored_in_the_place_of_what_was(tmp_path: Path) -> None:
-    stored = tmp_path / "unaimed.json"
+    stored = tmp_path / "unaimed_faults.json"
     for case_name in ("alike", "other"):
-        unaimed.store([Searched("one", case_name, ("loss",), (), True)], stored)
-    assert unaimed.load(stored) == [Searched("one", "other", ("loss",), (), True)]
+        unaimed_faults.store([Searched("one", case_name, ("loss",), (), True)], stored)
+    assert unaimed_faults.load(stored) == [Searched("one", "other", ("loss",), (), True)]
 
 
 def test_the_default_tier_notices_nearly_every_fault_that_fires_in_it() -> None:
-    from harness import catalogue
-    from harness.case import load_all
+    from harness.run import catalogue
+    from harness.spec.loading import load_all
 
     stored = catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8"))
-    seen = [case for _, case in noticed(stored, load_all(), unaimed.load())]
+    seen = [case for _, case in noticed(stored, load_all(), unaimed_faults.load())]
     assert sum(map(bool, seen)) >= 0.95 * len(seen)

@@ -10,14 +10,19 @@ import pytest
 from literal import cause_of, judged, tiny_case, trial_of, with_rank
 
 from harness import trainers
-from harness.case import ParallelDims, find_case, load_all
 from harness.checks import all_checks, judge
-from harness.diagnose import diagnose
-from harness.line import Options, run_case
-from harness.plan import Flow, Plan, make_plan
+from harness.diagnosis import diagnose
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.observed_units import Unit, modules_text, observed_units, units_text
+from harness.plan.plan import Plan
+from harness.plan.traffic.flow import Flow
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import find_case, load_all
 from harness.trainers import Adapter, beyond
-from harness.trial import Finding, Trial, Verdict
-from harness.units import Unit, modules_text, observed_units, units_text
 
 HERE = Path(__file__).parent
 FSDP_4 = ParallelDims(dp_shard=4)

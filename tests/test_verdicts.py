@@ -23,12 +23,13 @@ from literal import (
     with_value,
 )
 
-from harness.case import ParallelDims
 from harness.checks import judge, run_check
-from harness.checks.samples import fed_samples, shares_of_samples, ways_to_cut
-from harness.evidence import Collective
-from harness.tolerance import Bounds
-from harness.trial import Finding, Trial, Verdict
+from harness.evidence.records import Collective
+from harness.judge.fed_samples import fed_samples, shares_of_samples, ways_to_cut
+from harness.judge.result import Finding, Verdict
+from harness.judge.tolerance import Bounds
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
 OF_NUMBERS = ("loss", "reported_loss", "grad_norm", "gradients")

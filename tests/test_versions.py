@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, trainers, versions
-from harness.bisect import BisectError, Found, Judged
-from harness.bisect_report import bisect_report
-from harness.case import Case, ParallelDims
-from harness.line import Judgement, Options
-from harness.testify import started_file
+from harness import cli, trainers
+from harness.bisect import versions
+from harness.bisect.search import BisectError, Found, Judged
+from harness.bisect.side_by_side import bisect_report
+from harness.bisect.versions import Version, interpreter, search
+from harness.judge.judgement import Judgement
+from harness.judge.result import Diagnosis, Result, Verdict
+from harness.run.options import Options
+from harness.run.rank_main import started_file
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 from harness.trainers import environments
 from harness.trainers.environments import environment
-from harness.trial import Diagnosis, Result, Verdict
-from harness.versions import Version, interpreter, search
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 

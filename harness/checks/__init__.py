@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
-from harness import tolerance
-from harness.trial import Result, Trial, Verdict, launch_label, worst_first
+from harness.judge import tolerance
+from harness.judge.result import Result, Verdict, worst_first
+from harness.judge.trial import Trial, launch_label
 
 STAGES = ("process", "structure", "data", "numbers")
 

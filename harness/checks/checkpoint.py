@@ -11,8 +11,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from harness.checkpoint import TIED, Checkpoint, SavedTensor
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text, not_applicable, verdict_of
+from harness.evidence.checkpoint_index import TIED, Checkpoint, SavedTensor
+from harness.evidence.text import bytes_text
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "data"
 

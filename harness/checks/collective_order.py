@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from harness.evidence import Collective
-from harness.trial import Finding, Result, Trial, bytes_text, not_applicable, ranks_text, verdict_of
+from harness.evidence.records import Collective
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "structure"
 

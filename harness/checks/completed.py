@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 
-from harness.evidence import EvidenceError, Exit, RankEvidence, Run
-from harness.trial import Finding, Result, Trial, Verdict, verdict_of
+from harness.evidence.records import Exit, RankEvidence, Run
+from harness.evidence.store import EvidenceError
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "process"
 

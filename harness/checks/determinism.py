@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from harness.evidence import Run, StepEvidence
-from harness.trial import Finding, Result, Trial, Verdict, not_applicable, verdict_of
+from harness.evidence.records import Run, StepEvidence
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "numbers"
 

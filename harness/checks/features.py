@@ -16,9 +16,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.evidence import StepEvidence
-from harness.plan import BYTES, coordinate, layers_of_stage, recomputed_layers
-from harness.trial import Finding, Result, Trial, verdict_of
+from harness.evidence.records import StepEvidence
+from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
+from harness.plan.slices import BYTES
+from harness.plan.stages import layers_of_stage, recomputed_layers
 
 STAGE = "structure"
 

@@ -5,8 +5,9 @@ Fails when model, torch, data or the recipe's meaning changed: reference against
 
 from __future__ import annotations
 
-from harness import tolerance
-from harness.trial import Finding, Result, Trial, Verdict, not_applicable, verdict_of
+from harness.judge import tolerance
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "numbers"
 

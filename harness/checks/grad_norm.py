@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
-from harness.evidence import StepEvidence
-from harness.reports import judge_reports
-from harness.trial import Finding, Result, Trial, not_applicable
+from harness.evidence.records import StepEvidence
+from harness.judge.reporting import judge_reports
+from harness.judge.result import Finding, Result, not_applicable
+from harness.judge.trial import Trial
 from reference.record import ReferenceStep
 
 STAGE = "numbers"

@@ -1,17 +1,19 @@
 """Every rank's gradients, before clipping and before the optimizer, are its slices of the reference's gradients.
 
 Each entry is judged, relative to its parameter's largest. In recipes with noise each parameter's whole gradient is judged
-besides: by its best-fitting factor and its distance, which are far sharper (harness/tolerance.py).
+besides: by its best-fitting factor and its distance, which are far sharper (harness/judge/tolerance.py).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from harness import tolerance
-from harness.assembly import Misfit, gradient_distance, misfits
-from harness.clipping import clipped_unseen
-from harness.trial import Finding, Result, Trial, Verdict, ranks_text, verdict_of
+from harness.evidence.text import ranks_text
+from harness.judge import tolerance
+from harness.judge.assembly import Misfit, gradient_distance, misfits
+from harness.judge.clipping import clipped_unseen
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "numbers"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.trial import Finding, Result, Trial, take, verdict_of
+from harness.judge.contents import take
+from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "data"
 

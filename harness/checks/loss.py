@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from harness.trial import Finding, Result, Trial, Verdict, verdict_of
+from harness.judge.losses import global_loss, losses
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "numbers"
 
@@ -33,28 +35,6 @@ def _remedy(trial: Trial) -> str:
     return (
         f"let {where} call `{line}` where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
     )
-
-
-def global_loss(trial: Trial, step: int) -> float | None:
-    """Sum of local losses over sum of valid tokens. tp peers, who compute the same loss, count once between them."""
-    seen = [loss for rank in trial.last_stages() if _first_of_tp(trial, rank) for loss in losses(trial, rank, step)]
-    tokens = sum(count for _, count in seen)
-    return math.fsum(total for total, _ in seen) / tokens if tokens else None
-
-
-def losses(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
-    """(sum of losses, valid tokens) of a rank's forward passes whose loss was seen."""
-    return [
-        (part.loss_sum, part.valid_tokens)
-        for record in trial.ranks[rank].steps
-        if record.step == step
-        for part in record.microbatches
-        if part.loss_sum is not None and part.valid_tokens is not None
-    ]
-
-
-def _first_of_tp(trial: Trial, rank: int) -> bool:
-    return trial.plan.peers(rank, "tp")[0] == rank
 
 
 def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 
-from harness.allowance import allowed
-from harness.case import Case
-from harness.evidence import HeldTensor, RankEvidence
-from harness.plan import BYTES, numel
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text, verdict_of
+from harness.evidence.records import HeldTensor, RankEvidence
+from harness.evidence.text import bytes_text
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.slices import BYTES, numel
+from harness.spec.allowance import allowed
+from harness.spec.case import Case
 
 STAGE = "structure"
 

@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from harness.evidence import TensorEvidence
-from harness.plan import tp_dim
-from harness.trial import Finding, Result, Trial, Verdict, ranks_text, verdict_of
-from harness.units import Unit, units_text
+from harness.evidence.records import TensorEvidence
+from harness.evidence.text import ranks_text
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.trial import Trial
+from harness.judge.units_seen import units_seen, untold_rank
+from harness.plan.observed_units import Unit, units_text
+from harness.plan.slices import tp_dim
 
 STAGE = "structure"
+
 
 Claim = set[tuple[str, tuple[int, ...]]]
 
@@ -35,19 +39,9 @@ def check(trial: Trial) -> Result:
     findings += disagreements(trial)
     unseen = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
     if unseen and not findings:
-        return Result("placements", Verdict.UNKNOWN, examined, note=_untold(unseen[0]))
+        return Result("placements", Verdict.UNKNOWN, examined, note=untold_rank(unseen[0]))
     findings.sort(key=lambda f: "rank 0," not in f.where)
     return verdict_of("placements", findings, examined, note=_units_text(trial) if not findings else "")
-
-
-def untold_units(trial: Trial) -> str:
-    """Why nothing that depends on FSDP's units can be judged; empty if they are requested, or told of."""
-    untold = [rank for rank, units in (trial.plan.observed or {}).items() if not units and trial.plan.units[rank]]
-    return _untold(untold[0]) if untold else ""
-
-
-def _untold(rank: int) -> str:
-    return f"no wrapper of rank {rank} tells which parameters it gathers"
 
 
 def _units_text(trial: Trial) -> str:
@@ -144,12 +138,6 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
         return []
     expected = f"something replicated over {ranks_text(wanted)}"
     return [Finding(f"rank {rank}, dp_replicate", expected, "nothing claims it")]
-
-
-def units_seen(trial: Trial, rank: int) -> set[frozenset[str]]:
-    """Modules that were wrapped as one tell of the same unit."""
-    claims_of_units = (claim.get("parameters", ()) for claim in trial.ranks[rank].structure.values())
-    return {frozenset(names) for names in claims_of_units if names}
 
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:

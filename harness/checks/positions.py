@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness import plan
-from harness.trial import Finding, Result, Trial, not_applicable, positions_text, verdict_of
+from harness.evidence.text import positions_text
+from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.stages import positions
 
 STAGE = "data"
 
@@ -16,7 +18,7 @@ def check(trial: Trial) -> Result:
         return not_applicable("positions", "the model is told none: it counts from 0, or reads them from a table")
     findings = []
     for rank, step, _ in trial.steps():
-        wanted = plan.positions(trial.case, rank, trial.case.seq_len(step.step))
+        wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others are told
             findings.append(Finding(f"rank {rank}, step {step.step}", positions_text(wanted), "told none"))
         findings += [

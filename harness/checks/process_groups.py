@@ -5,7 +5,9 @@ This only lists groups. A group that exists may still be used by nobody: that is
 
 from __future__ import annotations
 
-from harness.trial import Finding, Result, Trial, not_applicable, ranks_text, verdict_of
+from harness.evidence.text import ranks_text
+from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "structure"
 

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.plan import Slice, numel
-from harness.trial import Finding, Result, Trial, Verdict, not_applicable, ranks_text, verdict_of
+from harness.evidence.text import ranks_text
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.slices import Slice, numel
 
 STAGE = "numbers"
 

@@ -7,11 +7,13 @@ nothing no backward frees what it left: then a rank has what the policy keeps af
 
 from __future__ import annotations
 
-from harness.checks.placements import untold_units
-from harness.checks.traffic import Key, amount, axis_text, observed, own_bytes, planned, prefetched, still_gathered
-from harness.evidence import AfterForward, RankEvidence
-from harness.plan import BYTES, numel
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text, not_applicable, verdict_of
+from harness.evidence.records import AfterForward, RankEvidence
+from harness.evidence.text import bytes_text
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.traffic import Key, amount, axis_text, observed, own_bytes, planned, prefetched, still_gathered
+from harness.judge.trial import Trial
+from harness.judge.units_seen import untold_units
+from harness.plan.slices import BYTES, numel
 
 STAGE = "structure"
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from harness.checks.samples import fed_samples
-from harness.evidence import Resumed
-from harness.plan import numel, slice_text
-from harness.trial import Finding, Result, Trial, Verdict, not_applicable, take, verdict_of
+from harness.evidence.records import Resumed
+from harness.judge.contents import take
+from harness.judge.fed_samples import fed_samples
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.slices import numel, slice_text
 
 STAGE = "data"
 

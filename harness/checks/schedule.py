@@ -5,8 +5,9 @@ Numbers cannot show it: whatever the order, the gradients are the same, only mem
 
 from __future__ import annotations
 
-from harness.plan import actions_of_rank
-from harness.trial import Finding, Result, Trial, not_applicable, verdict_of
+from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.stages import actions_of_rank
 
 STAGE = "structure"
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.evidence import RankEvidence
-from harness.trial import Finding, Result, Trial, verdict_of
+from harness.evidence.records import RankEvidence
+from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.trial import Trial
 
 STAGE = "structure"
 

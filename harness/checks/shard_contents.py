@@ -5,8 +5,9 @@ Found by comparing bytes, so no metadata can flatter; the slices of the plan til
 
 from __future__ import annotations
 
-from harness.plan import slice_text
-from harness.trial import Finding, Result, Trial, verdict_of
+from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.trial import Trial
+from harness.plan.slices import slice_text
 
 STAGE = "structure"
 

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from harness.checks.placements import untold_units
-from harness.evidence import Collective, RankEvidence
-from harness.plan import BYTES, Flow, numel
-from harness.trial import Finding, Result, Trial, Verdict, bytes_text, not_applicable, ranks_text, verdict_of
+from harness.evidence.records import RankEvidence
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.traffic import (
+    INSIDE,
+    Key,
+    amount,
+    axis_text,
+    is_traffic,
+    observed,
+    planned,
+    prefetched,
+    still_gathered,
+)
+from harness.judge.trial import Trial
+from harness.judge.units_seen import untold_units
+from harness.plan.slices import BYTES, numel
 
 STAGE = "structure"
-
-INSIDE = ("forward", "backward", "pipeline")
-
-Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
 def check(trial: Trial) -> Result:
@@ -70,27 +78,6 @@ def _allowances_text(trial: Trial, used: set[Key]) -> str:
     return "; ".join(told)
 
 
-def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:
-    totals: dict[Key, int] = defaultdict(int)
-    for flow in trial.plan.flows_of(rank, step):
-        if flow.optional or not optional_only:
-            totals[_key(trial, rank, flow)] += flow.bytes
-    return dict(totals)
-
-
-def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
-    """FSDP2 gathers in backward by the order of all passes since the last backward. Where evaluation was among them, the
-    unit that came last in it is gathered once more, at the end, for nobody: the bytes that this may be."""
-    ranks, op, phase = key
-    evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
-    shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
-    if not evaluated or trial.case.wrapper != "fsdp2" or (ranks, op, phase) != (shards, "all_gather", "backward"):
-        return set()
-    size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
-    slices, units = trial.plan.slices, trial.plan.units[rank]
-    return {size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in unit) for unit in units}
-
-
 def spared(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
     """What evaluation left gathered, as the policy keeps it, the next forward does not gather: so many bytes less."""
     shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
@@ -100,39 +87,6 @@ def spared(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
     kept = trial.plan.after_forward[rank]
     left = {fqn for before, fqn, held in still_gathered(trial, rank) if before == step - 1 and held <= kept[fqn].bytes}
     return {-size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in left)}
-
-
-def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
-    """(step before, parameter, bytes of it still there) of what evaluation left, beyond the rank's own slices."""
-    return [
-        (record.step, fqn, held)
-        for record in trial.ranks[rank].after_evaluation
-        for fqn, held in record.bytes.items()
-        if fqn in trial.plan.after_forward[rank] and held > own_bytes(trial, rank, fqn)
-    ]
-
-
-def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
-    return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
-
-
-def _key(trial: Trial, rank: int, flow: Flow) -> Key:
-    return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
-
-
-def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
-    totals: dict[Key, int] = defaultdict(int)
-    for collective in evidence.collectives:
-        if collective.step == step and _is_traffic(collective):
-            totals[collective.ranks, collective.op, collective.phase] += collective.bytes
-    return dict(totals)
-
-
-def _is_traffic(collective: Collective) -> bool:
-    """torch 2.11 greets the neighbours of a pipeline stage with one number, before the first pass."""
-    greeting = collective.op in ("send", "recv") and collective.bytes <= BYTES["float64"]
-    inside = collective.phase in INSIDE and len(collective.ranks) > 1
-    return inside and "float" in collective.dtype and not greeting
 
 
 def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
@@ -197,19 +151,10 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
 
 def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, moved: int) -> str:
     """Where as many elements in another dtype of the recipe would be what was expected, says so."""
-    calls = (call for call in trial.ranks[rank].collectives if call.step == step and _is_traffic(call))
+    calls = (call for call in trial.ranks[rank].collectives if call.step == step and is_traffic(call))
     seen = {call.dtype for call in calls if (call.ranks, call.op, call.phase) == key}
     size = BYTES.get(next(iter(seen), ""), 0) if len(seen) == 1 else 0
     recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
     others = (dtype for dtype in recipe if dtype and dtype not in seen)
     alike = next((dtype for dtype in others if size and moved * BYTES[dtype] == expected * size), "")
     return f": {moved // size} elements of {seen.pop()}; as many of {alike} are what was expected" if alike else ""
-
-
-def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
-    axis = next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), None)
-    return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
-
-
-def amount(count: int) -> str:
-    return f"{bytes_text(count)} ({count})" if count else "nothing"

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness import tolerance
-from harness.clipping import clipped_unseen
-from harness.evidence import RankEvidence, StepEvidence, TensorEvidence
-from harness.trial import Finding, Result, Trial, Verdict, verdict_of
+from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
+from harness.judge import tolerance
+from harness.judge.clipping import clipped_unseen
+from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.trial import Trial
 from reference.config import TrainingConfig
 
 STAGE = "numbers"

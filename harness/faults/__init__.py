@@ -7,7 +7,7 @@ built, replaces something at a seam, and its replacement calls `fired()` each ti
     def hsdp_runs_as_fsdp(fired): ...
 
 A fault whose code never ran on any rank is UNFIRED: a failure of the catalogue, not of the trainer. `harness faults` runs
-them all (harness/catalogue.py).
+them all (harness/run/catalogue.py).
 
 `bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened; several
 entries are separated by semicolons. A fault of a kind, modelled on no single entry, says "of the family of ...".

@@ -8,7 +8,7 @@ not the harness's own death by SIGKILL. A caller with worker threads ends their 
 
 from __future__ import annotations
 
-from harness.evidence import Exit
+from harness.evidence.records import Exit
 from harness.launch.blame import judge
 from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare

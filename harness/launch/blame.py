@@ -16,7 +16,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from harness.evidence import AT_WORK, Exit
+from harness.evidence.records import AT_WORK, Exit
 from harness.launch.fate import Fate, busy, failed, frames, moment, render, useful, winding_up
 from harness.launch.sequences import describe, disagreeing, waited_for
 

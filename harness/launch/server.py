@@ -39,7 +39,7 @@ PRELOAD = (
     "numpy",
     "yaml",
     "torch.distributed.checkpoint.state_dict",
-    "harness.testify",
+    "harness.run.rank_main",
     "harness.launch.rank",
     "harness.probe",
     "harness.trainers.llama3.trainer",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from harness.evidence import AT_WORK
+from harness.evidence.records import AT_WORK
 from harness.launch.fate import Fate
 from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json

@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from harness.evidence import Activity, Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
-from harness.probe import held, structure
+from harness.evidence.records import Activity, Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
+from harness.probe import live_tensors, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.compiler import CompilerRecorder, compiler
 from harness.probe.copies import CopyRecorder
-from harness.probe.gathered import GatheredRecorder
 from harness.probe.growth import GrowthRecorder
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.precision import QuantizedRecorder
+from harness.probe.resharding import GatheredRecorder
 from harness.probe.samples import SampleRecorder
 from harness.probe.saved_tensors import SavedTensorsRecorder
 from harness.probe.settings import SettingsRecorder
@@ -119,7 +119,7 @@ class Probe:
         self.growth.note_last(last, self._held)
 
     def _beside(self) -> tuple[HeldTensor, ...]:
-        return held.beside(self._parts, self.values.optimizers, self.samples.tensors())
+        return live_tensors.beside(self._parts, self.values.optimizers, self.samples.tensors())
 
     def remove(self) -> None:
         self.settings.remove()

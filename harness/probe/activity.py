@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.evidence import Activity
+from harness.evidence.records import Activity
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import local, plain_fqn
 

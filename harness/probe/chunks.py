@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.probe import gathered, losses
+from harness.probe import losses, resharding
 
 
 def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, hidden: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with _at_depth(1):
             value = loss(self, hidden, labels, *args, **kwargs)
-        gathered.forward_goes_on()
+        resharding.forward_goes_on()
         return value
 
     return called

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.evidence import Collective
+from harness.evidence.records import Collective
 from harness.probe.clock import Account
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).

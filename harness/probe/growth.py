@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from harness.evidence import HeldTensor
+from harness.evidence.records import HeldTensor
 from harness.probe.clock import Clock
 
 LOOKS = 3  # the least that tells growth in every step from a cache that is filled once

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from harness.evidence import Microbatch
+from harness.evidence.records import Microbatch
 from harness.probe.clock import Account, Clock
 from harness.probe.losses import LossRecorder, microbatch
 from harness.probe.structure import local

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from harness.evidence import Group, TensorEvidence
+from harness.evidence.records import Group, TensorEvidence
 from harness.probe.collectives import members
 
 WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")

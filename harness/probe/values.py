@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from harness.evidence import Resumed
+from harness.evidence.records import Resumed
 from harness.probe.backward import BackwardRecorder
 from harness.probe.clock import Clock
 from harness.probe.structure import as_numpy, local, named_parameters, sharded_parameters

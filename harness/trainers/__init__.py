@@ -32,7 +32,7 @@ how its parameters are called. The whole of it, for a trainer `mine`:
 
     adapter = Mine()
 
-What a case asks for is in `harness.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
+What a case asks for is in `harness.spec.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
 shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `reference.data.step_samples(training,
 len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. All
 numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from harness.case import Case
+    from harness.spec.case import Case
 
 
 OPEN = "observed"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness import ROOT
-from harness.evidence import write_text
+from harness.evidence.store import write_text
 
 
 class EnvironmentFailed(ValueError):

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, halves, pairs
 
 NAMES = pairs("""embed_tokens=tok_embeddings lm_head=output input_layernorm=attention_norm self_attn=attention q_proj=wq
@@ -84,7 +84,7 @@ class Started(StartedTrainer):
         model = LlamaForCausalLM(LlamaConfig(**_sizes(case)))
         handover.give_weights([model], case, weights, adapter.fqn, adapter.rows(case))
         arguments = TrainingArguments(**_options(case, device))
-        if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: torch_bugs/accelerate_cpu_fsdp.py
+        if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: upstream_bugs/accelerate_cpu_fsdp.py
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         samples = [_named(case, *sample) for sample in handover.in_order(case)]
         self.trainer: Any = Trainer(model, arguments, train_dataset=samples, callbacks=[Hold()])

@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.case import Case
-from harness.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
+from harness.spec.case import Case
+from harness.spec.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
 from harness.trainers import Adapter
 
 if TYPE_CHECKING:
@@ -161,12 +161,12 @@ def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
     features = case.features
     schedule = f"with schedule {features.schedule}"
     if features.activation_checkpointing != "none":
-        why = "torch computes a block again for every group of its weights; see torch_bugs/zero_bubble_checkpointing.py"
+        why = "torch computes a block again for every group of its weights; see upstream_bugs/zero_bubble_checkpointing.py"
         yield f"activation_checkpointing {features.activation_checkpointing} {schedule}: {why}"
     if case.wrapper == "ddp":
-        yield f"wrapper ddp {schedule}: torch does not reduce later stages' gradients; see torch_bugs/zero_bubble_ddp.py"
+        yield f"wrapper ddp {schedule}: torch does not reduce later stages' gradients; see upstream_bugs/zero_bubble_ddp.py"
     if case.wrapper == "fsdp2" and features.reshard_after_forward == "always":
-        yield f"reshard_after_forward always {schedule}: torch loses gradients; see torch_bugs/zero_bubble_reshard.py"
+        yield f"reshard_after_forward always {schedule}: torch loses gradients; see upstream_bugs/zero_bubble_reshard.py"
 
 
 def _fsdp1_obstacles(case: Case) -> Iterator[str]:

@@ -9,7 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness.case import Case, find_case, load_cases
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_cases
 from harness.trainers.llama3 import adapter
 from harness.trainers.llama3.checkpoint import latest, resume
 from harness.trainers.llama3.trainer import Trainer

@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.distributed.tensor.parallel import parallelize_module
 
-from harness.case import Case
+from harness.spec.case import Case
 from reference.model import Llama
 
 SEQUENCE = 2  # dim of q, k, v [b, heads, s, head_dim]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.case import Case
+from harness.spec.case import Case
 from reference.data import SEPARATOR, build_dataset
 
 

@@ -36,7 +36,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.case import AXES, Case, Features
+from harness.spec.case import Case
+from harness.spec.dims import AXES
+from harness.spec.features import Features
 from harness.trainers.llama3 import context, recompute
 from reference.model import Llama
 

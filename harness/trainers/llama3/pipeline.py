@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers.llama3.parallelize import DTYPES
 from reference.model import Llama
 

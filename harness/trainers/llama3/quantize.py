@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from harness.case import Case
+from harness.spec.case import Case
 from reference.config import quantized_modules
 
 

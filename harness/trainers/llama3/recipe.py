@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.case import TrainingConfig
+from harness.spec.loading import TrainingConfig
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from harness.case import Case
+from harness.spec.case import Case
 from reference.model import Llama
 
 WRAPPER = "_checkpoint_wrapped_module."
@@ -83,7 +83,10 @@ def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
 
 
 def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-    """Trap: compiled code cannot differentiate what a row-wise embedding returns (torch_bugs/compile_rowwise_embedding.py)."""
+    """Trap: compiled code cannot differentiate what a row-wise embedding returns.
+
+    upstream_bugs/compile_rowwise_embedding.py shows it.
+    """
     return embedded.clone()
 
 

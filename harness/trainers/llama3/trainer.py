@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import Metrics
 from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, quantize, recipe, recompute
 from reference.data import IGNORED

@@ -25,7 +25,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.torchtitan import source
 

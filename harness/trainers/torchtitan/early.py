@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers import Metrics
 from harness.trainers.torchtitan import handover, job
 from harness.trainers.torchtitan.paused import Paused

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.case import Case
 from harness.probe.structure import local
+from harness.spec.case import Case
 from harness.trainers import Metrics
 from harness.trainers.llama3.trainer import local_slice, read_weights
 from reference.data import build_dataset, documents, step_length, step_samples

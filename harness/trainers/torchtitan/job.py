@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from harness.case import Case
-from harness.plan import layers_of_stage
+from harness.plan.stages import layers_of_stage
+from harness.spec.case import Case
 
 FLAVOR = "debugmodel"
 FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor

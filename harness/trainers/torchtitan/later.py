@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.case import LOOPED, Case
 from harness.probe import chunks
 from harness.probe.losses import noted
+from harness.spec.case import Case
+from harness.spec.features import LOOPED
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import cpu, handover, precise, sizes

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import handover, job
 from harness.trainers.torchtitan.later import Inputs, LaterTrainer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.case import Case
+from harness.spec.case import Case
 from harness.trainers.torchtitan.source import EARLY, Source, why_whole
 
 

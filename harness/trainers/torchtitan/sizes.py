@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from harness.case import Case
+from harness.spec.case import Case
 from reference.config import ModelConfig
 
 

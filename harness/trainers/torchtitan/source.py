@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.case import AXES, FEATURE_CHOICES, Case, Features
+from harness.spec.case import Case
+from harness.spec.dims import AXES
+from harness.spec.features import FEATURE_CHOICES, Features
 from reference.config import ModelConfig, TrainingConfig
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
@@ -262,17 +264,17 @@ class Source:
             if (degree := getattr(case.dims, axis)) > 1 and case.wrapper == "replicate":
                 yield f"dp_replicate {case.dims.dp_replicate} x {axis} {degree}: torchtitan's DDP takes one axis only"
         if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
-            why = "reduces gradients after every microbatch; see torch_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
-            yield f"accumulation with defer_sync: {era.name} {why}"
+            shown = "upstream_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
+            yield f"accumulation with defer_sync: {era.name} reduces gradients after every microbatch; see {shown}"
         if era.fed_microbatches and case.features.activation_checkpointing == "op" and case.dims.cp > 1:
             yield f"activation_checkpointing op with cp: what {era.name} keeps is attention of GPUs, not of CPUs"
         if era.fed_microbatches and not case.features.sequence_parallel:
-            why = "moves three to four times what backward needs; see torch_bugs/torchtitan_tp_without_sequence_parallel.py"
+            why = "moves three to four times what backward needs; see upstream_bugs/torchtitan_tp_without_sequence_parallel.py"
             yield f"sequence_parallel False: {era.name} then {why}"
         if era.fed_microbatches and not case.features.loss_parallel:
             yield f"loss_parallel False: {era.name} always computes the loss in parallel"
         if case.model.tied_embeddings and case.dims.tp > 1 and "tied_embeddings" in era.model:
-            why = "gathers the one weight twice; see torch_bugs/torchtitan_tied_under_tp.py"
+            why = "gathers the one weight twice; see upstream_bugs/torchtitan_tied_under_tp.py"
             yield f"tied_embeddings with tp: {era.name} {why}"
         if case.model.tied_embeddings and case.dims.pp > 1 and "tied_embeddings" in era.model:
             yield f"tied_embeddings with pp: {era.name} refuses that"

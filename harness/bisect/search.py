@@ -1,0 +1,127 @@
+"""What searching over commits and over versions have in common: a side judged, and what it is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.run.rank_main import started_file
+from harness.spec.case import Case
+
+Law = tuple[str, str]  # case, law
+
+
+class BisectError(Exception):
+    """Nothing can be searched for. The message says what to change."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One commit, or one version of a package. verdict: good, bad or skip. causes: by broken case. problem: why it was not
+    judged."""
+
+    commit: str
+    date: str
+    subject: str
+    verdict: str
+    broken: frozenset[Law] = frozenset()
+    causes: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+    folders: dict[str, Path] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return self.commit if "==" in self.commit else self.commit[:9]
+
+    @property
+    def name(self) -> str:
+        return "  ".join(filter(None, (self.label, self.date, self.subject)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """first_bad is None where skipped ones hide it; then candidates names who it may be. what: "commit" or "version"."""
+
+    first_bad: Judged | None
+    last_good: Judged | None
+    judged: tuple[Judged, ...]
+    candidates: tuple[str, ...]
+    seconds: float
+    what: str = "commit"
+
+
+Tell = Callable[[str], None]
+
+
+class Looks(Protocol):
+    @property
+    def what(self) -> str: ...
+
+    def look(self, commit: str) -> Judged:
+        """Its verdict is still open."""
+        ...
+
+
+def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
+    """The good and the bad one, judged; what differs between them is what is searched for. Raises BisectError."""
+    sides = []
+    for commit, verdict in ((first, "good"), (last, "bad")):
+        found = judge.look(commit)
+        if found.problem:
+            raise BisectError(f"the {verdict} {judge.what} {found.name} cannot be judged: {found.problem}")
+        sides.append(dataclasses.replace(found, verdict=verdict))
+        tell(line_of(sides[-1]))
+    if not sides[1].broken - sides[0].broken:
+        laws = ", ".join(law for _, law in sorted(sides[1].broken)) or "none"
+        raise BisectError(f"the bad {judge.what} breaks no law that the good one keeps (broken on both sides: {laws})")
+    return sides[0], sides[1]
+
+
+def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
+    """Its verdict, as seen from both ends."""
+    if found.problem:
+        return dataclasses.replace(found, verdict="skip")
+    wanted = bad.broken - good.broken
+    if found.broken & wanted:
+        return dataclasses.replace(found, verdict="bad")
+    if others := found.broken - good.broken:
+        laws = ", ".join(law for _, law in sorted(others))
+        return dataclasses.replace(found, verdict="skip", problem=f"breaks other laws than the bad one: {laws}")
+    return dataclasses.replace(found, verdict="good")
+
+
+def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
+    """With what was judged of this case, whose evidence lies in folder."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    if not set_up(folder / "run", case):
+        return dataclasses.replace(found, problem=f"{case.name}, before its first step: {cause}")
+    broken = {(case.name, result.check) for result in judgement.results if result.verdict is Verdict.FAIL}
+    if not broken and (reason := not_judged(judgement)):
+        return dataclasses.replace(found, problem=f"{case.name}: {reason}")
+    folders = found.folders | {case.name: folder}
+    causes = found.causes | ({case.name: cause} if broken else {})
+    return dataclasses.replace(found, broken=found.broken | broken, causes=causes, folders=folders)
+
+
+def set_up(folder: Path, case: Case) -> bool:
+    return all(started_file(folder, rank).exists() for rank in range(case.dims.world_size))
+
+
+def not_judged(judgement: Judgement) -> str:
+    if judgement.verdict is not Verdict.UNKNOWN:
+        return ""
+    return next(
+        (f"{r.check}: {r.note}" for r in judgement.results if r.verdict is Verdict.UNKNOWN), "nothing was judged"
+    )
+
+
+def line_of(found: Judged) -> str:
+    """And below it a line for each different cause."""
+    why = [found.problem] if found.problem else list(dict.fromkeys(found.causes.values()))
+    return "\n".join([f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)", *(f"{'':9}  {one}" for one in why)])

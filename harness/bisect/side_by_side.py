@@ -1,0 +1,119 @@
+"""What bisecting found, as a person reads it: the commit, what it broke, and what was seen before and after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from harness.bisect.search import Found, Judged
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.assembly import gradient_distance
+from harness.judge.stored_trial import load_trial
+from harness.judge.tolerance import NoBound
+from harness.judge.trial import Trial
+from harness.plan.slices import slice_text
+
+
+def bisect_report(found: Found) -> str:
+    judged = [one for one in found.judged if one.verdict != "skip"]
+    skipped = [one for one in found.judged if one.verdict == "skip"]
+    lines = [
+        *_who(found),
+        "",
+        f"  {len(judged)} {found.what}s judged, {len(skipped)} skipped, in {found.seconds:.0f} s",
+    ]
+    lines += [line for one in skipped for line in (f"  skipped  {one.name}", f"           {one.problem}")]
+    return "\n".join(lines)
+
+
+def _who(found: Found) -> list[str]:
+    if found.first_bad is None or found.last_good is None:
+        lines = [f"the first bad {found.what} is one of these; those between the last good and it could not be judged"]
+        return lines + [f"  {name}" for name in found.candidates]
+    bad, good = found.first_bad, found.last_good
+    laws = sorted(bad.broken - good.broken)
+    lines = [f"first bad {found.what:<8}{bad.name}"]
+    cases = dict.fromkeys(case for case, _ in laws)
+    for case in cases:
+        lines.append(f"  breaks          {', '.join(law for name, law in laws if name == case)} of {case}")
+        lines.append(f"  diagnosis       {_cause(good, bad, case)}")
+    lines.append(f"  last good       {good.name}")
+    first_of = {bad.causes[case]: case for case in reversed(cases)}
+    for case in sorted(first_of.values()):
+        lines += ["", *_side_by_side(good, bad, case)]
+    return lines
+
+
+def _cause(good: Judged, bad: Judged, case: str) -> str:
+    """A cause that is older than the commit is not the commit's."""
+    cause = bad.causes[case]
+    return f"{cause} (so it was before: look at the laws)" if good.causes.get(case) == cause else cause
+
+
+def _side_by_side(good: Judged, bad: Judged, case: str) -> list[str]:
+    before, after = (facts(load_trial(one.folders[case])) for one in (good, bad))
+    rows = [(case, good.label, bad.label)]
+    rows += [(name, before.get(name, "none"), after.get(name, "none")) for name in dict.fromkeys([*before, *after])]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    marks = ["", *("" if one == two else "! " for _, one, two in rows[1:])]
+    lines = [
+        f"  {name:<{first}}  {one:<{second}}  {mark}{two}".rstrip()
+        for (name, one, two), mark in zip(rows, marks, strict=True)
+    ]
+    return [*lines, f"  evidence: {_shown(good, case)} and {_shown(bad, case)}"]
+
+
+def _shown(one: Judged, case: str) -> Path:
+    return one.folders[case]
+
+
+def facts(trial: Trial) -> dict[str, str]:
+    """Of rank 0: what it holds, over whom it moved what in its first step; of all ranks: how far their gradients are off; and
+    what a test of less would look at."""
+    evidence = trial.ranks.get(0)
+    if evidence is None or not evidence.steps:
+        return {"rank 0": "left no evidence" if evidence is None else "finished no step"}
+    step = evidence.steps[0]
+    told = {"process groups of rank 0": " ".join(sorted({ranks_text(g.ranks) for g in evidence.groups}))}
+    root = next(iter(evidence.structure.values()), {})
+    for axis in ("shard", "replicate"):
+        if f"{axis}_ranks" in root:
+            told[f"it {axis}s over"] = ranks_text(tuple(root[f"{axis}_ranks"]))
+    first = evidence.parameters[0]
+    part = trial.holdings[0][first.fqn]
+    told[f"its {first.fqn}"] = slice_text(part, first.global_shape) if part else "found nowhere"
+    moved: dict[str, int] = {}
+    for call in evidence.collectives:
+        if call.step == step.step and call.phase in ("forward", "backward"):
+            key = f"{call.phase} {call.op} over {ranks_text(call.ranks)}"
+            moved[key] = moved.get(key, 0) + call.bytes
+    told |= {key: bytes_text(count) for key, count in sorted(moved.items())}
+    told["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
+    told["gradients of all ranks"] = _gradients(trial)
+    told["losses displayed"] = _curve(s.reported_loss for s in evidence.steps)
+    told["norms displayed"] = _curve(s.grad_norm for s in evidence.steps)
+    return told
+
+
+def _curve(numbers: Iterable[float | None]) -> str:
+    return " ".join(f"{number:.12g}" for number in numbers if number is not None) or "none"
+
+
+def _gradients(trial: Trial) -> str:
+    """What differs is told by a bound: rounding differs from commit to commit."""
+    apart = [
+        (gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn]), rank, step.step, fqn)
+        for rank, step, reference in trial.steps()
+        for fqn, gradient in step.gradients.items()
+        if fqn in reference.gradients
+    ]
+    if not apart:
+        return "none"
+    off, rank, step, fqn = max(apart, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+    where = f"off by {off:.1e} at worst: rank {rank}, step {step}, {fqn}"
+    try:
+        bound = trial.bounds.gradient[step]
+    except NoBound:
+        return where
+    return f"the reference's, within {bound:.1e}" if off <= bound else where

@@ -1,0 +1,146 @@
+"""Findings of several laws -> one named cause, in the field's words, and the evidence for it in a few lines.
+
+Each rule knows one kind of cause and looks at the trial itself, not at the wording of findings. Rules are tried in the
+order in which one mistake leads to others: a dead rank explains missing evidence, a wrong layout explains traffic, a
+wrong sample explains a wrong gradient, a wrong gradient explains the update. The first that answers names the cause.
+
+A diagnosis is a service, the verdict is the laws'. So a rule that raises is skipped, and the evidence says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Sequence
+
+from harness.checks import judge
+from harness.diagnosis.checkpoint import wrong_checkpoint
+from harness.diagnosis.data import wrong_positions, wrong_samples, wrong_weights
+from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
+from harness.diagnosis.gradients import wrong_gradients
+from harness.diagnosis.later import wrong_later_gradients, wrong_loss
+from harness.diagnosis.layout import wrong_contents, wrong_layout
+from harness.diagnosis.memory import copies_made, growing
+from harness.diagnosis.parameters import wrong_parameters
+from harness.diagnosis.pipeline import wrong_schedule
+from harness.diagnosis.processes import incomplete, process_failed
+from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
+from harness.diagnosis.rest import (
+    copies_kept,
+    not_deterministic,
+    out_of_order,
+    ranks_wait,
+    reference_moved,
+    replicas_drift,
+    wrong_display,
+    wrong_structure,
+)
+from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
+from harness.diagnosis.settings import wrong_precision, wrong_settings
+from harness.diagnosis.updates import changed_afterwards, wrong_update
+from harness.diagnosis.words import Broken, Lines, finding_line
+from harness.judge.result import Diagnosis, Result, Verdict
+from harness.judge.trial import Trial, launch_label
+
+Rule = Callable[[Trial, Broken], Diagnosis | None]
+
+RULES: tuple[Rule, ...] = (
+    process_failed,
+    started_elsewhere,
+    incomplete,
+    left_by_evaluation,
+    wrong_layout,
+    wrong_wrapper,
+    wrong_weights,
+    wrong_contents,
+    resumed_wrongly,
+    wrong_schedule,
+    wrong_precision,
+    wrong_features,
+    wrong_resharding,
+    wrong_units,
+    wrong_samples,
+    wrong_positions,
+    wrong_masks,
+    out_of_order,
+    changed_afterwards,
+    wrong_parameters,
+    wrong_gradients,
+    wrong_loss,
+    wrong_update,
+    wrong_later_gradients,
+    replicas_drift,
+    growing,
+    copies_kept,
+    wrong_checkpoint,
+    copies_made,
+    attended_too_often,
+    ranks_wait,
+    wrong_settings,
+    wrong_structure,
+    wrong_display,
+    not_deterministic,
+    reference_moved,
+)
+
+
+def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:
+    """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
+    that one only keeps too much, which does not explain what is resumed wrongly."""
+    failed = [result for result in results if result.verdict is Verdict.FAIL]
+    if failed and trial.saved and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), rules)):
+        only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
+        if not (only_keeps and "resume" in {result.check for result in failed}):
+            return earlier
+    broken = {result.check: result for result in failed if result.findings}
+    if not broken:
+        return Diagnosis(f"{failed[0].check} is broken and does not say where") if failed else None
+    found, skipped = _first_answer(trial, broken, rules)
+    found = found or _plain_summary(broken)
+    if trial.case.last_step is not None:
+        found = dataclasses.replace(found, cause=f"{launch_label(trial)}{found.cause}")
+    return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
+
+
+def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[Diagnosis | None, Lines]:
+    """The first rule's answer, and a line for every rule before it that raised."""
+    skipped: list[tuple[str, str]] = []
+    for rule in rules:
+        try:
+            found = rule(trial, broken)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"the rule {rule.__name__} raised {error!r} at {where.name}:{where.lineno}, so it names no cause"
+            skipped.append(("not diagnosed", told))
+            continue
+        if found is not None:
+            return found, tuple(skipped)
+    return None, tuple(skipped)
+
+
+def _plain_summary(broken: Broken) -> Diagnosis:
+    """What is left where no rule knows the cause: the first law that is broken, and which others are."""
+    name, text = finding_line(*next(iter(broken.items())))
+    others = [other for other in broken if other != name]
+    return Diagnosis(f"{name}: {text}", (("also broken", ", ".join(others)),) if others else ())
+
+
+def _what_weaker_tests_say(results: Sequence[Result]) -> Lines:
+    """The laws that pass although the trainer is wrong: what weaker tests would have said."""
+    passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
+    broken = {result.check for result in results if result.verdict is Verdict.FAIL}
+    lines = []
+    numbers = [name for name in ("loss", "gradients") if name in passing]
+    if numbers and broken != {"golden"}:
+        worst = max((passing[name].note.removeprefix("largest difference ") for name in numbers), key=float)
+        blind = ": a loss-curve test passes here" if "loss" in passing else ""
+        close = f"within {worst}" if float(worst) else "exactly"
+        lines.append((", ".join(numbers), f"equal to the reference {close}{blind}"))
+    if "process_groups" in passing and broken & {"shard_contents", "placements", "traffic"}:
+        lines.append(("groups", "every group of the plan exists: a listing of process groups passes here"))
+    if "golden" in broken and len(broken) > 1:
+        lines.append(("golden", "the reference moved as well: model, data, recipe or torch changed"))
+    return tuple(lines)
+
+
+__all__ = ["RULES", "Diagnosis", "diagnose"]

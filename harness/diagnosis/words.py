@@ -1,0 +1,64 @@
+"""What all kinds of causes share: the Diagnosis itself, and how ranks, groups, parameters and traffic are put in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.result import Result
+from harness.judge.traffic import observed as observed_traffic
+from harness.judge.trial import Trial
+from harness.plan.traffic.flow import Flow
+
+Lines = tuple[tuple[str, str], ...]
+Broken = dict[str, Result]
+
+
+def some(names: Sequence[str], most: int = 2) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """rank 3, ranks [0,1]."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(list(ranks))}"
+
+
+def on_ranks(trial: Trial, ranks: Iterable[int]) -> str:
+    """ " on ranks [0,1]"; nothing if it is all of them."""
+    ranks = sorted(set(ranks))
+    return "" if len(ranks) == len(trial.ranks) else f" on {rank_words(ranks)}"
+
+
+def in_parameters(trial: Trial, fqns: Sequence[str]) -> str:
+    """in every parameter, in 2 of 12 parameters (a, b)."""
+    total = len(trial.plan.shapes)
+    return "in every parameter" if len(fqns) == total else f"in {len(fqns)} of {total} parameters ({some(fqns)})"
+
+
+def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
+    shown = [ranks_text(group) for group in groups]
+    return " ".join(shown if len(shown) <= 3 else [*shown[:2], "..", shown[-1]])
+
+
+def finding_line(name: str, result: Result) -> tuple[str, str]:
+    first = result.findings[0]
+    return name, f"{first.where}: expected {first.expected}, observed {first.observed}"
+
+
+def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
+    """Rank 0's planned flows that did not happen as planned, in the first step."""
+    seen = observed_traffic(trial.ranks[0], trial.first_step)
+    for (axis, op, phase), flows in _by_collective(trial.plan.flows[0]).items():
+        moved, wanted = seen.get((trial.plan.group_of(0, axis), op, phase), 0), sum(flow.bytes for flow in flows)
+        if moved != wanted and not all(flow.optional for flow in flows):
+            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {axis} in {phase}"
+            yield "traffic", f"{what}: expected {bytes_text(wanted)} per step, observed {bytes_text(moved)}"
+
+
+def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
+    """Flows that cannot be told apart: over cp both parameters and keys are gathered."""
+    found: dict[tuple[str, str, str], list[Flow]] = {}
+    for flow in flows:
+        found.setdefault((flow.axis, flow.op, flow.phase), []).append(flow)
+    return found

@@ -1,0 +1,1 @@
+"""What a rank leaves behind: the records, saving and loading them, the reference's names for parameters."""

@@ -1,0 +1,50 @@
+"""Evidence under the reference's names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from harness.evidence.records import RankEvidence, Resumed
+from harness.evidence.store import T
+
+
+def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
+    """The same with parameters and modules under the names that `fqn` gives them."""
+
+    def keys(found: dict[str, T]) -> dict[str, T]:
+        return {fqn(name): value for name, value in found.items()}
+
+    def counted(counts: dict[str, int], *, at: int = 1) -> dict[str, int]:
+        """The name is word `at` of a key that has so many words."""
+        told = ((key.split(" "), count) for key, count in counts.items())
+        return {" ".join([*w[:at], *map(fqn, w[at : at + 1]), *w[at + 1 :]]): count for w, count in told}
+
+    steps = tuple(
+        dataclasses.replace(
+            step,
+            gradients=keys(step.gradients),
+            parameters=keys(step.parameters),
+            optimizer_state=keys(step.optimizer_state),
+            activity=dataclasses.replace(
+                step.activity,
+                calls=counted(step.activity.calls),
+                quantized=counted(step.activity.quantized),
+                random=counted(step.activity.random, at=2),
+                inputs=keys(step.activity.inputs),
+            ),
+            changed=None if step.changed is None else keys(step.changed),
+            after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
+        )
+        for step in evidence.steps
+    )
+    parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
+    resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
+    left = tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in evidence.after_evaluation)
+    structure = {
+        fqn(module): claim | {key: [fqn(name) for name in names] for key, names in claim.items() if key == "parameters"}
+        for module, claim in evidence.structure.items()
+    }
+    return dataclasses.replace(
+        evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure, after_evaluation=left
+    )

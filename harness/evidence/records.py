@@ -1,0 +1,272 @@
+"""The records that a rank leaves behind: frozen dataclasses of plain values; arrays are numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from harness.evidence.checkpoint_index import Checkpoint
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective (or a send or receive), as one rank issued it.
+
+    op: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, scatter, gather, reduce, barrier, send, recv.
+    ranks: global ranks of the group it really ran over, ascending as the group lists them.
+    bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
+    phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer", "evaluation" (inside a pass
+    that trains nothing) or "other".
+    step: 0 before the first step; in evaluation that before it.
+    seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
+    which is the other side.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    group: str
+    dtype: str
+    bytes: int
+    phase: str
+    step: int
+    seq: int
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group this rank is a member of, whether or not anything ran over it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class TensorEvidence:
+    """A parameter as this rank holds it. Mesh and placements are what its metadata claims; `value` is what is there.
+
+    mesh: the claimed mesh's ranks, nested by axis; None for a plain tensor. placements: one string per mesh axis.
+    storage_bytes: size of the storage that backs the local tensor.
+    """
+
+    fqn: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    mesh: Any
+    placements: tuple[str, ...]
+    storage_bytes: int
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass of this rank was fed, and the loss it computed from it.
+
+    tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage is fed tokens, its last
+    labels (as they came, where they do not fit the tokens or there are none), -100 those that do not count. loss_sum: over
+    this rank's valid tokens. chunks: how many labels each part had, where the loss was computed in several, in order.
+    """
+
+    tokens: np.ndarray | None
+    labels: np.ndarray | None
+    loss_sum: float | None
+    valid_tokens: int | None
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank computed in a step, counted. Keys are words with a blank between them.
+
+    calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
+    products: "phase dtype", matrix products of that dtype. attention: "phase kind", fused attention ("attention"), its
+    backward ("attention_backward") and batched products ("batched product").
+    quantized: "phase fqn format", products of a module's that ran in 8 bits: "forward layers.0.attention.wq float8_rowwise".
+    random: "phase", operators that drew random numbers, and "other state fqn", recomputations that began with another state
+    of the generator than forward.
+    inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in forward, and how many numbers it was.
+    saved: "phase owner", how often hooks were put on the tensors that autograd saves for backward, by the module and class
+    or function that they come from: "forward torch.utils.checkpoint _checkpoint_hook".
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    products: dict[str, int] = field(default_factory=dict)
+    attention: dict[str, int] = field(default_factory=dict)
+    random: dict[str, int] = field(default_factory=dict)
+    quantized: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AfterForward:
+    """What a rank had in memory of the parameters of one model part at the moment when its forward pass ended.
+
+    bytes: by fqn, of as much of the parameter as is there. storage: of all distinct storages behind that.
+    """
+
+    bytes: dict[str, int]
+    storage: int
+
+
+@dataclass(frozen=True)
+class AfterEvaluation:
+    """The same when the next step began, or training ended, after passes that trained nothing. step: the last one before."""
+
+    step: int
+    bytes: dict[str, int]
+    storage: int
+
+
+@dataclass(frozen=True)
+class StepEvidence:
+    """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
+
+    gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
+    likewise, kept for the last step, and for one after which a checkpoint was written.
+    reported_loss, grad_norm, reported_lr: what the trainer displays. lr: read from the optimizer as it stepped.
+    reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
+    scaled: where no clipping of torch's was seen, the number by which all gradients were multiplied between the end of backward
+    and the optimizer; `gradients` are those before. NaN: altered otherwise, and as the optimizer was given them.
+    changed: of parameters that were something else when the next step began, or training ended, what they then were;
+    None if nobody looked.
+    memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
+    positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
+    actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
+    after_forward: one record for each forward pass of each model part.
+    graphs: how many torch.compile had made in this process when the optimizer had stepped; None if nobody looked.
+    settings: switches of torch by name, and every value that each was seen to have in this step.
+    kept: of float tensors besides parameters, gradients and optimizer state, the bytes that lived on when the step was over,
+    by "dtype shape". copied: of copies of weights, the most bytes at once, by phase. Both None if nobody looked.
+    """
+
+    step: int
+    microbatches: tuple[Microbatch, ...]
+    reported_loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+    optimizer_state: dict[str, dict[str, np.ndarray]]
+    memory: dict[str, int]
+    activity: Activity = field(default_factory=Activity)
+    positions: tuple[np.ndarray, ...] = ()
+    actions: tuple[str, ...] = ()
+    after_forward: tuple[AfterForward, ...] = ()
+    changed: dict[str, np.ndarray] | None = None
+    graphs: int | None = None
+    settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    kept: dict[str, int] | None = None
+    copied: dict[str, int] | None = None
+    reported_lr: float | None = None
+    scaled: float | None = None
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of floating-point numbers; bytes: of the storage behind it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a rank holds once it has resumed, by fqn: parameters before its first forward pass, and the optimizer's state
+    (whatever tensors it keeps, such as exp_avg, exp_avg_sq, step) as the optimizer enters its first step."""
+
+    parameters: dict[str, np.ndarray]
+    optimizer_state: dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """All that one rank saw. `parameters` is the state before the first step, and before a checkpoint is read.
+
+    structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...});
+    "parameters": those that an FSDP unit gathers together.
+    compiler: graphs that torch.compile made ("graphs"), its graph breaks ("graph break: why"), and limits at which it left code
+    to run eagerly ("gave up: why").
+    fault: None, or whether the deliberate fault's code ran on this rank.
+    resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all;
+    reports_every: in which steps, those that this number divides.
+    after_evaluation: one record for each model part and time between two steps at which there was any.
+    held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
+    rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
+    settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
+    """
+
+    rank: int
+    world_size: int
+    parameters: tuple[TensorEvidence, ...]
+    groups: tuple[Group, ...]
+    collectives: tuple[Collective, ...]
+    steps: tuple[StepEvidence, ...]
+    structure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    compiler: dict[str, int] = field(default_factory=dict)
+    fault: bool | None = None
+    resumed: Resumed | None = None
+    displays: tuple[str, ...] = ("loss", "grad_norm")
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    held: tuple[HeldTensor, ...] | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    reports_every: int = 1
+    after_evaluation: tuple[AfterEvaluation, ...] = ()
+
+
+AT_WORK = "still at work"
+
+
+"""In the error of ranks killed at the time limit while collectives went on: the job was slow, and none of them hung."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one rank's process ended.
+
+    how: "ok", "raised", "signal", "killed" (by the harness, at the time limit or because others failed) or "lost".
+    error: one line. stack: the Python stack where it raised or was stuck. waiting_for: the collective it was in.
+    blamed: True for the rank that caused the failure, False for those that only waited for it.
+    left: command lines of processes that it started and that outlived it, until they were killed.
+    """
+
+    rank: int
+    how: str
+    code: int | None = None
+    signal: str | None = None
+    error: str = ""
+    stack: str = ""
+    last_collective: str = ""
+    blamed: bool = False
+    log: str = ""
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`; one whose file
+    cannot be read is in `unreadable`, with the reason.
+
+    trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
+    a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what of the trainer does
+    not run as its users run it, a line each); no law reads it.
+    checkpoint: what the one that it left holds; None if it left none, or nobody looked.
+    """
+
+    directory: str
+    world_size: int
+    exits: tuple[Exit, ...]
+    ranks: dict[int, RankEvidence]
+    seconds: float = 0.0
+    unreadable: dict[int, str] = field(default_factory=dict)
+    fault: str | None = None
+    trainer: str = "llama3"
+    made: dict[str, str] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None

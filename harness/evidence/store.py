@@ -1,0 +1,187 @@
+"""The records a rank leaves behind, and how they are saved and loaded.
+
+Every record is a frozen dataclass of plain values; arrays are numpy. A rank's evidence is one file, complete or absent:
+it is written under another name, flushed to disk and renamed. Its parts carry checksums (zip), so damage is noticed.
+
+bfloat16 has no numpy dtype: such values are stored as float32, which holds every bfloat16 exactly; the field `dtype`
+keeps the true one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from harness.evidence.checkpoint_index import Checkpoint
+from harness.evidence.format import other_version, version_of
+from harness.evidence.records import Exit, RankEvidence, Run
+
+T = TypeVar("T")
+
+
+class EvidenceError(Exception):
+    """An evidence file is missing, damaged or of another version. The message names the file and the remedy."""
+
+
+def save(path: Path, record: Any) -> None:
+    """Writes any of the records above (or another dataclass of plain values and arrays): complete or not at all."""
+    arrays: list[np.ndarray] = []
+    kind = type(record)
+    header = json.dumps({"format": version_of(kind), "type": kind.__name__, "record": _encode(record, arrays)})
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join(arrays))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise EvidenceError(_unwritable(path, error)) from error
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """Reads what save wrote. Raises EvidenceError for a missing, damaged or foreign file."""
+    try:
+        with np.load(path, allow_pickle=False) as parts:
+            header, blob = json.loads(parts["header"].tobytes()), parts["blob"].tobytes()
+        found, other = str(header["type"]), other_version(str(header["format"]), kind)
+        record = _decode(kind, header["record"], blob) if found == kind.__name__ and not other else None
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such evidence; run the case again") from error
+    except Exception as error:  # one flipped byte makes zipfile and numpy raise almost anything
+        raise EvidenceError(f"{path}: damaged evidence ({error}); delete it and run the case again") from error
+    if record is None:
+        problem = other if found == kind.__name__ else f"holds {found}, expected {kind.__name__}"
+        raise EvidenceError(f"{path}: {problem}; run the case again")
+    return record
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be written: {error.strerror or error}; free the disk or choose another --out"
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([a.view(np.uint8).reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.uint8)
+
+
+def _encode(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Plain JSON, each array replaced by its place in the blob."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        arrays.append(np.ascontiguousarray(value).reshape(-1))
+        return [str(value.dtype), list(value.shape)]
+    if isinstance(value, dict):
+        return [[key, _encode(item, arrays)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, arrays) for item in value]
+    return value
+
+
+def _decode(kind: Any, record: Any, blob: bytes) -> Any:
+    return _reader(kind)(record, _Blob(blob))
+
+
+class _Blob:
+    """The arrays of a file, taken in the order in which they were encoded."""
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob, self.position = blob, 0
+
+    def take(self, dtype: str, shape: list[int]) -> np.ndarray:
+        count = math.prod(shape)
+        array = np.frombuffer(self.blob, dtype, count, self.position) if count else np.zeros(0, dtype)
+        self.position += array.nbytes
+        return array.reshape(shape)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
+    """How a value of this annotated type is rebuilt; made once a type, for a run has tens of thousands of values."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        inner = _reader(next(a for a in args if a is not type(None)))
+        return lambda record, blob: None if record is None else inner(record, blob)
+    if dataclasses.is_dataclass(kind):
+        readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+        make: Callable[..., Any] = kind  # type: ignore[assignment]
+        return lambda record, blob: make(**{name: readers[name](item, blob) for name, item in record.items()})
+    if kind is np.ndarray:
+        return lambda record, blob: blob.take(*record)
+    if origin is dict:
+        read = _reader(args[1])
+        return lambda record, blob: {key: read(item, blob) for key, item in record}
+    if origin is tuple:
+        each = _reader(args[0])
+        return lambda record, blob: tuple([each(item, blob) for item in record])
+    return lambda record, blob: record
+
+
+RUN_FILE = "run.json"
+
+
+CHECKPOINT_FILE = "checkpoint.npz"
+
+
+def save_run(run: Run) -> None:
+    """The part of a Run that is not in the ranks' own files."""
+    record: dict[str, Any] = {"format": version_of(Exit), "world_size": run.world_size}
+    record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer, "made": run.made}
+    record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
+    write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
+
+
+def load_run(directory: Path) -> Run:
+    """A launch as it was stored. A damaged or missing rank file is not fatal: laws judge it; `unreadable` tells the damage."""
+    path = directory / RUN_FILE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if other := other_version(str(record["format"]), Exit):
+            raise EvidenceError(f"{path}: {other}; run the case again")
+        exits = tuple(Exit(**{**exit, "left": tuple(exit.get("left", ()))}) for exit in record["exits"])
+        run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
+        run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
+    except FileNotFoundError as error:
+        remedy = "`harness check` wants the folder that `harness run` wrote"
+        raise EvidenceError(f"{path}: no such file; {remedy}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    for rank in filter(lambda rank: rank_file(directory, rank).exists(), range(run.world_size)):
+        try:
+            run.ranks[rank] = load(rank_file(directory, rank), RankEvidence)
+        except EvidenceError as error:
+            run.unreadable[rank] = str(error)
+    if (directory / CHECKPOINT_FILE).exists():
+        run = dataclasses.replace(run, checkpoint=load(directory / CHECKPOINT_FILE, Checkpoint))
+    return run
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"rank_{rank:02d}.npz"
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small text file, complete or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise EvidenceError(_unwritable(path, error)) from error

@@ -1,0 +1,27 @@
+"""Ranks, bytes and positions as a person writes them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
+    """Ranks as a person writes them: [0-7], [0,8], [0,2,4,6]."""
+    ranks = sorted(ranks)
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"[{ranks[0]}-{ranks[-1]}]"
+    return "[" + ",".join(map(str, ranks)) + "]"
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"
+
+
+def positions_text(positions: np.ndarray) -> str:
+    """0-3 and 12-15."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

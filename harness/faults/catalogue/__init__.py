@@ -1,0 +1,1 @@
+"""Deliberate mistakes by subject, one file each."""

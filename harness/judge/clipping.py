@@ -1,0 +1,69 @@
+"""Which of the gradients seen clipping was given, where a trainer clips by a function of its own.
+
+Between the end of backward and the optimizer all gradients of a rank were multiplied by one number. That was clipping, or
+what a recipe divides by (tokens, a loss scale), or both. The gradients before are taken, unless only those after are the
+reference's; `update` judges what was made of those taken. Neither may be: then they were divided and clipped, and where the
+optimizer was given exactly the reference's clipped gradients, what they were before clipping is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from harness.evidence.records import Run, StepEvidence
+from harness.judge import tolerance
+from harness.judge.contents import take
+from harness.judge.trial import Trial
+
+
+def before_clipping(trial: Trial) -> Trial:
+    """The same trial with the gradients that clipping was given, as far as that can be told."""
+    scaled = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
+    after = dataclasses.replace(trial, run=_multiplied(trial.run, scaled))
+    try:
+        late = {s for s in scaled if not matches(trial, s) and (matches(after, s) or matches(after, s, clipped=True))}
+    except tolerance.NoBound:
+        return trial
+    repeat = trial.repeat and _multiplied(trial.repeat, late)
+    return dataclasses.replace(trial, run=_multiplied(trial.run, late), repeat=repeat) if late else trial
+
+
+def factor(step: StepEvidence) -> float | None:
+    """By which all were multiplied; None if nobody looked, or if that was not one number."""
+    return None if step.scaled is None or math.isnan(step.scaled) else step.scaled
+
+
+def _multiplied(run: Run, steps: set[int]) -> Run:
+    def after(step: StepEvidence) -> StepEvidence:
+        by = factor(step)
+        if step.step not in steps or by is None:
+            return step
+        return dataclasses.replace(step, gradients={fqn: by * g for fqn, g in step.gradients.items()})
+
+    ranks = {
+        rank: dataclasses.replace(evidence, steps=tuple(map(after, evidence.steps)))
+        for rank, evidence in run.ranks.items()
+    }
+    return dataclasses.replace(run, ranks=ranks)
+
+
+def matches(trial: Trial, number: int, *, clipped: bool = False) -> bool:
+    """Whether all gradients of a step are the reference's; clipped: the reference's times its clip coefficient."""
+    reference, bound = trial.reference_step(number), trial.bounds.gradient[number]
+    by = tolerance.clip_coefficient(reference.grad_norm, trial.case.training.max_norm) if clipped else 1.0
+    for rank, step, _ in trial.steps():
+        for fqn, gradient in step.gradients.items() if step.step == number else ():
+            part, full = trial.slice_of(rank, fqn), by * reference.gradients[fqn]
+            if (
+                part is None
+                or not tolerance.relative_difference(gradient, take(full, part), float(abs(full).max())) <= bound
+            ):
+                return False
+    return True
+
+
+def clipped_unseen(trial: Trial, number: int) -> bool:
+    """Whether the gradients were altered after backward and are the reference's clipped ones: by whom nobody saw."""
+    altered = all(s.scaled not in (None, 1.0) for _, s, _ in trial.steps() if s.step == number)
+    return altered and not matches(trial, number) and matches(trial, number, clipped=True)

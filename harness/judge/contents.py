@@ -1,0 +1,39 @@
+"""Where in a whole parameter the bytes lie that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from harness.plan.slices import Slice, numel
+
+
+def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
+    """The slice of `full` whose bytes are those of `value`; `guess` is tried first. None if there is none."""
+    if value.ndim != full.ndim:
+        return None
+    if value.size == 0:
+        return guess if guess is not None and numel(guess) == 0 else tuple((0, size) for size in value.shape)
+    places = (_from(corner, value.shape) for corner in _corners(value, full, guess))
+    return next((place for place in places if _is_at(value, full, place)), None)
+
+
+def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
+    """Where the value may begin."""
+    if guess is not None:
+        yield [start for start, _ in guess]
+    yield from np.argwhere(full == value.flat[0])
+
+
+def _from(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
+    return tuple((int(start), int(start) + size) for start, size in zip(corner, shape, strict=True))
+
+
+def _is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
+    region = take(full, place)
+    return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
+
+
+def take(full: np.ndarray, part: Slice) -> np.ndarray:
+    return full[tuple(slice(start, stop) for start, stop in part)]

@@ -1,0 +1,64 @@
+"""All results of a case, its verdict and its cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.judge.result import Diagnosis, Result, Verdict
+from harness.spec import releases
+from harness.spec.case import Case, ExpectedFailure
+
+
+@dataclass(frozen=True)
+class Judgement:
+    case: Case
+    folder: Path
+    results: tuple[Result, ...]
+    diagnosis: Diagnosis | None
+    seconds: float
+    fault: str | None = None
+    fired: bool | None = None
+    trainer: str = "llama3"
+    made: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def replaced(self) -> list[str]:
+        """What of the trainer did not run as its users run it."""
+        return self.made.get("replaced", "").splitlines()
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
+
+        A case that is expected to fail does so with exactly its laws and its cause, or is a FAIL; where nothing is broken and
+        something could not be judged, nobody knows.
+        """
+        verdicts = {result.verdict for result in self.results}
+        if (expected := self.expected_failure) is not None:
+            if self._fails_as_expected(expected):
+                return Verdict.XFAIL
+            unknown = Verdict.UNKNOWN in verdicts and Verdict.FAIL not in verdicts
+            return Verdict.UNKNOWN if unknown else Verdict.FAIL
+        for verdict in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.UNKNOWN
+
+    @property
+    def expected_failure(self) -> ExpectedFailure | None:
+        """What is expected of this run: nothing of one with a fault, or on a torch that does not get it wrong."""
+        expected = self.case.expected_failure
+        if expected is None or self.fault is not None:
+            return None
+        on_this = not expected.torch or releases.holds(expected.torch, self.made.get("torch", ""))
+        return expected if on_this else None
+
+    def _fails_as_expected(self, expected: ExpectedFailure) -> bool:
+        broken = {result.check for result in self.results if result.verdict is Verdict.FAIL}
+        unknown = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
+        cause = self.diagnosis.cause if self.diagnosis else ""
+        # Ranks that die leave nothing to judge the other laws by.
+        return (
+            broken == set(expected.laws.split()) and expected.named in cause and (not unknown or "completed" in broken)
+        )

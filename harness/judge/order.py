@@ -1,0 +1,85 @@
+"""The reference in the order in which a trainer has its rows, and flat where it has flat slices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import numpy as np
+
+from harness.evidence.records import RankEvidence, Resumed, Run, StepEvidence
+from harness.judge.trial import Trial
+from reference.record import ReferenceRun, ReferenceStep
+
+Step = TypeVar("Step", StepEvidence, ReferenceStep)
+
+
+State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
+
+
+def as_planned(trial: Trial) -> Trial:
+    """The same trial; the reference's rows in the trainer's order, and every tensor as a vector where the plan cuts flattened
+    parameters, so that no law need know."""
+    rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
+    if rows:
+        trial = dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows))
+    if not trial.plan.flat:
+        return trial
+    run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)
+    return dataclasses.replace(trial, reference=flattened_reference(trial.reference), run=run, repeat=repeat)
+
+
+def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) -> ReferenceRun:
+    """rows: by fqn, which of its rows each row is to be."""
+
+    def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
+
+    def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {key: array[rows[fqn]] for key, array in arrays.items()} if fqn in rows else arrays
+
+    def position(fqn: str, flat: np.ndarray) -> np.ndarray:
+        columns = reference.weights[fqn][0].size
+        return np.argsort(rows[fqn])[flat // columns] * columns + flat % columns if fqn in rows else flat
+
+    steps = tuple(
+        dataclasses.replace(
+            step,
+            gradients=ordered(step.gradients),
+            parameters=ordered(step.parameters),
+            optimizer_state={fqn: state(fqn, arrays) for fqn, arrays in step.optimizer_state.items()},
+        )
+        for step in reference.steps
+    )
+    positions = {fqn: position(fqn, flat) for fqn, flat in reference.sample_positions.items()}
+    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps, sample_positions=positions)
+
+
+def flattened_reference(reference: ReferenceRun) -> ReferenceRun:
+    steps = tuple(_flattened_step(step) for step in reference.steps)
+    return dataclasses.replace(reference, weights=_flattened(reference.weights), steps=steps)
+
+
+def _flattened_run(run: Run) -> Run:
+    return dataclasses.replace(run, ranks={rank: _flattened_rank(evidence) for rank, evidence in run.ranks.items()})
+
+
+def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
+    parameters = tuple(dataclasses.replace(t, value=t.value.ravel()) for t in evidence.parameters)
+    steps = tuple(_flattened_step(step) for step in evidence.steps)
+    resumed = evidence.resumed and _flattened_state(evidence.resumed)
+    return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
+
+
+def _flattened_step(step: Step) -> Step:
+    return dataclasses.replace(_flattened_state(step), gradients=_flattened(step.gradients))
+
+
+def _flattened_state(record: State) -> State:
+    state = {fqn: _flattened(values) for fqn, values in record.optimizer_state.items()}
+    return dataclasses.replace(record, parameters=_flattened(record.parameters), optimizer_state=state)
+
+
+def _flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Not an optimizer's step counter, which has no dims."""
+    return {name: array.ravel() if array.ndim else array for name, array in arrays.items()}

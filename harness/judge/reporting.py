@@ -1,0 +1,56 @@
+"""What ranks report of their steps, and in which steps a rank that reports at all owes a number.
+
+A trainer may report on some ranks only, and in every k-th step only (its adapter says so). What it may not do is report in
+some of the steps that are due and be silent in others: nobody would see what was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.evidence.records import StepEvidence
+from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.trial import Trial
+from reference.record import ReferenceStep
+
+Read = Callable[[StepEvidence], float | None]
+Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Finding | None]]
+"""Of a rank, its step and what it reports there: how far that is off, and the finding if it is too far."""
+
+
+def judge_reports(trial: Trial, law: str, what: str, read: Read, compare: Compare) -> Result:
+    """Every number reported, and every one that is lacking. what: "loss"."""
+    findings, examined, worst = [], 0, 0.0
+    for rank, step, reference in trial.steps():
+        reported = read(step)
+        if reported is None:
+            continue
+        examined += 1
+        difference, finding = compare(rank, step, reference, reported)
+        worst = max(worst, difference)
+        findings += [finding] if finding else []
+    findings += silences(trial, what, read)
+    if not examined and not any(due(trial, rank) for rank in trial.ranks):
+        first, last = trial.case.steps[0], trial.case.steps[-1]
+        every = max(evidence.reports_every for evidence in trial.ranks.values())
+        return not_applicable(law, f"this trainer reports every {every} steps, and steps {first} to {last} have none")
+    return verdict_of(law, findings, examined, f"largest difference {worst:.1e}")
+
+
+def due(trial: Trial, rank: int) -> list[int]:
+    """The steps of which a rank that reports at all must report."""
+    evidence = trial.ranks[rank]
+    return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0]
+
+
+def silences(trial: Trial, what: str, read: Read) -> list[Finding]:
+    """Steps that are due and of which a rank says nothing, though it does of others."""
+    findings = []
+    for rank, evidence in sorted(trial.ranks.items()):
+        told = [step.step for step in evidence.steps if read(step) is not None]
+        for step in due(trial, rank) if told else ():
+            if step not in told:
+                findings.append(
+                    Finding(f"rank {rank}, step {step}", f"a {what}, as in step {told[0]}", "none reported")
+                )
+    return findings

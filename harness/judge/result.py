@@ -1,0 +1,65 @@
+"""What a law says: verdict, findings, how much was examined; and what a diagnosis says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """XFAIL is a case's only, never a law's: it failed in just the way that it is expected to."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    UNKNOWN = "UNKNOWN"
+    XFAIL = "XFAIL"
+    NOT_APPLICABLE = "NOT APPLICABLE"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place where a law is broken: where, what was expected, what was observed, and the bound if it is a number."""
+
+    where: str
+    expected: str
+    observed: str
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A law's verdict on a trial. `examined` counts the things compared; a law that examined nothing cannot pass.
+
+    note: what a person should know of a verdict: why UNKNOWN or NOT APPLICABLE, the largest difference of PASS.
+    """
+
+    check: str
+    verdict: Verdict
+    examined: int = 0
+    findings: tuple[Finding, ...] = ()
+    note: str = ""
+
+
+def worst_first(findings: list[Finding], most: int = 8) -> tuple[Finding, ...]:
+    """At most `most` findings, and how many more there are; the caller has put the worst in front."""
+    if len(findings) <= most:
+        return tuple(findings)
+    return (*findings[:most], Finding(f"and {len(findings) - most} more", "", ""))
+
+
+def not_applicable(name: str, reason: str) -> Result:
+    return Result(name, Verdict.NOT_APPLICABLE, note=reason)
+
+
+def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
+    """FAIL with findings, PASS without."""
+    verdict = Verdict.FAIL if findings else Verdict.PASS
+    return Result(name, verdict, examined, tuple(findings), note)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """cause: one line. evidence: (label, text), what was expected and observed."""
+
+    cause: str
+    evidence: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,58 @@
+"""A trial, put together from stored evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from harness.evidence.records import Run
+from harness.evidence.store import EvidenceError, load, load_run
+from harness.judge import golden
+from harness.judge.clipping import before_clipping
+from harness.judge.order import as_planned
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.observed_units import observed_units
+from harness.spec.case import CaseError
+from harness.spec.loading import from_json
+from reference.record import ReferenceRun
+
+
+def load_trial(folder: Path) -> Trial:
+    """Raises EvidenceError if the folder is not one that `harness run` wrote."""
+    path = folder / "case.json"
+    try:
+        case = from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
+    except CaseError as error:
+        raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
+    except (OSError, ValueError) as error:
+        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    accepted, problem = None, ""
+    try:
+        accepted = golden.load(case)
+    except golden.GoldenError as error:
+        problem = str(error)
+    reference = load(folder / "reference.npz", ReferenceRun)
+    trials: list[Trial] = []
+    for name, launched in case.launches.items():
+        run = load_run(folder / name)
+        trial = Trial(
+            case=launched,
+            plan=make_plan(launched, observed_units(launched, run.ranks), torch=torch_of(run)),
+            run=run,
+            reference=reference,
+            repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
+            golden=accepted,
+            golden_problem=problem,
+            saved=tuple(trials),
+        )
+        trials.append(before_clipping(as_planned(trial)))
+    return trials[-1]
+
+
+def torch_of(run: Run) -> str:
+    """The release that the ranks ran, as they tell; without any evidence of theirs, what was installed where they started."""
+    told = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
+    return next(filter(None, told), run.made.get("torch", ""))

@@ -1,0 +1,79 @@
+"""The bytes that ranks moved by collective, and those that the plan has them move."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from harness.evidence.records import Collective, RankEvidence
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.trial import Trial
+from harness.plan.slices import BYTES, numel
+from harness.plan.traffic.flow import Flow
+
+INSIDE = ("forward", "backward", "pipeline")
+
+
+Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
+
+
+def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:
+    totals: dict[Key, int] = defaultdict(int)
+    for flow in trial.plan.flows_of(rank, step):
+        if flow.optional or not optional_only:
+            totals[_key(trial, rank, flow)] += flow.bytes
+    return dict(totals)
+
+
+def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
+    """FSDP2 gathers in backward by the order of all passes since the last backward. Where evaluation was among them, the
+    unit that came last in it is gathered once more, at the end, for nobody: the bytes that this may be."""
+    ranks, op, phase = key
+    evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
+    shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
+    if not evaluated or trial.case.wrapper != "fsdp2" or (ranks, op, phase) != (shards, "all_gather", "backward"):
+        return set()
+    size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
+    slices, units = trial.plan.slices, trial.plan.units[rank]
+    return {size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in unit) for unit in units}
+
+
+def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
+    """(step before, parameter, bytes of it still there) of what evaluation left, beyond the rank's own slices."""
+    return [
+        (record.step, fqn, held)
+        for record in trial.ranks[rank].after_evaluation
+        for fqn, held in record.bytes.items()
+        if fqn in trial.plan.after_forward[rank] and held > own_bytes(trial, rank, fqn)
+    ]
+
+
+def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
+    return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
+
+
+def _key(trial: Trial, rank: int, flow: Flow) -> Key:
+    return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
+
+
+def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
+    totals: dict[Key, int] = defaultdict(int)
+    for collective in evidence.collectives:
+        if collective.step == step and is_traffic(collective):
+            totals[collective.ranks, collective.op, collective.phase] += collective.bytes
+    return dict(totals)
+
+
+def is_traffic(collective: Collective) -> bool:
+    """torch 2.11 greets the neighbours of a pipeline stage with one number, before the first pass."""
+    greeting = collective.op in ("send", "recv") and collective.bytes <= BYTES["float64"]
+    inside = collective.phase in INSIDE and len(collective.ranks) > 1
+    return inside and "float" in collective.dtype and not greeting
+
+
+def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
+    axis = next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), None)
+    return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
+
+
+def amount(count: int) -> str:
+    return f"{bytes_text(count)} ({count})" if count else "nothing"

@@ -1,0 +1,114 @@
+"""Everything the laws may look at, gathered: the case, its plan, what the ranks left, what the reference left.
+
+From here on nothing has effects: a Trial is stored evidence, and what is derived from it is pure arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.evidence.records import RankEvidence, Run, StepEvidence
+from harness.judge import tolerance
+from harness.judge.contents import locate
+from harness.judge.golden import Golden
+from harness.judge.tolerance import Bounds
+from harness.plan.grid import coordinate
+from harness.plan.plan import Plan
+from harness.plan.slices import Slice
+from harness.spec.case import Case
+from reference.record import ReferenceRun, ReferenceStep
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps."""
+
+    case: Case
+    plan: Plan
+    run: Run
+    reference: ReferenceRun
+    repeat: Run | None = None
+    golden: Golden | None = None
+    golden_problem: str = ""
+    saved: tuple[Trial, ...] = ()
+
+    @property
+    def launches(self) -> tuple[Trial, ...]:
+        """The earlier launches that this one continues, each a trial of its own, and this one."""
+        return (*self.saved, self)
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """How close is close, by step. Raises tolerance.NoBound."""
+        noise = self.reference.noise or (self.golden.noise if self.golden else {})
+        return tolerance.bounds(self.case, self.reference, noise.get(self.case.noise_key))
+
+    @property
+    def ranks(self) -> dict[int, RankEvidence]:
+        return self.run.ranks
+
+    @functools.cached_property
+    def holdings(self) -> dict[int, dict[str, Slice | None]]:
+        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere."""
+        return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
+
+    def _holdings_of(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
+        held: dict[str, Slice | None] = {}
+        for tensor in evidence.parameters:
+            full = self.reference.weights.get(tensor.fqn)
+            guess = self.plan.slices[rank].get(tensor.fqn)
+            held[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
+        return held
+
+    def slice_of(self, rank: int, fqn: str) -> Slice | None:
+        """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""
+        held = self.holdings[rank].get(fqn)
+        return held if held is not None else self.plan.slices[rank].get(fqn)
+
+    def start_of(self, rank: int) -> dict[str, np.ndarray]:
+        """The parameters a rank begins with: those of the checkpoint if it resumed, else the seed's."""
+        evidence = self.ranks[rank]
+        if evidence.resumed is not None:
+            return evidence.resumed.parameters
+        return {tensor.fqn: tensor.value for tensor in evidence.parameters}
+
+    @property
+    def first_step(self) -> int:
+        return self.case.steps.start
+
+    def reference_step(self, number: int) -> ReferenceStep:
+        return next(step for step in self.reference.steps if step.step == number)
+
+    def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
+        """Every rank's account of every step, beside the reference's."""
+        by_number = {step.step: step for step in self.reference.steps}
+        for rank, evidence in sorted(self.ranks.items()):
+            for step in evidence.steps:
+                if step.step in by_number:
+                    yield rank, step, by_number[step.step]
+
+    def one_rank_per_share(self) -> list[int]:
+        """The ranks that between them were fed each sample once: first stages at cp 0 and tp 0."""
+        places = {rank: coordinate(self.case.dims, rank) for rank in self.first_stages()}
+        return [rank for rank, place in places.items() if (place["cp"], place["tp"]) == (0, 0)]
+
+    def first_stages(self) -> list[int]:
+        """The ranks that are fed tokens."""
+        return [rank for rank in self.ranks if 0 in self.plan.stages[rank]]
+
+    def last_stages(self) -> list[int]:
+        """The ranks that compute a loss."""
+        return [rank for rank in self.ranks if self.case.n_stages - 1 in self.plan.stages[rank]]
+
+    def feeder(self, rank: int) -> int:
+        """The rank of the same pipeline that runs the first stage, so that is fed the tokens whose loss `rank` computes."""
+        return next(peer for peer in self.plan.peers(rank, "pp") if 0 in self.plan.stages[peer])
+
+
+def launch_label(launch: Trial) -> str:
+    """Empty for the last launch of a case."""
+    return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}: "

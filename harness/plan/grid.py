@@ -1,0 +1,66 @@
+"""Where a rank stands in the mesh, and the groups of ranks that differ in some axes only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from harness.plan.observed_units import Unit
+from harness.spec.case import Case
+from harness.spec.dims import AXES, ParallelDims
+
+
+def rank_grid(dims: ParallelDims) -> np.ndarray:
+    return np.arange(dims.world_size).reshape(dims.degrees)
+
+
+def coordinate(dims: ParallelDims, rank: int) -> dict[str, int]:
+    place = np.unravel_index(rank, dims.degrees)
+    return {axis: int(index) for axis, index in zip(AXES, place, strict=True)}
+
+
+def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that differ only along `axes`, each ascending; a partition of the world."""
+    grid = rank_grid(dims)
+    moved = np.moveaxis(grid, [AXES.index(axis) for axis in axes], range(-len(axes), 0))
+    lines = moved.reshape(-1, math.prod(getattr(dims, axis) for axis in axes))
+    return tuple(tuple(sorted(int(rank) for rank in line)) for line in lines)
+
+
+def groups_by_axis(case: Case, units: dict[int, list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    dims = case.dims
+    found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
+    if dims.dp_shard > 1 and dims.cp > 1:
+        found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
+    for ways in sorted({unit.ways for mine in units.values() for unit in mine}):
+        if (axis := gathered_over(case, ways)) not in (shard_axis(dims), ""):
+            found[axis] = _post_forward_groups(found[shard_axis(dims)], ways)
+    return found
+
+
+def gathered_over(case: Case, ways: int) -> str:
+    """The axis on which backward gathers what stayed cut over so many ranks; empty if it stayed whole."""
+    if case.shards == 1 or ways == 1:
+        return ""
+    if isinstance(case.features.reshard_after_forward, int):
+        return "post_forward"
+    return shard_axis(case.dims) if ways == case.shards else f"post_forward_{ways}"
+
+
+def _post_forward_groups(shards: tuple[tuple[int, ...], ...], ways: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbours in a shard group, `ways` of them: each such group holds all parameters between forward and backward."""
+    return tuple(group[start : start + ways] for group in shards for start in range(0, len(group), ways))
+
+
+def shard_axis(dims: ParallelDims) -> str:
+    """Context parallel ranks hold equal parameters, so FSDP shards over them as well."""
+    if dims.cp == 1:
+        return "dp_shard"
+    return "dp_shard_cp" if dims.dp_shard > 1 else "cp"
+
+
+def shard_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
+    """(degree, index) of data-parallel sharding."""
+    at = coordinate(dims, rank)
+    return dims.dp_shard * dims.cp, at["dp_shard"] * dims.cp + at["cp"]

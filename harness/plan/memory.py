@@ -1,0 +1,78 @@
+"""The bytes that a rank's parameters, gradients and gathered units take."""
+
+from __future__ import annotations
+
+from harness.plan.grid import coordinate, shard_place
+from harness.plan.observed_units import Unit
+from harness.plan.plan import FlatUnit, Kept
+from harness.plan.slices import BYTES, Slice, numel, padded_numel, parameter_shapes, slice_of
+from harness.plan.stages import stages_of_rank
+from harness.plan.units import fsdp2_units
+from harness.spec.case import Case
+
+
+def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
+    tp_index = coordinate(case.dims, rank)["tp"]
+    size = BYTES[case.training.dtype]
+    ways = case.dims.dp_shard * case.dims.cp
+    least = sum(numel(part) for part in held.values()) * size
+    if flat:
+        return least, sum(unit.part(ways) for unit in flat) * size
+    most = sum(padded_numel(case, fqn, tp_index) // ways for fqn in held) * size
+    return least, max(least, most)
+
+
+def table_bytes(case: Case) -> int:
+    return 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
+
+
+def spare_bytes(case: Case, rank: int, held: dict[str, Slice]) -> int:
+    """A cosine and a sine for each position and entry of a head, with DDP one copy of the gradients, in buckets, and what
+    FSDP2 gathered for a loss in chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
+    buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
+    unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
+    kept = case.features.keeps_loss_unit and case.features.loss_chunks > 1 and case.shards > 1
+    return table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0) + (unit if kept else 0)
+
+
+def gradient_spare(case: Case, rank: int) -> int:
+    """In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, into one that is there
+    already: what it was reduced in last stays, because the final norm's gradient lies there too."""
+    last = case.n_stages - 1 in stages_of_rank(case, rank)
+    if not (case.features.loss_chunks > 1 and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
+        return 0
+    return BYTES[case.training.dtype] * _padded_last_unit(case, rank)
+
+
+def _padded_last_unit(case: Case, rank: int) -> int:
+    return sum(padded_numel(case, fqn, coordinate(case.dims, rank)["tp"]) for fqn in fsdp2_units(case)[-1])
+
+
+def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:
+    shards, index = shard_place(case.dims, rank)
+    if shards == 1:
+        return {}
+    stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
+    tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
+    kept = {}
+    for unit, ways in units:
+        for fqn in [fqn for fqn in unit if fqn in held]:
+            there = numel(slice_of(fqn, parameter_shapes(case.model)[fqn], tp, (ways, index % ways))) * computed
+            kept[fqn] = Kept(ways, numel(held[fqn]) * stored if ways == shards else there)
+    return kept
+
+
+def padding_after_forward(
+    case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...], units: list[Unit]
+) -> int:
+    """That of the rank's own slices, and that of what stays gathered: of every parameter, or of its flat unit."""
+    (shards, _), tp_index = shard_place(case.dims, rank), coordinate(case.dims, rank)["tp"]
+    least, most = parameter_bytes(case, rank, held, flat)
+    computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
+    there = kept_after_forward(case, rank, held, units)
+    for number, (unit, ways) in enumerate(units if shards > 1 else ()):
+        if ways < shards:
+            padded = sum(padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // ways
+            padded = flat[number].part(shards) * shards if flat else padded
+            extra += padded * computed - sum(there[fqn].bytes for fqn in unit if fqn in held)
+    return most - least + extra

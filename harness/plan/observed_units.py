@@ -1,0 +1,73 @@
+"""FSDP2's units as the wrappers tell of them: which parameters are gathered together, and what is kept of them after forward.
+
+What a trainer wraps together is its choice. Where a case leaves it open, the plan is made of the units that were observed; a
+policy that the case requests is planned all the same, whatever the wrappers say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from harness.evidence.records import RankEvidence
+from harness.spec.case import Case
+
+
+class Unit(NamedTuple):
+    """Parameters gathered together, and over how many ranks they stay cut after forward: 1 if they stay whole."""
+
+    parameters: tuple[str, ...]
+    ways: int
+
+
+Observed = Mapping[int, tuple[Unit, ...]]
+"""By rank. None where the case asks for units, an empty tuple for a rank whose wrappers tell of none."""
+
+
+def observed_units(case: Case, ranks: Mapping[int, RankEvidence]) -> Observed | None:
+    if case.features.fsdp_units != "observed" or case.wrapper != "fsdp2":
+        return None
+    return {rank: claimed_units(evidence) for rank, evidence in sorted(ranks.items())}
+
+
+def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
+    """Modules that were wrapped as one tell of the same unit."""
+    found = {}
+    for claim in evidence.structure.values():
+        if claim["kind"] == "fsdp2" and claim.get("parameters"):
+            found[frozenset(claim["parameters"])] = Unit(tuple(claim["parameters"]), _ways(claim))
+    return tuple(found.values())
+
+
+def _ways(claim: Mapping[str, Any]) -> int:
+    if "ranks_after_forward" in claim:
+        return int(claim["ranks_after_forward"])
+    return len(claim.get("shard_ranks", [0])) if claim.get("reshard_after_forward") else 1
+
+
+def as_requested(case: Case, unit: Unit) -> Unit:
+    """With what the case requests to be kept after forward; by default what the trainer says that it keeps."""
+    policy = case.features.reshard_after_forward
+    if policy == "default":
+        return unit
+    return Unit(unit.parameters, policy if isinstance(policy, int) else case.shards if policy == "always" else 1)
+
+
+def units_text(units: Iterable[Unit], shards: int, *, most: int = 12) -> str:
+    """In the words of a report: "tok_embeddings, norm, output (3 parameters) kept; layers.0 (9) freed"."""
+    told = [f"{modules_text(unit.parameters)} ({len(unit.parameters)}) {_kept_text(unit, shards)}" for unit in units]
+    more = f"; and {len(told) - most} more" if len(told) > most else ""
+    return "; ".join(told[:most]) + more
+
+
+def _kept_text(unit: Unit, shards: int) -> str:
+    return "whole" if shards == 1 else {1: "kept", shards: "freed"}.get(unit.ways, f"over {unit.ways} ranks")
+
+
+def modules_text(parameters: Iterable[str]) -> str:
+    """The blocks and other modules that parameters belong to; of one parameter alone, its own module."""
+    names = [fqn.removesuffix(".weight") for fqn in parameters]
+    if len(names) == 1:
+        return names[0]
+    modules = list(dict.fromkeys(".".join(name.split(".")[: 2 if name.startswith("layers.") else 1]) for name in names))
+    return ", ".join(modules) if len(modules) < 5 else f"{modules[0]} to {modules[-1]}"

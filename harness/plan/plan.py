@@ -1,0 +1,91 @@
+"""The plan: which ranks form groups, which slices they hold, what moves between them, what stays in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from harness.plan.observed_units import Observed
+from harness.plan.slices import Slice
+from harness.plan.traffic.flow import Flow
+from harness.spec.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """A module's parameters one after the other in a vector, which FSDP1 cuts in equal parts, one a rank.
+
+    starts: where each parameter begins, by fqn. numel: elements of the vector, before it is padded to equal parts.
+    """
+
+    starts: dict[str, int]
+    numel: int
+
+    def part(self, ways: int) -> int:
+        """Elements of each rank's part."""
+        return -(-self.numel // ways)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of one parameter on one rank, between forward and backward: over how many ranks it is cut (1: it is whole), and the
+    bytes of what is there; where that is more than the rank's own slice, the slice is there as well."""
+
+    ways: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """groups: by axis of degree above 1, its groups' ranks. slices[rank][fqn]: what each rank must hold.
+
+    shapes: of every parameter; where FSDP1 cuts flattened ones (`flat`: its units), of the vector: all is judged flattened.
+    shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
+    flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
+    parameters a rank may keep between steps; the most counts the padding of uneven chunks. after_forward[rank][fqn]: what
+    it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
+    padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
+    a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
+    used_bytes: later.
+    units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
+    wrappers tell of, for the case leaves them open.
+    table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
+    spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
+    gradient_spare[rank]: of gradients, beyond those of its parameters.
+    torch: the release that ran. quantized: the modules whose products run in 8 bits.
+    """
+
+    dims: ParallelDims
+    shapes: dict[str, tuple[int, ...]]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+    shard_axis: str
+    stages: dict[int, tuple[int, ...]]
+    slices: dict[int, dict[str, Slice]]
+    flows: dict[int, tuple[Flow, ...]]
+    even_flows: dict[int, tuple[Flow, ...]]
+    parameter_bytes: dict[int, tuple[int, int]]
+    outside_bytes: dict[int, int]
+    integer_bytes: int
+    used_bytes: int
+    spare_bytes: dict[int, int]
+    units: dict[int, tuple[tuple[str, ...], ...]]
+    table_bytes: int = 0
+    observed: Observed | None = None
+    gradient_spare: dict[int, int] = field(default_factory=dict)
+    torch: str = ""
+    flat: tuple[FlatUnit, ...] = ()
+    after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
+    padding_after_forward: dict[int, int] = field(default_factory=dict)
+    first_step: int = 1
+    quantized: tuple[str, ...] = ()
+
+    def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
+        """Its traffic in a step: even ones may train on shorter samples."""
+        flows = self.flows[rank] if step % 2 else self.even_flows[rank]
+        return tuple(flow for flow in flows if not (flow.later if step == self.first_step else flow.first))
+
+    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
+        return next(group for group in self.groups[axis] if rank in group)
+
+    def peers(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The same, but of a rank alone where the axis has degree 1."""
+        return self.group_of(rank, axis) if axis in self.groups else (rank,)

@@ -1,0 +1,130 @@
+"""Which part of each parameter a rank holds: cut by tp, then by FSDP, evenly or flat."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+from harness.plan.grid import coordinate, shard_place
+from harness.plan.plan import FlatUnit
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from reference.config import ModelConfig
+
+Interval = tuple[int, int]
+
+
+Slice = tuple[Interval, ...]
+
+
+"""Half-open intervals of the full tensor, one a dim. A slice with an empty interval holds nothing."""
+
+
+# Which dim tensor parallel cuts: 0 for column-parallel weights and the vocabulary, 1 for row-parallel weights.
+# Norm weights are whole on every tp rank. (Llama's layout in Megatron-LM and torchtitan.)
+TP_DIM = {
+    "tok_embeddings": 0,
+    "output": 0,
+    "attention.wq": 0,
+    "attention.wk": 0,
+    "attention.wv": 0,
+    "attention.wo": 1,
+    "feed_forward.w1": 0,
+    "feed_forward.w2": 1,
+    "feed_forward.w3": 0,
+}
+
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def chunk(interval: Interval, parts: int, index: int) -> Interval:
+    """The index-th of `parts` chunks of an interval, as torch.chunk cuts."""
+    start, stop = interval
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def slices_of_rank(dims: ParallelDims, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Slice]:
+    tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
+    return {fqn: slice_of(fqn, shape, tp, shard) for fqn, shape in shapes.items()}
+
+
+def flat_units(case: Case) -> tuple[FlatUnit, ...]:
+    """FSDP1's, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes."""
+    blocks = [
+        [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(f"layers.{n}.")]
+        for n in range(case.model.n_layers)
+    ]
+    root = [fqn for fqn in parameter_shapes(case.model) if not fqn.startswith("layers.")]
+    return tuple(_flat_unit(case, names) for names in (root, *blocks))
+
+
+def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
+    aligned, end, starts = 16 // BYTES[case.training.dtype], 0, {}
+    for fqn in names:
+        starts[fqn] = -(-end // aligned) * aligned
+        end = starts[fqn] + math.prod(parameter_shapes(case.model)[fqn])
+    return FlatUnit(starts, end)
+
+
+def flat_slices(
+    units: Iterable[FlatUnit], shapes: dict[str, tuple[int, ...]], ways: int, index: int
+) -> dict[str, Slice]:
+    """Of each flattened parameter, what lies in the index-th of `ways` equal parts of its unit."""
+    found: dict[str, Slice] = {}
+    for unit in units:
+        first = index * unit.part(ways)
+        for fqn, start in unit.starts.items():
+            bounds = (min(max(at - start, 0), shapes[fqn][0]) for at in (first, first + unit.part(ways)))
+            found[fqn] = (tuple(bounds),)  # type: ignore[assignment]
+    return {fqn: found[fqn] for fqn in shapes}
+
+
+def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
+    """The part of a parameter at place (degree, index) of tensor parallel and, inside it, of data-parallel sharding."""
+    intervals = [(0, size) for size in shape]
+    dim = tp_dim(fqn)
+    if dim is not None:
+        intervals[dim] = chunk(intervals[dim], *tp)
+    intervals[0] = chunk(intervals[0], *shard)
+    return tuple(intervals)
+
+
+def tp_dim(fqn: str) -> int | None:
+    """The dim that tensor parallel cuts, None for a parameter that every tp rank holds whole."""
+    module = fqn.removesuffix(".weight")
+    return next((dim for suffix, dim in TP_DIM.items() if module == suffix or module.endswith("." + suffix)), None)
+
+
+def numel(part: Slice) -> int:
+    return math.prod(stop - start for start, stop in part)
+
+
+def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> str:
+    """A slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole"."""
+    cuts = []
+    for dim, ((start, stop), size) in enumerate(zip(part, shape, strict=True)):
+        if (start, stop) != (0, size):
+            parts = size / (stop - start) if stop > start else math.inf
+            share = "nothing" if stop == start else f"1/{parts:.3g}"
+            cuts.append(f"{share} of {'its elements' if flat else f'dim {dim}'} [{start}:{stop}]")
+    return ", ".join(cuts) or "whole"
+
+
+@functools.cache
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Asked for once a parameter and rank: made anew each time it took 25 s for 405B on 32 ranks."""
+    return model.parameter_shapes()
+
+
+def padded_numel(case: Case, fqn: str, tp_index: int) -> int:
+    """Elements FSDP2 moves for a parameter: its tp part with dim 0 padded to a multiple of the shard degree."""
+    shape = list(parameter_shapes(case.model)[fqn])
+    dim = tp_dim(fqn)
+    if dim is not None:
+        start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
+        shape[dim] = stop - start
+    ways = case.dims.dp_shard * case.dims.cp
+    return -(-shape[0] // ways) * ways * math.prod(shape[1:])

@@ -1,0 +1,98 @@
+"""Traffic of data parallelism: gradients of DDP and replicate; gathers and reduce-scatters of FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.plan.grid import coordinate, gathered_over, shard_axis
+from harness.plan.observed_units import Unit
+from harness.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
+from harness.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
+from harness.plan.traffic.flow import Flow
+from harness.spec import schedule
+from harness.spec.case import Case
+from harness.spec.features import LOOPED
+
+
+def data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    if case.wrapper == "fsdp1":
+        yield from _fsdp1_flows(case)
+        return
+    dims, features, tp_index = case.dims, case.features, coordinate(case.dims, rank)["tp"]
+    stored = case.training.dtype
+    gathered = BYTES[case.training.compute_dtype or stored]
+    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored] * reductions_per_step(case)
+    everything = sum(padded_numel(case, fqn, tp_index) for fqn in parameter_shapes(case.model))
+    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    if shards > 1:
+        times = features.accumulation * gathered
+        yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
+        for ways in sorted({unit.ways for unit in units} - {1}):
+            again = sum(
+                padded_numel(case, fqn, tp_index) for unit in units if unit.ways == ways for fqn in unit.parameters
+            )
+            yield Flow(gathered_over(case, ways), "parameters", "all_gather", "backward", times * again)
+        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
+        yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
+    if dims.dp_replicate > 1:
+        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
+    if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
+        weights = everything * BYTES[stored]
+        yield Flow("dp_replicate", "weights", "broadcast", "forward", weights, first=True)
+
+
+def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
+    """Final norm and output are a unit. A loss in chunks calls the output without the norm, so that from the second pass on
+    FSDP2 takes the norm's call for the unit's last, frees it, and gathers it once more for the loss."""
+    if case.features.loss_chunks > 1:
+        size = BYTES[case.training.compute_dtype or case.training.dtype]
+        once = sum(padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
+        yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
+        yield Flow(axis, "parameters", "all_gather", "forward", once, later=True)
+
+
+def reductions_per_step(case: Case) -> int:
+    """How often gradients are reduced over the data ranks in a step."""
+    return 1 if case.features.defer_sync else case.features.accumulation
+
+
+def _fsdp1_flows(case: Case) -> Iterable[Flow]:
+    """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
+    reduces gradients; but not the root's, whose strategy is to free it."""
+    ways, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
+    kept = case.features.reshard_after_forward == "never"
+    moved = [unit.part(ways) * ways * size for unit in flat_units(case)]
+    if ways > 1:
+        times = reductions_per_step(case) if kept else passes
+        yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
+        yield Flow("dp_shard", "parameters", "all_gather", "backward", 0 if kept else passes * sum(moved[1:]))
+        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reductions_per_step(case) * sum(moved))
+    if case.dims.dp_replicate > 1:
+        reduced = reductions_per_step(case) * sum(moved) // ways
+        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
+
+
+def pipelined_data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """Under pp torch gathers a stage when its schedule needs it, and reduces once a pass, after its last backward.
+    DDP's hooks reduce in the last microbatch's backward of each pass."""
+    dims, features, stored = case.dims, case.features, case.training.dtype
+    tp_index = coordinate(dims, rank)["tp"]
+    sizes = {
+        stage: sum(padded_numel(case, fqn, tp_index) for fqn in parameters_of_stage(case, stage))
+        for stage in stages_of_rank(case, rank)
+    }
+    gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
+    reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
+    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
+    freed = {fqn for unit in units if unit.ways == shards for fqn in unit.parameters}
+    for again in (False, True) if shards > 1 else ():
+        for (stage, phase), count in schedule.gathers(order, looped=looped, freed=again).items():
+            mine = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed) == again]
+            size = sum(padded_numel(case, fqn, tp_index) for fqn in mine)
+            yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
+    if shards > 1:
+        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
+    if dims.dp_replicate > 1:
+        phase = "backward" if case.wrapper == "ddp" else "pipeline"
+        yield Flow("dp_replicate", "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)

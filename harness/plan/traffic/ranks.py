@@ -1,0 +1,63 @@
+"""All flows of a rank, put together from the kinds of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.plan.observed_units import Unit
+from harness.plan.slices import BYTES, parameter_shapes
+from harness.plan.stages import stages_of_rank
+from harness.plan.traffic.context_parallel import context_parallel_flows
+from harness.plan.traffic.data_parallel import data_parallel_flows, pipelined_data_parallel_flows
+from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.pipeline import pipeline_flows
+from harness.plan.traffic.recomputation import recomputed_flows
+from harness.plan.traffic.tensor_parallel import scale_flows, tensor_parallel_flows
+from harness.spec.case import Case
+from harness.spec.dims import AXES
+
+
+def flows_of_ranks(case: Case, length: int, units: dict[int, list[Unit]], torch: str) -> dict[int, tuple[Flow, ...]]:
+    return {rank: flows_of_rank(case, rank, length, units[rank], torch) for rank in range(case.dims.world_size)}
+
+
+def flows_of_rank(case: Case, rank: int, length: int, units: list[Unit], torch: str) -> tuple[Flow, ...]:
+    data_parallel = data_parallel_flows if case.dims.pp == 1 else pipelined_data_parallel_flows
+    flows = (
+        *data_parallel(case, rank, units),
+        *tensor_parallel_flows(case, stages_of_rank(case, rank), length, torch),
+        *scale_flows(case, rank, length),
+        *context_parallel_flows(case, rank, length),
+        *recomputed_flows(case, rank, length),
+        *pipeline_flows(case, rank, length),
+    )
+    return tuple(flow for flow in flows if flow.bytes)
+
+
+def outside_bytes(case: Case, rank: int, flows: Iterable[Flow]) -> int:
+    """A norm for each parameter on each axis, eight numbers of each rank (losses, counts), and what is optional inside.
+
+    With loss parallel the largest logit of a token, the sum of their exponentials, and the logit of its label go over tp.
+    """
+    dims, training = case.dims, case.training
+    axes = sum(getattr(dims, axis) > 1 for axis in AXES)
+    numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size
+    last = case.n_stages - 1 in stages_of_rank(case, rank)
+    tokens = case.local_batch * case.passes * (training.seq_len // dims.cp)
+    losses = 3 * tokens * BYTES[training.dtype] if dims.tp > 1 and case.features.loss_parallel and last else 0
+    return numbers * BYTES["float64"] + losses + sum(flow.bytes for flow in flows if flow.optional)
+
+
+def integer_bytes(case: Case) -> int:
+    """DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is."""
+    if case.wrapper not in ("ddp", "replicate"):
+        return 0
+    return (4 * len(parameter_shapes(case.model)) + 2 * case.dims.world_size + 8) * 8  # int64
+
+
+def used_bytes(case: Case) -> int:
+    """With find_unused_parameters or static_graph DDP's ranks tell each other which parameters they used, whenever they reduce:
+    an int32 each, and one number."""
+    if case.wrapper not in ("ddp", "replicate"):
+        return 0
+    return (4 * len(parameter_shapes(case.model)) + 8) * case.passes

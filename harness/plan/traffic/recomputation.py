@@ -1,0 +1,36 @@
+"""Traffic that happens again because activations are recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.plan.slices import BYTES
+from harness.plan.stages import recomputed_layers
+from harness.plan.traffic.context_parallel import cp_width
+from harness.plan.traffic.flow import Flow
+from harness.spec.case import Case
+
+
+def recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+    """What activation checkpointing issues again in backward. Of FSDP nothing: it gathers once for all of backward.
+
+    A block runs again only until the last activation that backward needs has come by, the input of w2. So the residual
+    stream is brought into attention and feed-forward again, and out of attention, but not out of feed-forward (unless
+    dropout follows, whose mask backward needs, or the trainer does not stop there: `ac_early_stop`). "op" keeps the
+    results of reductions and of attention, and with the latter what context parallel gathered for it.
+    """
+    dims, model, training = case.dims, case.model, case.training
+    layers, kept = len(recomputed_layers(case, rank)), case.features.activation_checkpointing == "op"
+    size = BYTES[training.compute_dtype or training.dtype]
+    activation = layers * case.local_batch * (length // dims.cp) * model.dim * size * case.passes
+    if dims.tp > 1 and case.features.sequence_parallel:
+        yield Flow("tp", "recomputed activations", "all_gather", "backward", 2 * activation)
+    if dims.tp > 1 and not kept:
+        op = "reduce_scatter" if case.features.sequence_parallel else "all_reduce"
+        to_the_end = model.dropout or not case.features.ac_early_stop
+        yield Flow("tp", "recomputed activations", op, "backward", (2 if to_the_end else 1) * activation)
+    if dims.cp > 1 and not kept:
+        gathered = case.features.cp_rotation == "allgather"
+        op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)
+        passed = 2 * activation * cp_width(case) // model.dim // dims.tp
+        yield Flow("cp", "recomputed keys and values", op, "backward", times * passed)

@@ -1,0 +1,82 @@
+"""Traffic of tensor parallelism: activations between sharded matmuls, the loss, scales of 8-bit matmuls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.plan.slices import BYTES
+from harness.plan.stages import layers_of_stage, stages_of_rank
+from harness.plan.traffic.data_parallel import reductions_per_step
+from harness.plan.traffic.flow import Flow
+from harness.spec import releases
+from harness.spec.case import Case
+
+
+def tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int, torch: str) -> Iterable[Flow]:
+    """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
+
+    With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
+    is an all_reduce, forward of what comes out, backward of what went in.
+    """
+    dims, model, training = case.dims, case.model, case.training
+    if dims.tp == 1:
+        return
+    size = BYTES[training.compute_dtype or training.dtype]
+    activation = case.local_batch * (length // dims.cp) * model.dim * size * case.passes
+    layers = sum(len(layers_of_stage(case, stage)) for stage in stages)
+    first, last = 0 in stages, case.n_stages - 1 in stages
+    if case.features.sequence_parallel:
+        yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + last) * activation)
+        yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last) * activation)
+        norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
+        phase = "pipeline" if dims.pp > 1 else "backward"
+        size_of_sums = _bytes_of_norm_gradients(case, torch)
+        yield Flow("tp", "norm gradients", "all_reduce", phase, norms * size_of_sums, optional=True)
+    else:
+        yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + last) * activation)
+    if not case.features.loss_parallel and last:
+        vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
+        yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+
+
+def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
+    """Of one element in a step. FSDP2 sums them over tp whenever it reduces: under pp at the end of every pass.
+
+    A gradient that is not reduced in the backward that made it is kept in the dtype that it will be reduced in: under pp
+    always, else if the reduction of several microbatches is deferred. One that is reduced at once is as computed, in torch
+    up to 2.14.
+    """
+    computed, features = case.training.compute_dtype or case.training.dtype, case.features
+    kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync)
+    kept = kept or (case.wrapper == "fsdp2" and releases.holds(releases.SUMS_IN_REDUCE_DTYPE, torch))
+    times = features.accumulation if case.dims.pp > 1 else reductions_per_step(case)
+    return times * BYTES[features.reduce_dtype or computed if kept else computed]
+
+
+def scale_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+    """Float8: the largest entry of what is cut over tp, for its scale; one number a tensor, or one a row.
+
+    Cut are all weights; in forward the inputs of wo and w2; in backward the gradients of the outputs of the other five,
+    and with them the columns of their weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
+    """
+    recipe, model = case.training.quantize, case.model
+    if case.dims.tp == 1 or recipe not in SCALES_OVER_TP:
+        return
+    layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
+    tokens = case.local_batch * (length // case.dims.cp)
+    size = layers * case.passes * BYTES["float64"]  # in which torchao computes scales
+    for phase, (rows, columns, ones) in SCALES_OVER_TP[recipe].items():
+        yield Flow("tp", "scales", "all_reduce", phase, (rows * tokens + columns * model.dim + ones) * size)
+
+
+SCALES_OVER_TP = {
+    "float8_tensorwise": {"forward": (0, 0, 7 + 2), "backward": (0, 0, 7 + 2 + 2 * 5)},
+    "float8_rowwise": {"forward": (2, 2, 0), "backward": (5, 5, 0)},
+    "float8_rowwise_with_gw_hp": {"forward": (2, 2, 0), "backward": (5, 0, 7)},
+}
+
+
+"""By recipe and phase, how many products of a layer need the scales of all tokens, of all features, and one scale."""

@@ -1,0 +1,56 @@
+"""FSDP2's units: which parameters are gathered together."""
+
+from __future__ import annotations
+
+from harness.plan.observed_units import Observed, Unit, as_requested
+from harness.plan.slices import Slice, flat_units
+from harness.spec.case import Case
+
+
+def units_of_rank(case: Case, rank: int, observed: Observed | None) -> list[Unit]:
+    """What wrappers tell of, where the case leaves units open and they tell of any; else what the case asks for."""
+    seen = observed.get(rank, ()) if observed is not None else ()
+    return [as_requested(case, unit) for unit in seen] or fsdp_units(case)
+
+
+def fsdp_units(case: Case) -> list[Unit]:
+    """Those that a case asks for, and that are assumed where nobody chose and nobody looked.
+
+    The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
+    the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
+    that unit. FSDP1 never frees the root's unit: embedding, final norm and output.
+    """
+    ways, policy = case.shards, case.features.reshard_after_forward
+    if case.wrapper == "fsdp1":
+        root, *blocks = (tuple(unit.starts) for unit in flat_units(case))
+        return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else ways) for block in blocks)]
+    if isinstance(policy, int):
+        return [Unit(unit, policy) for unit in fsdp2_units(case)]
+    *most, last = fsdp2_units(case)
+    if case.features.fsdp_units == "root":
+        return _root_units(case)
+    kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
+    freed = policy == "always" or case.features.loss_chunks > 1
+    return [*(Unit(unit, 1 if kept else ways) for unit in most), Unit(last, ways if freed else 1)]
+
+
+def _root_units(case: Case) -> list[Unit]:
+    """torchtitan's of 2024: the last block stays, whose backward follows soon, and what the root gathered is freed."""
+    (first, *blocks, last), policy = fsdp2_units(case), case.features.reshard_after_forward
+    most = 1 if policy == "never" or (policy == "default" and case.dims.pp > 1) else case.shards
+    end = Unit(blocks[-1], case.shards if policy == "always" else 1)
+    return [Unit(first + last, most), *(Unit(block, most) for block in blocks[:-1]), end]
+
+
+def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
+    names = list(case.model.parameter_shapes())
+    blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
+    last = ("norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight")
+    first = tuple(name for name in ("tok_embeddings.weight",) if name not in last)
+    return [unit for unit in (first, *blocks, last) if unit]
+
+
+def held_units(case: Case, held: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
+    """Of FSDP's units, what a rank holds of them."""
+    mine = (tuple(fqn for fqn in unit.parameters if fqn in held) for unit in units)
+    return tuple(unit for unit in mine if unit) if case.wrapper in ("fsdp1", "fsdp2") else ()

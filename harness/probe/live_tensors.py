@@ -1,0 +1,74 @@
+"""What tensors of floating-point numbers this process keeps once training has ended, whoever keeps them.
+
+Python's garbage collector is asked, so a module's attribute, a trainer's list and a closure are all the same. Not seen is
+what only C++ holds, and what is kept as something else than a tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from harness.evidence.records import HeldTensor
+from harness.probe.structure import fsdp2_groups, named_parameters
+
+
+def beside(
+    parts: Iterable[nn.Module], optimizers: Iterable[Optimizer], own: Iterable[torch.Tensor]
+) -> tuple[HeldTensor, ...]:
+    """One of each storage that is not behind a parameter, its gradient or optimizer state, nor the probe's own; largest
+    first."""
+    gc.collect()  # what nobody can reach is not kept
+    known = set(_places(_accounted(parts, optimizers))) | set(_places(own))
+    found: dict[int, HeldTensor] = {}
+    for tensor in _living():
+        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if size and place not in known:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(place, HeldTensor(tuple(tensor.shape), dtype, size))
+    return tuple(sorted(found.values(), key=lambda held: -held.bytes))
+
+
+def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """What FSDP2 gathers into is no copy, and whether evaluation left it there is recorded of its own. Then a module's
+    parameters are the gathered ones, and the sharded ones are found here."""
+    groups = (group for part in parts for module in part.modules() for group in fsdp2_groups(module))
+    sharded = [held for group in groups for held in group.fsdp_params]
+    for parameter in (
+        *(parameter for _, parameter in named_parameters(parts)),
+        *(held.sharded_param for held in sharded),
+    ):
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from (gathered for held in sharded for gathered in held.all_gather_outputs)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    yield from (plain.untyped_storage().data_ptr() for tensor in tensors for plain in _plain(tensor))
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor made of others (a DTensor, a quantized one) is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        yield from (plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain(part))
+    else:
+        yield tensor
+
+
+def _living() -> Iterator[torch.Tensor]:
+    """Those with memory of their own. Trap: isinstance() would ask proxies of other libraries what they stand for."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not is_traceable_wrapper_subclass(thing):
+            made_up = thing.device.type == "meta" or type(thing).__name__ in ("FakeTensor", "FunctionalTensor")
+            if thing.is_floating_point() and thing.layout is torch.strided and not made_up:
+                yield thing

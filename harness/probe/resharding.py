@@ -1,0 +1,113 @@
+"""What stays gathered: the bytes of every parameter that are in memory when a model part's forward pass has ended.
+
+Read from storages, not from states: what a module registers as its parameter, and what FSDP keeps aside. FSDP1 shows
+slices of a unit whose whole vector is still there; FSDP2 could register slices and not free the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from harness.evidence.records import AfterEvaluation, AfterForward
+from harness.probe.clock import Account, Clock
+from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
+
+_installed: list[GatheredRecorder] = []
+
+
+def forward_goes_on() -> None:
+    """For a loss that applies the model's output itself: the forward pass that was over ends here."""
+    for recorder in _installed:
+        recorder.note_again()
+
+
+Found = tuple[str, int, torch.Tensor]  # fqn, bytes of it that are there, a tensor of the storage that they lie in
+
+
+class GatheredRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: list[tuple[Account, AfterForward]] = []
+        self.after_evaluation: list[AfterEvaluation] = []
+        self._hooks: list[Any] = []
+        self._last: nn.Module | None = None
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        """Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
+        self._hooks = [part.register_forward_hook(self._note) for part in parts]
+        _installed.append(self)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self in _installed:
+            _installed.remove(self)
+        self._hooks = []
+
+    def of_step(self, step: int) -> tuple[AfterForward, ...]:
+        return tuple(after for account, after in self._seen if account.of(step))
+
+    def _note(self, part: nn.Module, *_: Any) -> None:
+        self._last = part
+        if self._clock.account.kind != "evaluation":
+            self._seen.append((self._clock.account, after_forward(part)))
+
+    def see_what_was_left(self, parts: Iterable[nn.Module]) -> None:
+        """Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
+        for part in parts if self._clock.evaluated else ():
+            left = after_forward(part)
+            self.after_evaluation.append(AfterEvaluation(self._clock.finished, left.bytes, left.storage))
+
+    def note_again(self) -> None:
+        if self._last is not None and self._seen and self._clock.of_last_pass.kind != "evaluation":
+            self._seen[-1] = (self._seen[-1][0], after_forward(self._last))
+
+
+def after_forward(part: nn.Module) -> AfterForward:
+    held: dict[str, int] = {}
+    storages: dict[int, int] = {}
+    for fqn, size, tensor in _in_memory(part):
+        storage = tensor.untyped_storage()
+        held[fqn] = max(held.get(fqn, 0), size if storage.nbytes() else 0)
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return AfterForward(held, sum(storages.values()))
+
+
+def _in_memory(part: nn.Module) -> Iterator[Found]:
+    names = {module: plain_fqn(name) for name, module in part.named_modules()}
+    for name, parameter in part.named_parameters():
+        tensor = local(parameter)
+        if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage of its own
+            yield plain_fqn(name), tensor.numel() * tensor.element_size(), tensor
+    for module in names:
+        yield from _kept_by_fsdp1(module, names)
+        yield from _kept_by_fsdp2(module, names)
+
+
+def _kept_by_fsdp1(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
+    """The unit's whole vector, and the rank's part of it."""
+    flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+    if hasattr(flat, "_full_param_padded"):
+        whole = flat._full_param_padded
+        for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):
+            name = joined(names[module], plain_fqn(fqn))
+            yield name, shape.numel() * whole.element_size(), whole
+            yield name, 0, flat._local_shard
+
+
+def _kept_by_fsdp2(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
+    """The rank's part of every parameter, and what it was gathered into, which is emptied rather than thrown away."""
+    for group in fsdp2_groups(module):
+        for parameter in group.fsdp_params:
+            owner = parameter._module_info
+            name = joined(names[owner.module], owner.param_name)
+            yield name, 0, parameter._sharded_param_data
+            for gathered in parameter.all_gather_outputs:
+                elements = min(gathered.numel(), parameter._orig_size.numel())  # the rest is padding
+                yield name, elements * gathered.element_size(), gathered

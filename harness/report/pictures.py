@@ -1,0 +1,144 @@
+"""What people would rather look at than read: who holds what, over which ranks tensors moved, how the losses compare.
+
+One PNG a judged case: the plan on the left, what was observed on the right, losses and their differences below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from harness.evidence.store import EvidenceError
+from harness.evidence.text import ranks_text
+from harness.judge import tolerance
+from harness.judge.losses import global_loss
+from harness.judge.stored_trial import load_trial
+from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
+from harness.plan.slices import Slice, numel
+from harness.report.text import headline
+from harness.run.judging import judge_folder
+
+PICTURE = "picture.png"
+COLORS = [plt.get_cmap("tab20")(index) for index in range(20)]
+
+
+def draw_folder(folder: Path) -> None:
+    """Judges what `harness run` stored there and puts the picture beside it. Raises EvidenceError."""
+    trial, judgement = load_trial(folder), judge_folder(folder)
+    missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
+    if missing:
+        raise EvidenceError(f"{folder}: ranks {ranks_text(missing)} left no evidence; see {folder / 'report.txt'}")
+    draw(trial, folder / PICTURE, headline(judgement))
+
+
+def draw(trial: Trial, path: Path, title: str) -> None:
+    """Writes the picture of a trial whose ranks all left evidence."""
+    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    figure.suptitle(title, fontsize=12, wrap=True)
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
+    fqn = _shown_parameter(trial)
+    planned = {rank: trial.plan.slices[rank][fqn] for rank in trial.ranks}
+    _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"asked for: {fqn}, by rank")
+    held = {rank: trial.holdings[rank].get(fqn) for rank in trial.ranks}
+    _draw_holdings(figure.add_subplot(grid[0, 1]), trial, fqn, held, f"observed: bytes of {fqn}, by rank")
+    _draw_groups(figure.add_subplot(grid[1, 0]), trial)
+    _draw_losses(figure.add_subplot(grid[1, 1]), trial)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _shown_parameter(trial: Trial) -> str:
+    """The first parameter that some rank holds wrongly, else the first projection of attention."""
+    for rank, held in trial.holdings.items():
+        for fqn, part in held.items():
+            if part != trial.plan.slices[rank].get(fqn):
+                return fqn
+    return next(fqn for fqn in trial.plan.shapes if fqn.endswith("attention.wq.weight"))
+
+
+def _draw_holdings(axes: Any, trial: Trial, fqn: str, held: Mapping[int, Slice | None], title: str) -> None:
+    """The full tensor as a strip for every rank, what the rank holds in the colour of its slice."""
+    size = trial.plan.shapes[fqn][0]
+    kinds = sorted({part for part in held.values() if part is not None and numel(part)})
+    for rank, part in held.items():
+        axes.barh(rank, size, color="0.93", height=0.8)
+        if part is None:
+            axes.text(
+                size / 2, rank, "not a slice of the seed weight", ha="center", va="center", fontsize=7, color="red"
+            )
+        elif numel(part):
+            start, stop = part[0]
+            color = COLORS[kinds.index(part) % len(COLORS)]
+            axes.barh(rank, stop - start, left=start, color=color, height=0.8, edgecolor="0.3", linewidth=0.5)
+            axes.text(size, rank, f" {_interval_text(part, trial.plan.shapes[fqn])}", va="center", fontsize=6)
+    axes.set(title=title, xlabel="dim 0", ylabel="rank", xlim=(0, size))
+    axes.set_yticks(list(held), [_rank_label(trial, rank) for rank in held], fontsize=7)
+    axes.invert_yaxis()
+
+
+def _interval_text(part: Slice, shape: tuple[int, ...]) -> str:
+    """[0:32] of dim 0, and of the other dims where they are cut."""
+    shown = [f"{a}:{b}" if (a, b) != (0, size) else ":" for (a, b), size in zip(part, shape, strict=True)]
+    return "[" + ", ".join(shown) + "]"
+
+
+def _rank_label(trial: Trial, rank: int) -> str:
+    place = coordinate(trial.case.dims, rank)
+    where = " ".join(f"{axis}{place[axis]}" for axis in trial.plan.groups)
+    return f"{rank}  {where}" if where else str(rank)
+
+
+def _draw_groups(axes: Any, trial: Trial) -> None:
+    """One row a group over which tensors moved in forward or backward; dots are its members; planned groups beside."""
+    moved: dict[tuple[int, ...], int] = {}
+    for evidence in trial.ranks.values():
+        for call in evidence.collectives:
+            if call.step == trial.first_step and call.phase in ("forward", "backward") and "float" in call.dtype:
+                moved[call.ranks] = moved.get(call.ranks, 0) + call.bytes
+    planned = {group: axis for axis, groups in trial.plan.groups.items() for group in groups}
+    rows = sorted({*planned, *moved}, key=lambda group: (len(group), group))
+    for row, group in enumerate(rows):
+        asked, used = group in planned, moved.get(group, 0)
+        color = "tab:green" if asked and used else "tab:red" if used else "0.7"
+        axes.plot(group, [row] * len(group), "o-", color=color, markersize=5)
+    labels = [
+        f"{planned.get(group, 'not in the plan')} {ranks_text(group)}  {moved.get(group, 0) / 1e6:.2f} MB"
+        for group in rows
+    ]
+    axes.set_yticks(range(len(rows)), labels, fontsize=7 if len(rows) < 16 else 5)
+    axes.set(
+        title=f"tensors moved in step {trial.first_step} (green: as planned, red: not planned, grey: planned, unused)",
+        xlabel="rank",
+    )
+    axes.set_xticks(range(trial.run.world_size))
+    axes.title.set_fontsize(9)
+    axes.invert_yaxis()
+
+
+def _draw_losses(axes: Any, trial: Trial) -> None:
+    steps = [step.step for step in trial.reference.steps]
+    reference = np.array([step.loss for step in trial.reference.steps])
+    observed = np.array([global_loss(trial, step) or np.nan for step in steps])
+    axes.plot(steps, reference, "-", color="0.4", linewidth=3, label="reference (one device)")
+    axes.plot(steps, observed, "o--", color="tab:blue", label="observed (all ranks)")
+    axes.set(xlabel="step", ylabel="loss", title="loss, and its relative difference (right)")
+    axes.set_xticks(steps)
+    right = axes.twinx()
+    difference = np.maximum(np.abs(observed / reference - 1), 1e-17)
+    right.semilogy(steps, difference, "s:", color="tab:orange", label="difference")
+    with contextlib.suppress(tolerance.NoBound):
+        bound = trial.bounds.loss
+        right.semilogy(steps, [bound[step] for step in steps], "-", color="tab:red", linewidth=1, label="bound")
+    right.set_ylim(1e-17, 10)
+    lines = [*axes.get_lines(), *right.get_lines()]
+    axes.legend(lines, [line.get_label() for line in lines], fontsize=7, loc="center right")

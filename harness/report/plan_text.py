@@ -1,0 +1,85 @@
+"""A plan as a person reads it: the rank grid, groups by axis, some slices, and the bytes that each axis must move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.evidence.text import bytes_text, ranks_text
+from harness.plan.grid import coordinate
+from harness.plan.plan import Plan
+from harness.plan.slices import slice_text
+from harness.spec.case import Case
+from harness.spec.dims import AXES
+
+SHOWN_RANKS = 16
+SHOWN_PARAMETERS = (
+    "tok_embeddings.weight",
+    "layers.0.attention.wq.weight",
+    "layers.0.attention.wo.weight",
+    "layers.0.attention_norm.weight",
+)  # one for each way of being cut: by rows, by columns, not by tp
+
+
+def plan_text(case: Case, plan: Plan) -> str:
+    parts = [f"{case.name}: {plan.dims} = {plan.dims.world_size} ranks", f"  {case.why}"]
+    parts += [f"  resumes what {saved.dims} saved after step {saved.after}" for saved in case.resume]
+    parts += ["", "rank grid", *_table(_grid(plan))]
+    parts += ["", "groups", *(_table(_groups(plan)) or ["  none: one rank"])]
+    parts += ["", "slices that a rank holds", *_table(_slices(plan))]
+    parts += [
+        "",
+        f"bytes of rank 0 in every {'' if plan.flows == plan.even_flows else 'odd '}step",
+        *(_table(_flows(plan)) or ["  none"]),
+    ]
+    least, most = plan.parameter_bytes[0]
+    return "\n".join(
+        [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]
+    )
+
+
+def _grid(plan: Plan) -> Iterator[list[str]]:
+    axes = [axis for axis in AXES if axis in plan.groups]
+    yield ["rank", *axes]
+    for rank in range(min(plan.dims.world_size, SHOWN_RANKS)):
+        at = coordinate(plan.dims, rank)
+        yield [str(rank), *(str(at[axis]) for axis in axes)]
+    if plan.dims.world_size > SHOWN_RANKS:
+        yield [f"and {plan.dims.world_size - SHOWN_RANKS} more"]
+
+
+def _groups(plan: Plan) -> Iterator[list[str]]:
+    for axis, groups in plan.groups.items():
+        more = f" and {len(groups) - SHOWN_RANKS} more" if len(groups) > SHOWN_RANKS else ""
+        yield [axis, " ".join(map(ranks_text, groups[:SHOWN_RANKS])) + more]
+
+
+def _slices(plan: Plan) -> Iterator[list[str]]:
+    for fqn in SHOWN_PARAMETERS:
+        yield [f"{fqn} {list(plan.shapes[fqn])}"]
+        held: dict[str, list[int]] = {}
+        for rank, slices in plan.slices.items():
+            held.setdefault(slice_text(slices[fqn], plan.shapes[fqn], flat=bool(plan.flat)), []).append(rank)
+        yield from (["  " + ranks_text(ranks), text] for text, ranks in list(held.items())[:SHOWN_RANKS])
+
+
+def _flows(plan: Plan) -> Iterator[list[str]]:
+    for flow in plan.flows[0]:
+        yield [
+            flow.axis,
+            flow.role,
+            flow.op,
+            flow.phase,
+            bytes_text(flow.bytes) + (" (optional)" if flow.optional else ""),
+        ]
+
+
+def _table(rows: Iterator[list[str]]) -> list[str]:
+    """Columns as wide as their longest cell; a row of one cell is a heading and widens none."""
+    lines = list(rows)
+    cells = [row for row in lines if len(row) > 1]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    return ["  " + "  ".join(_padded(row, widths)).rstrip() for row in lines]
+
+
+def _padded(row: list[str], widths: list[int]) -> list[str]:
+    return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] if len(row) > 1 else row

@@ -1,0 +1,25 @@
+"""The report beside the evidence: report.txt for a person, verdict.json for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from harness.evidence.store import write_text
+from harness.judge.judgement import Judgement
+from harness.report.text import case_report
+
+
+def store_report(judgement: Judgement) -> None:
+    """Leaves report.txt and verdict.json beside the evidence. Raises EvidenceError where that cannot be written."""
+    write_text(judgement.folder / "report.txt", case_report(judgement) + "\n")
+    record = {
+        "case": judgement.case.name,
+        "verdict": judgement.verdict,
+        "cause": judgement.diagnosis.cause if judgement.diagnosis else None,
+        "fault": judgement.fault,
+        "fired": judgement.fired,
+        "replaced": judgement.replaced,
+        "results": [dataclasses.asdict(result) for result in judgement.results],
+    }
+    write_text(judgement.folder / "verdict.json", json.dumps(record, indent=1))

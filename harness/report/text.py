@@ -1,0 +1,150 @@
+"""Judgements as a person reads them: the cause first, then the evidence, then every law."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.checks import law
+from harness.judge.result import Finding, Result, Verdict
+from reference.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from harness.judge.judgement import Judgement
+
+MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}
+
+
+def headline(judgement: Judgement) -> str:
+    """The first line: verdict, case, cause."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
+    cause = " ".join(text for text in (cause, _expectation(judgement)) if text)
+    fault = f"+{judgement.fault.rpartition(':')[2]}" if judgement.fault else ""
+    return f"{judgement.verdict} {judgement.case.name}{fault}" + (f"    {cause}" if cause else "")
+
+
+def _expectation(judgement: Judgement) -> str:
+    expected = judgement.expected_failure
+    if expected is None:
+        return ""
+    if judgement.verdict is Verdict.XFAIL:
+        return f"(expected: {expected.because}; see {expected.script})"
+    remedy = f"if {expected.script} passes too, take expected_failure out of {judgement.case.file}"
+    return f"(expected to fail by {expected.laws}, named {expected.named!r}: {remedy})"
+
+
+def case_report(judgement: Judgement) -> str:
+    lines = [headline(judgement)]
+    if judgement.fired and judgement.verdict is Verdict.PASS:
+        lines.append("  MISSED            the fault's code ran, and every law holds")
+    if judgement.fired is False:
+        lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
+    if judgement.diagnosis:
+        lines += _table(judgement.diagnosis.evidence)
+        lines += _table([("again", command(judgement)), ("evidence", str(judgement.folder))])
+    lines += [*_replaced(judgement), "", *_law_lines(judgement.results)]
+    for result in judgement.results:
+        if result.findings:
+            lines += ["", f"  {result.check}: {law(result.check)}"]
+            lines += [finding_text(finding, "    ") for finding in result.findings]
+    return "\n".join(lines)
+
+
+def _replaced(judgement: Judgement) -> list[str]:
+    return _table([("replaced", text) for text in judgement.replaced])
+
+
+def command(judgement: Judgement) -> str:
+    """What shows it again."""
+    file, recipe, usual = Path(judgement.case.file), judgement.case.training, TrainingConfig()
+    given = {"fault": judgement.fault}
+    given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
+    if not judgement.case.file:
+        given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
+        given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
+    told = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
+    return shlex.join(["harness", "run", judgement.case.name, *told])
+
+
+def pytest_command(judgement: Judgement) -> str:
+    tier = judgement.case.tier
+    given = {"tier": tier} if tier != "default" else {}
+    told = (
+        f"--{key}={value}" for key, value in (given | _how(judgement)).items() if value
+    )  # "=", or a folder is of tests
+    return shlex.join(["pytest", "-k", judgement.case.name, *told])
+
+
+def _how(judgement: Judgement) -> dict[str, str]:
+    """The options, which all commands share, that were not the usual ones."""
+    name, _, source = judgement.trainer.partition("@")
+    given = {"trainer": name, "source": source}
+    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher")}
+    return {key: value for key, value in given.items() if value not in ("llama3", "cpu", "local")}
+
+
+def provenance(judgements: Sequence[Judgement]) -> str:
+    """When, with which torch and of which commit stored evidence was made: a folder may hold that of several runs."""
+    made = [judgement.made for judgement in judgements]
+    started = sorted({one["started"] for one in made if one.get("started")})
+    lines = [f"evidence of {' to '.join(dict.fromkeys((started[0], started[-1])))}"] if started else []
+    for key in ("torch", "commit"):
+        found = Counter(one.get(key) or "unknown" for one in made)
+        told = ", ".join(f"{value} ({count} cases)" if len(found) > 1 else value for value, count in found.items())
+        lines.append(f"{key} {told}")
+    return "; ".join(lines)
+
+
+def finding_text(finding: Finding, indent: str = "") -> str:
+    if not finding.expected and not finding.observed:
+        return indent + finding.where
+    bound = f" (bound {finding.bound})" if finding.bound else ""
+    text = f"{finding.where}: expected {finding.expected}, observed {finding.observed}{bound}"
+    first, *rest = text.splitlines()
+    return "\n".join([indent + first, *(textwrap.indent(line, indent + "  ") for line in rest)])
+
+
+def check_text(judgement: Judgement, result: Result) -> str:
+    """What a test runner shows of one law that did not pass."""
+    lines = [headline(judgement)]
+    if judgement.diagnosis:
+        lines += _table(judgement.diagnosis.evidence)
+    lines.append(
+        f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
+    )
+    lines += [finding_text(finding, "  ") for finding in result.findings]
+    lines += _replaced(judgement)
+    lines += _table([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
+    return "\n".join(lines)
+
+
+def _cause_of_unknown(judgement: Judgement) -> str:
+    unknown = [result for result in judgement.results if result.verdict is Verdict.UNKNOWN]
+    return f"{unknown[0].check}: {unknown[0].note}" if judgement.verdict is Verdict.UNKNOWN and unknown else ""
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Rows of one label in a run show it once."""
+    labels = [label for label, _ in rows]
+    shown = ["" if label == before else label for before, label in zip([None, *labels], labels, strict=False)]
+    return [f"  {label:<16}  {text}" for label, (_, text) in zip(shown, rows, strict=True)]
+
+
+def _law_lines(results: Sequence[Result]) -> list[str]:
+    """A line a law; laws that could not be judged for one and the same reason share a line."""
+    reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
+    shared = {note for note in reasons if reasons.count(note) > 2}
+    lines = [_law_line(result) for result in results if result.note not in shared]
+    return lines + [
+        f"  {f'{reasons.count(note)} other laws':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
+    ]
+
+
+def _law_line(result: Result) -> str:
+    examined = f"{result.examined} examined" if result.examined else ""
+    detail = ", ".join(text for text in (examined, result.note) if text)
+    return f"  {result.check:<17} {result.verdict:<14}  {detail}"

@@ -1,0 +1,1 @@
+"""The straight line itself: one case, many cases, the catalogue of faults."""

@@ -1,0 +1,386 @@
+"""`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
+
+Baseline first: a fault is only tried on a case that passes without it. A fault is CAUGHT if all the laws that it names are
+broken and the first line names its cause. The control, which fires and changes nothing, must come out MISSED.
+
+Weaker tests are measured, not guessed: beside the judged run, the faulty trainer runs once more for ten steps that nobody
+watches, as a user would run it, and the losses that its rank 0 displays are compared with those of the same case without
+the fault. A run that crashes or hangs is noticed by any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT
+from harness.checks import all_checks
+from harness.evidence.store import write_text
+from harness.faults import FAMILIES, Fault, FaultError, all_faults, load_fault
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.launch import default_server
+from harness.report.progress import INTERVAL, Progress
+from harness.run.launches import displayed_losses
+from harness.run.matrix import PROBLEMS, unexpected
+from harness.run.options import Options, Unsupported
+from harness.run.run_case import run_case
+from harness.run.selection import holds
+from harness.spec.case import Case, CaseError
+from harness.spec.loading import find_case
+
+STEPS = 10
+HANG_LIMIT = 15.0  # seconds for a launch that only the time limit can end
+HANGING_AT_ONCE = 3  # such launches cost no core while they wait
+STORED = ROOT / "harness" / "faults" / "results.json"
+README = ROOT / "README.md"
+
+
+class Outcome(StrEnum):
+    CAUGHT = "CAUGHT"
+    OTHERWISE = "CAUGHT OTHERWISE"
+    MISSED = "MISSED"
+    UNFIRED = "UNFIRED"
+    TIMEOUT = "TIMEOUT"
+    NOT_TRIED = "NOT TRIED"
+
+
+METHODS = {
+    "exit_code": "exit code only",
+    "within_1_percent": f"loss curve within 1% over {STEPS} steps",
+    "within_1e_5": f"loss curve within 1e-5 over {STEPS} steps",
+    "process_groups": "listing of process groups",
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of one fault. cause: the diagnosis' first line, without verdict and names. broken: the laws that fail.
+
+    weaker: by method, whether it noticed; empty if not measured. off: by how much the displayed loss is off at worst over
+    ten steps, None if the faulty trainer did not get that far. note: why it was not tried, or what is lacking.
+    """
+
+    fault: str
+    bug: str
+    family: str
+    real: bool
+    case: str
+    outcome: Outcome
+    cause: str = ""
+    broken: tuple[str, ...] = ()
+    weaker: dict[str, bool] | None = None
+    off: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A case without a fault. problem: why no fault can be tried on it. losses: of ten steps; empty if not measured."""
+
+    case: Case
+    problem: str = ""
+    losses: tuple[float, ...] = ()
+
+
+def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
+    """The faults that `-k` means, by words of name, case, bug, kind of bug and laws. Raises CaseError."""
+    chosen = [f for f in faults if holds(expression, " ".join((f.name, f.case, f.bug, f.family, *f.caught_by)))]
+    if not chosen:
+        raise CaseError(f"-k {expression!r} selects no fault; `harness faults --list` lists them")
+    return chosen
+
+
+def known() -> list[Fault]:
+    return all_faults()
+
+
+def control() -> Fault:
+    """What fires and changes nothing: were it CAUGHT, a catch would prove nothing."""
+    return load_fault(f"{ROOT / 'harness' / 'control.py'}:nothing_is_wrong")
+
+
+def listing(faults: Sequence[Fault], stored: Path = STORED) -> str:
+    """By kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
+    named = (
+        {attempt.fault: attempt.cause for attempt in from_json(stored.read_text(encoding="utf-8"))}
+        if stored.exists()
+        else {}
+    )
+    width = {key: max(len(getattr(fault, key)) for fault in faults) for key in ("name", "case")}
+    lines = []
+    for family in [*FAMILIES.values(), ""]:
+        some = [fault for fault in faults if fault.family == family]
+        lines += [family or "others"] if some else []
+        for f in some:
+            lines.append(f"  {f.name:<{width['name']}}  {f.case:<{width['case']}}  {f.breaks} [{f.bug}]")
+            lines += [f"    -> {named[f.name]}"] if f.name in named else []
+    return "\n".join(lines)
+
+
+# ---- running
+
+
+def needed(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
+    """The cases of the faults, each once. Raises CaseError for one that there is not, FaultError for a law likewise."""
+    for fault in faults:
+        if unknown := set(fault.caught_by) - set(all_checks()):
+            raise FaultError(
+                f"{fault.spec}: caught_by {' '.join(unknown)!r}: no such law; known: {', '.join(all_checks())}"
+            )
+    return [find_case(name, cases) for name in dict.fromkeys(fault.case for fault in faults)]
+
+
+def baselines(
+    needed: Sequence[Case], options: Options, *, jobs: int, curves: bool, progress: Progress
+) -> dict[str, Baseline]:
+    """The cases without any fault, by name."""
+    tasks = {case.name: _baseline_of(case, options, curves) for case in needed}
+    return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.problem or "PASS")
+
+
+def attempts(
+    faults: Sequence[Fault],
+    based: dict[str, Baseline],
+    options: Options,
+    *,
+    jobs: int,
+    progress: Progress,
+) -> list[Attempt]:
+    """Every fault, in the order given. Those that hang wait beside the others, from the start."""
+    tasks = {fault.name: _attempt_of(fault, based[fault.case], options) for fault in faults}
+    hanging = {fault.name: tasks.pop(fault.name) for fault in faults if fault.hangs}
+    done = _side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
+    return [done[fault.name] for fault in faults]
+
+
+def _baseline_of(case: Case, options: Options, curves: bool) -> Callable[[], Baseline]:
+    return lambda: _baseline(case, options, curves)
+
+
+def _attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Callable[[], Attempt]:
+    return lambda: _attempt(fault, baseline, options)
+
+
+def _side_by_side(
+    tasks: dict[str, Callable[[], Any]],
+    waiting: dict[str, Callable[[], Any]],
+    jobs: int,
+    progress: Progress,
+    told: Callable[[Any], str],
+) -> dict[str, Any]:
+    """What each task returned, by name; `jobs` at a time, and beside them those that only wait."""
+    default_server()
+    began: dict[str, float] = {}
+
+    def timed(name: str, task: Callable[[], Any]) -> tuple[str, Any]:
+        progress.started(name)
+        began[name] = time.monotonic()
+        return name, task()
+
+    pools = (ThreadPoolExecutor(HANGING_AT_ONCE), waiting), (ThreadPoolExecutor(jobs), tasks)
+    pending: set[Future] = {pool.submit(timed, *item) for pool, some in pools for item in some.items()}
+    results: dict[str, Any] = {}
+    while pending:
+        done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+        for name, result in (future.result() for future in done):
+            results[name] = result
+            progress.finished(name, told(result), time.monotonic() - began[name])
+        progress.draw()
+    progress.clear()
+    return results
+
+
+def _baseline(case: Case, options: Options, curves: bool) -> Baseline:
+    try:
+        judgement = run_case(case, options)
+        if judgement.verdict is not Verdict.PASS:
+            return Baseline(case, f"case {case.name} is {judgement.verdict} without a fault; see {judgement.folder}")
+        if not curves:
+            return Baseline(case)
+        losses = _curve(judgement, options)
+        problem = "" if len(losses) == STEPS else f"case {case.name} does not display {STEPS} losses unwatched"
+        return Baseline(case, problem, losses)
+    except (Unsupported, *PROBLEMS) as problem:
+        return Baseline(case, f"case {case.name} cannot run: {problem}")
+    except (Exception, SystemExit) as error:
+        return Baseline(case, f"case {case.name} cannot run: {unexpected(error)}")
+
+
+def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
+    name = Attempt(fault.name, fault.bug, fault.family, fault.real, fault.case, Outcome.NOT_TRIED)
+    if baseline.problem:
+        return replace(name, note=baseline.problem)
+    timeout = min(HANG_LIMIT, options.timeout) if fault.hangs else options.timeout
+    options = replace(options, fault=spec_of(fault), timeout=timeout)
+    try:
+        judgement = run_case(baseline.case, options)
+        told = replace(name, cause=_cause(judgement), broken=_broken(judgement))
+        told = replace(told, outcome=outcome_of(fault, judgement), note=_lacking(fault, told))
+        if not baseline.losses:
+            return told
+        losses = _curve(judgement, options) if _ended_well(judgement) else ()
+    except PROBLEMS as problem:
+        return replace(name, note=str(problem))
+    except (Exception, SystemExit) as error:  # one fault's, which no other need suffer from
+        return replace(name, note=unexpected(error))
+    return replace(told, weaker=what_weaker_tests_say(told, baseline.losses, losses), off=off(baseline.losses, losses))
+
+
+def _cause(judgement: Judgement) -> str:
+    """Without the place where the evidence lies, which is another one elsewhere."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    return cause.replace(f"{judgement.folder.resolve()}/", "")
+
+
+def spec_of(fault: Fault) -> str:
+    """As ranks can load it, from whatever folder they run in."""
+    return f"{Path(fault.file).resolve()}:{fault.name}"
+
+
+def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
+    return displayed_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
+
+
+# ---- judging
+
+
+def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
+    broken, cause = _broken(judgement), judgement.diagnosis.cause if judgement.diagnosis else ""
+    if not judgement.fired:
+        return Outcome.UNFIRED
+    if broken and set(fault.caught_by) <= set(broken) and fault.named in cause:
+        return Outcome.CAUGHT
+    if not fault.hangs and any("time limit" in exit["error"] for exit in _exits(judgement)):
+        return Outcome.TIMEOUT
+    return Outcome.OTHERWISE if broken else Outcome.MISSED
+
+
+def _lacking(fault: Fault, told: Attempt) -> str:
+    """What is not as the fault expects."""
+    laws = [law for law in fault.caught_by if law not in told.broken]
+    parts = [f"not broken: {', '.join(laws)}"] if laws else []
+    return "; ".join(parts + ([f"not named: {fault.named!r}"] if fault.named not in told.cause else []))
+
+
+def _broken(judgement: Judgement) -> tuple[str, ...]:
+    return tuple(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
+
+
+def _exits(judgement: Judgement) -> Sequence[Any]:
+    """How the ranks of all launches ended."""
+    folders = [judgement.folder / name for name in judgement.case.launches]
+    return [
+        exit for folder in folders for exit in json.loads((folder / "run.json").read_text(encoding="utf-8"))["exits"]
+    ]
+
+
+def _ended_well(judgement: Judgement) -> bool:
+    return all(exit["how"] == "ok" for exit in _exits(judgement))
+
+
+def what_weaker_tests_say(told: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
+    """Whether each method notices. `seen` is empty where a rank failed, which all of them notice."""
+    worst = off(right, seen)
+    return {
+        "exit_code": worst is None,
+        "within_1_percent": worst is None or not worst <= 1e-2,
+        "within_1e_5": worst is None or not worst <= 1e-5,
+        "process_groups": worst is None or "process_groups" in told.broken,
+    }
+
+
+def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
+    """Largest relative difference of two curves, two digits; what is NaN or not displayed counts as infinite, None if one
+    lacks steps."""
+    if len(right) != len(seen):
+        return None
+    pairs = zip(seen, right, strict=True)
+    differences = [abs(a - b) / abs(b) if a is not None and math.isfinite(a) else math.inf for a, b in pairs]
+    return float(f"{max(differences):.1e}")
+
+
+# ---- what is shown and stored
+
+
+def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
+    """All first lines in one list, what is not as it should be, the table of methods, and one line that counts."""
+    counts = Counter(attempt.outcome for attempt in done)
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    lines = [f"{len(done)} fault{'s' * (len(done) != 1)} in {seconds:.1f} s: {said}"]
+    if control:
+        right = control.outcome is Outcome.MISSED
+        told = f"{control.outcome}, as it must be" if right else f"{control.outcome}, it must be MISSED: {control.note}"
+        lines.append(f"control, which changes nothing: {told}")
+    parts = [
+        first_lines(done),
+        table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",
+        "\n".join(lines),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def first_lines(done: Sequence[Attempt]) -> str:
+    """A row a fault: outcome, which weaker tests notice it, name, case, the diagnosis' first line."""
+    width = {key: max(len(getattr(a, key)) for a in done) for key in ("fault", "case", "outcome")}
+    letters = dict(zip(METHODS, "abcd", strict=True))
+    legend = "noticed by: " + ", ".join(f"{letters[key]} {text}" for key, text in METHODS.items())
+    rows = []
+    for a in done:
+        noticed = "".join(letters[key] if (a.weaker or {}).get(key) else "-" for key in METHODS) if a.weaker else "    "
+        rows.append(
+            f"{a.outcome:<{width['outcome']}}  {noticed}  {a.fault:<{width['fault']}}  {a.case:<{width['case']}}  {a.cause}"
+        )
+        rows += [f"{'':<{width['outcome']}}        {a.note}"] if a.note and a.outcome is not Outcome.CAUGHT else []
+    return "\n".join([legend, *rows] if any(a.weaker for a in done) else rows)
+
+
+def table(done: Sequence[Attempt]) -> str:
+    """Of how many bugs each method notices how many. Faults of a family, modelled on no single bug, do not count here."""
+    real = [attempt for attempt in done if attempt.real and attempt.weaker]
+    rows = [(text, sum((attempt.weaker or {})[key] for attempt in real)) for key, text in METHODS.items()]
+    rows += [("this harness, cause named", sum(attempt.outcome is Outcome.CAUGHT for attempt in real))]
+    lines = [f"| of {len(real)} real bugs, re-created | notices |", "|---|---|"]
+    return "\n".join(lines + [f"| {text} | {count} |" for text, count in rows])
+
+
+def to_json(done: Sequence[Attempt]) -> str:
+    return json.dumps([asdict(attempt) for attempt in done], indent=1) + "\n"
+
+
+def from_json(text: str) -> list[Attempt]:
+    records = json.loads(text)
+    return [
+        Attempt(**{**record, "outcome": Outcome(record["outcome"]), "broken": tuple(record["broken"])})
+        for record in records
+    ]
+
+
+BEGIN, END = "<!-- table: harness faults --accept -->\n", "<!-- end of table -->\n"
+
+
+def accept(done: Sequence[Attempt], known: Sequence[Fault], stored: Path = STORED, readme: Path = README) -> str:
+    """Puts what was measured in the place of what is stored of the same faults, and the table into the README."""
+    before = {
+        attempt.fault: attempt for attempt in (from_json(stored.read_text(encoding="utf-8")) if stored.exists() else [])
+    }
+    now = before | {attempt.fault: attempt for attempt in done}
+    told = [(fault, now[fault.name]) for fault in known if fault.name in now]
+    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in told]
+    write_text(stored, to_json(kept))
+    write_text(readme, with_table(readme.read_text(encoding="utf-8"), kept))
+    return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
+
+
+def with_table(text: str, done: Sequence[Attempt]) -> str:
+    """The README with its table made anew."""
+    head, _, rest = text.partition(BEGIN)
+    return head + BEGIN + table(done) + "\n" + END + rest.partition(END)[2]

@@ -1,0 +1,53 @@
+"""Where the evidence of a run lies, so that no two kinds of run take each other's place."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.evidence.store import EvidenceError
+from harness.spec.case import Case
+from reference.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from harness.run.options import Options
+
+
+def folder_of(case: Case, options: Options) -> Path:
+    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device."""
+    parts = [case.name]
+    parts += [trainer_label(options.trainer)] if options.trainer != "llama3" else []
+    parts += [options.fault.rpartition(":")[2]] if options.fault else []
+    parts += [f"seed_{case.training.seed}"] if not case.file and case.training.seed != TrainingConfig().seed else []
+    parts += [case.training.dtype] if not case.file and case.training.dtype != TrainingConfig().dtype else []
+    parts += [options.device] if options.device != "cpu" else []
+    return options.out / "+".join(parts)
+
+
+def trainer_label(spec: str) -> str:
+    """NAME, or NAME@SOURCE with the last part of the source's path and six digits of all of it."""
+    name, at, source = spec.partition("@")
+    digest = hashlib.sha256(source.encode()).hexdigest()[:6]
+    last = re.sub(r"[^\w.-]", "_", Path(source).name)[:40]
+    return Path(name).stem + (f"@{last}-{digest}" if at else "")
+
+
+def without_source(name: str) -> str:
+    """The same folder's name for whatever source of the trainer."""
+    return re.sub(r"@[^+]*", "", name)
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Empty, and ours. Refuses to delete a folder that this harness did not write."""
+    try:
+        if folder.exists():
+            if any(folder.iterdir()) and not (folder / "case.json").exists():
+                raise EvidenceError(f"{folder}: not empty and not written by this harness; choose another --out")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise EvidenceError(f"{folder}: cannot be written: {error.strerror}; choose another --out") from error
+    return folder

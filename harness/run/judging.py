@@ -1,0 +1,36 @@
+"""From a folder of stored evidence to a judgement. Starts nothing, writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.checks import judge
+from harness.diagnosis import diagnose
+from harness.judge.judgement import Judgement
+from harness.judge.stored_trial import load_trial
+from harness.judge.trial import Trial
+
+
+def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
+    """Judges stored evidence: reads and computes; starts nothing, writes nothing. Raises EvidenceError."""
+    trial = load_trial(folder)
+    results = judge(trial)
+    return Judgement(
+        case=trial.case,
+        folder=folder,
+        results=results,
+        diagnosis=diagnose(trial, results),
+        seconds=sum(launched.run.seconds for launched in trial.launches) if seconds is None else seconds,
+        fault=trial.run.fault,
+        fired=_fired(trial, folder),
+        trainer=trial.run.trainer,
+        made=trial.run.made,
+    )
+
+
+def _fired(trial: Trial, folder: Path) -> bool | None:
+    """Whether the fault's code ran on some rank, even one that died of it; None without a fault."""
+    if trial.run.fault is None:
+        return None
+    told = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())
+    return any(told) or any(folder.glob("*/ranks/*.fired"))

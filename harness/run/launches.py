@@ -1,0 +1,150 @@
+"""The launches of a case: its ranks, those of the launches it resumes from, and the reading of their checkpoints."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness import ROOT, trainers
+from harness.evidence.records import Run
+from harness.evidence.store import save_run
+from harness.launch import Exit, Job, launch
+from harness.run.options import Options
+from harness.run.reference_cache import reference_folder
+from harness.spec.case import Case, to_json
+
+RANK_ENTRY = "harness.run.rank_main:rank"
+
+
+CHECKPOINT = "checkpoint"
+
+
+UNWATCHED_ENTRY = "harness.run.rank_main:unwatched"
+
+
+CHECKPOINT_ENTRY = "harness.run.rank_main:checkpoint"
+
+
+PATIENCE = 5  # with ranks that have to compile before their first step ends: times the time limit
+
+
+def launch_all(case: Case, folder: Path, weights: Path, options: Options) -> None:
+    """One launch after the other; none after one that failed, for it would have nothing to resume from."""
+    launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
+    failed = ""
+    for name, launched in launches.items():
+        if failed:
+            exits = tuple(
+                Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
+            )
+            save_run(
+                Run(
+                    str(folder / name),
+                    launched.dims.world_size,
+                    exits,
+                    {},
+                    fault=options.fault,
+                    trainer=options.trainer,
+                    made=_made(case, options),
+                )
+            )
+        elif not launch_and_keep(launched, folder / name, weights, options) and launched.last_step is not None:
+            failed = name
+
+
+def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
+    """What rank 0 displays in the last steps of a longer run of the case that nobody watches, resumed like the case; of a
+    step that two launches train the first. Nothing if a rank failed."""
+    most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
+    longer = replace(case, training=replace(case.training, steps=most))
+    weights = reference_folder(case, options) / "weights.npz"
+    losses: dict[int, float] = {}
+    for name, launched in longer.launches.items():
+        exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
+        if any(exit.how != "ok" for exit in exits):
+            return ()
+        losses = dict(json.loads((folder / name / "losses.json").read_text(encoding="utf-8"))) | losses
+    return tuple(losses[step] for step in sorted(losses)[-steps:])
+
+
+def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
+    """Whether all ranks ended well."""
+    started, made = time.monotonic(), _made(case, options)
+    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY)
+    run = Run(
+        str(folder),
+        case.dims.world_size,
+        tuple(exits),
+        {},
+        seconds=time.monotonic() - started,
+        fault=options.fault,
+        trainer=options.trainer,
+        made=made,
+    )
+    save_run(run)
+    ended_well = all(exit.how == "ok" for exit in exits)
+    if ended_well and case.saved_step is not None:
+        launch(Job(folder / CHECKPOINT, 1, CHECKPOINT_ENTRY, _wanted(case, folder, weights, options)))
+    return ended_well
+
+
+def _made(case: Case, options: Options) -> dict[str, str]:
+    name, _, source = options.trainer.partition("@")
+    own = str(Path(name).parent) if name.endswith(".py") else str(ROOT)
+    replaced = trainers.load(options.trainer).replaced(case, options.device)
+    return {
+        "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "torch": importlib.metadata.version("torch"),
+        "commit": commit_of(source or own),
+        "device": options.device,
+        "launcher": options.launcher,
+        **({"replaced": "\n".join(replaced)} if replaced else {}),
+    }
+
+
+def commit_of(source: str) -> str:
+    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that pip laid
+    into OUT is not of the commit around it."""
+    if ".environments" in Path(source).parts:
+        return ""
+    words = ("git", "-C", source, "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        return subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
+    """What the entries of testify.py are told."""
+    return {
+        "case": to_json(case),
+        "trainer": options.trainer,
+        "weights": str(weights.resolve()),
+        "device": options.device,
+        "fault": options.fault,
+        "compile_cache": str((options.out / ".inductor").resolve()) if case.features.compile else None,
+        "directory": str(folder.resolve()),
+        "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
+    }
+
+
+def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:
+    timeout = options.timeout * (PATIENCE if case.features.compile else 1)
+    job = Job(
+        folder,
+        case.dims.world_size,
+        entry,
+        _wanted(case, folder, weights, options),
+        timeout=timeout,
+        device=options.device,
+        group_timeout=max(10.0, timeout / 2),
+        torchrun_args=options.torchrun_args,
+    )
+    return launch(job, options.launcher)

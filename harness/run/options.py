@@ -1,0 +1,26 @@
+"""How to run, as opposed to what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run, as opposed to what: but for `fault`, nothing here may change a verdict. timeout: seconds for one launch.
+
+    torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
+    """
+
+    out: Path = Path("out")
+    trainer: str = "llama3"
+    launcher: str = "local"
+    device: str = "cpu"
+    timeout: float = 120.0
+    fault: str | None = None
+    torchrun_args: tuple[str, ...] = ()
+
+
+class Unsupported(Exception):
+    """The trainer, or this machine, cannot run the case; the message is the reason. Not a verdict."""

@@ -1,0 +1,171 @@
+"""What one process does under launch: run the trainer under the probe and leave evidence, or run the reference.
+
+All are entries for harness.launch and take plain options, so that local and torchrun ranks do exactly the same. What they
+return is kept until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness import trainers
+from harness.evidence.names import renamed
+from harness.evidence.records import Collective
+from harness.evidence.store import CHECKPOINT_FILE, rank_file, save, write_text
+from harness.faults import load_fault
+from harness.launch import inflight
+from harness.spec.case import Case
+from harness.spec.loading import from_json
+from harness.trainers import StartedTrainer
+
+if TYPE_CHECKING:
+    from harness.probe import Probe
+
+
+def rank(options: dict[str, Any]) -> StartedTrainer:
+    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
+    compile_cache (a directory, or None).
+
+    What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
+    Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
+    """
+    from harness.probe import Probe
+
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    checkpoints = Path(options["checkpoints"])
+    this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _share_compiled_code(options.get("compile_cache"))
+    fired = _apply_fault(options, this)
+    row_length = functools.partial(_row_length, case)
+    probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length)
+    probe.install()
+    try:
+        trainer = adapter.start(case, Path(options["weights"]), options["device"])
+        probe.attach(trainer.model_parts)
+        if case.resume:
+            trainer.resume(checkpoints)
+            probe.resumed(case.steps.start - 1)
+        started_file(Path(options["directory"]), this).touch()
+        _train(trainer, case, checkpoints, probe)
+        displayed = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
+        evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
+        evidence = dataclasses.replace(
+            evidence,
+            displays=adapter.displays,
+            reports_every=adapter.reports_every,
+            rows=adapter.rows(case),
+            settings=evidence.settings | dict(adapter.settings),
+        )
+        evidence = renamed(evidence, adapter.fqn)
+    finally:
+        probe.remove()
+    save(rank_file(Path(options["directory"]), this), evidence)
+    adapter.stop()
+    return trainer
+
+
+def _train(trainer: StartedTrainer, case: Case, checkpoints: Path, probe: Probe | None = None) -> None:
+    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way."""
+    saved, last = case.saved_step, case.steps[-1]
+    if saved is not None and saved < last:
+        trainer.train(saved)
+        with probe.saving() if probe else contextlib.nullcontext():
+            trainer.save(checkpoints)
+    trainer.train(last)
+    if probe:
+        probe.trained()
+    if saved == last:
+        trainer.save(checkpoints)
+
+
+def _row_length(case: Case, step: int) -> int:
+    return case.seq_len(step) // case.dims.cp
+
+
+def started_file(directory: Path, rank: int) -> Path:
+    """There as soon as the rank has set up all it needs for its first step."""
+    path = rank_file(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_suffix(".started")
+
+
+def reference(options: dict[str, Any]) -> None:
+    """options: case, directory, device, noise (keys to measure); leaves reference.npz and weights.npz in the directory."""
+    from reference.train import train
+
+    case, directory = from_json(options["case"]), Path(options["directory"])
+    told = train(case.model, case.training, options["device"], noise=options["noise"])
+    partial = directory / ".weights.partial.npz"
+    np.savez(partial, **told.weights)  # type: ignore[arg-type]
+    os.replace(partial, directory / "weights.npz")
+    save(directory / "reference.npz", told)
+
+
+def checkpoint(options: dict[str, Any]) -> None:
+    """What the latest checkpoint holds, read by a process that trains nothing. Options as above; leaves checkpoint.npz."""
+    from harness.evidence.checkpoint_index import TIED, read
+
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    found = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED}, adapter.fqn)
+    save(Path(options["directory"]) / CHECKPOINT_FILE, found)
+
+
+def unwatched(options: dict[str, Any]) -> StartedTrainer:
+    """The trainer alone, as a user sees it: rank 0 leaves the losses that it displays in losses.json. Options as above."""
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
+    _share_compiled_code(options.get("compile_cache"))
+    _apply_fault(options, this)
+    trainer = adapter.start(case, Path(options["weights"]), options["device"])
+    if case.resume:
+        trainer.resume(Path(options["checkpoints"]))
+    _train(trainer, case, Path(options["checkpoints"]))
+    if this == 0:
+        write_text(directory / "losses.json", json.dumps([(metrics.step, metrics.loss) for metrics in trainer.metrics]))
+    adapter.stop()
+    return trainer
+
+
+def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
+    """What it returns fills when the fault's code runs. So does a file, for a rank that will not live to tell."""
+    fired: list[bool] = []
+    mark = rank_file(Path(options["directory"]), rank).with_suffix(".fired")
+
+    def note() -> None:
+        if not fired:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        fired.append(True)
+
+    if options.get("fault"):
+        load_fault(options["fault"]).apply(note)
+    return fired
+
+
+def _share_compiled_code(folder: str | None) -> None:
+    """What one rank or case has compiled, the next ones find. One thread: the default is a pool of processes a rank."""
+    if folder is not None:
+        from torch._inductor import config
+
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        config.compile_threads = 1
+
+
+def _note_inflight() -> Callable[[Collective], None]:
+    """Every collective is put on record before it is issued, so that a hang can be explained from outside."""
+    record = inflight.current()
+
+    def note(call: Collective) -> None:
+        if record is not None:
+            record.issue(call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase, call.peer)
+
+    return note

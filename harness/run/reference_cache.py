@@ -1,0 +1,97 @@
+"""The reference on one device, computed once for a recipe and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness import ROOT
+from harness.evidence.format import version_of
+from harness.evidence.store import EvidenceError
+from harness.judge import golden
+from harness.launch import Job, launch
+from harness.run.locks import only_one
+from harness.run.options import Options
+from harness.spec.case import Case, to_json
+from reference.record import ReferenceRun
+
+REFERENCE_ENTRY = "harness.run.rank_main:reference"
+
+
+ORACLE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
+
+
+def hard_link(source: Path, target: Path) -> None:
+    """A hard link where the file system has them, so that ten cases of one recipe share one file."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
+    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions.
+
+    noise: what to measure besides, by Case.noise_key; None: what this case needs and no golden can tell.
+    """
+    noise = _unknown_noise(case, options) if noise is None else noise
+    measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_oracle_key(case)}-{options.device}{measured}"
+    with only_one(folder.with_suffix(".lock")):
+        if not (folder / "reference.npz").exists():
+            _launch_reference(case, folder, options, noise)
+    return folder
+
+
+def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
+    """Goldens hold the noise of the recipes in cases/ on CPU; another recipe, seed or device has its own, measured once."""
+    known = options.device == "cpu" and (case.file or _golden_knows(case))
+    return () if case.exact or known else (case.noise_key,)
+
+
+def _golden_knows(case: Case) -> bool:
+    """A recipe of no file may be that of one all the same."""
+    try:
+        noise = golden.load(case).noise.get(case.noise_key)
+    except golden.GoldenError:
+        return False
+    return noise is not None and set(noise.distance) == set(case.model.parameter_shapes())
+
+
+def _oracle_key(case: Case) -> str:
+    digest = hashlib.sha256()
+    for source in sorted((ROOT / "reference").glob("*.py")):
+        digest.update(source.read_bytes())
+    digest.update(version_of(ReferenceRun).encode())
+    for package in ORACLE_PACKAGES:
+        digest.update(f"{package} {_version(package)}".encode())
+    if case.training.data is not None and Path(case.training.data).exists():
+        stat = Path(case.training.data).stat()
+        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:8]
+
+
+def _version(package: str) -> str:
+    """Empty where it is not installed: torchao is needed by recipes in 8 bits only."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
+    fresh = folder.with_name(folder.name + ".partial")
+    if fresh.exists():
+        shutil.rmtree(fresh)
+    wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
+    job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
+    exits = launch(job)
+    if exits[0].how != "ok":
+        problem = f"{exits[0].error or exits[0].signal}\n{exits[0].stack}".rstrip()
+        raise EvidenceError(f"the reference run of case {case.name!r} failed, nothing can be judged: {problem}")
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)

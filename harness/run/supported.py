@@ -1,0 +1,67 @@
+"""Whether a trainer, and this machine, can run a case; if not, why."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+
+from harness import trainers
+from harness.run.options import Options
+from harness.spec.case import Case
+from harness.spec.limits import too_much_memory
+
+
+def owned(case: Case, trainer: trainers.Adapter) -> Case:
+    """The case with the trainer's choices in every launch."""
+    earlier = (trainer.own(launched).features for launched in case.launches.values())
+    resume = tuple(
+        dataclasses.replace(saved, features=features) for saved, features in zip(case.resume, earlier, strict=False)
+    )
+    return dataclasses.replace(trainer.own(case), resume=resume)
+
+
+def unsupported(case: Case, options: Options) -> str | None:
+    """Why the case cannot run here: the trainer's reason, or the machine's."""
+    adapter = trainers.load(options.trainer)
+    for name, launched in case.launches.items():
+        if reason := other_dtype(launched, adapter) or adapter.unsupported(launched):
+            return reason if name == "run" else f"{name}: {reason}"
+    if case.resume and options.torchrun_args:
+        return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
+    if case.runs > 1 and options.torchrun_args:
+        return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
+    if reason := too_much_memory(case) or _too_few_descriptors(case):
+        return reason
+    on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
+    if options.device == "cuda" and on_cp and case.training.dtype == "float64":
+        return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
+    if options.device == "cuda" and options.launcher == "local":
+        visible = visible_gpus()
+        wanted = max(launched.dims.world_size for launched in case.launches.values())
+        if wanted > visible:
+            return f"needs {wanted} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
+    return None
+
+
+def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Why a trainer cannot compute in the case's dtype, and the command with which it is judged in one that it can."""
+    if case.training.dtype in adapter.dtypes:
+        return None
+    known = " and ".join(adapter.dtypes)
+    return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
+
+
+def _too_few_descriptors(case: Case) -> str:
+    """16 ranks were seen to use 53 each. Below the limit a rank dies in a socket, which reads like the trainer's mistake."""
+    most = max(launched.dims.world_size for launched in case.launches.values())
+    needed, allowed = 32 + 8 * most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        return f"{most} ranks may need {needed} file descriptors each, {allowed} are allowed; `ulimit -n {needed}`"
+    return ""
+
+
+def visible_gpus() -> int:
+    """Counted without touching CUDA, which ranks forked from here could not use any more."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

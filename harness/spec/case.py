@@ -1,0 +1,178 @@
+"""One row of the matrix: what is requested of a trainer, and of the launches that it resumes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from harness.spec.allowance import Allowance
+from harness.spec.dims import ParallelDims
+from harness.spec.features import LOOPED, Features
+from reference.config import ModelConfig, TrainingConfig, noise_key
+
+
+class CaseError(ValueError):
+    """A case asks for something that does not exist or does not fit. The message is for the person who wrote it."""
+
+
+TIERS = ("default", "nightly", "compiled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedFailure:
+    """A case that torch gets wrong. It must fail in just this way, else it is no longer true and must be looked at.
+
+    because: what is wrong, and where that is reported. script: a minimal program in the project that shows it without the
+    harness. laws: those that fail, separated by blanks. named: part of the diagnosis' first line. torch: on which releases,
+    such as "<2.15"; empty for all. On others the case is judged as any other.
+    """
+
+    because: str = ""
+    script: str = ""
+    laws: str = ""
+    named: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An earlier launch: it trained up to step `after` in this layout, and saved.
+
+    until: it went on up to this step, after which it was lost, as a job that is killed some time after it saved.
+    """
+
+    after: int
+    dims: ParallelDims = ParallelDims()
+    features: Features = Features()
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.after < 1:
+            raise ValueError(f"after must be at least 1, got {self.after}")
+        if self.until is not None and self.until <= self.after:
+            raise ValueError(f"until must be above after {self.after}, got {self.until}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare.
+
+    resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
+    last_step: of an earlier launch alone; saves_after: of one that saves before its last step; never written in a file.
+    allow: what the trainer may keep, copy or move besides what the plan knows, each with its reason.
+    tier: when it runs. "default": before every push. "nightly": more of the same, and combinations that no smaller case
+    has. "compiled": what waits for a compiler.
+    """
+
+    name: str
+    why: str
+    dims: ParallelDims = ParallelDims()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    features: Features = Features()
+    runs: int = 1
+    tier: str = "default"
+    expected_failure: ExpectedFailure | None = None
+    resume: tuple[Saved, ...] = ()
+    last_step: int | None = None
+    saves_after: int | None = None
+    file: str = ""
+    allow: tuple[Allowance, ...] = ()
+
+    @property
+    def steps(self) -> range:
+        """The steps that this launch trains, counted from 1 as if it were the first."""
+        return range(self.resume[-1].after + 1 if self.resume else 1, (self.last_step or self.training.steps) + 1)
+
+    @property
+    def saved_step(self) -> int | None:
+        """After which step this launch saves; None if it saves nothing."""
+        return self.saves_after or self.last_step
+
+    @property
+    def launches(self) -> dict[str, Case]:
+        """By the name of its folder: the earlier launches as cases of their own, then this one."""
+        earlier = {
+            f"saved_{number}": dataclasses.replace(
+                self,
+                dims=s.dims,
+                features=s.features,
+                resume=self.resume[: number - 1],
+                last_step=s.until or s.after,
+                saves_after=s.until and s.after,
+                runs=1,
+            )
+            for number, s in enumerate(self.resume, start=1)
+        }
+        return earlier | {"run": self}
+
+    @property
+    def local_batch(self) -> int:
+        """Samples in one microbatch of one rank."""
+        return self.training.global_batch // (self.dims.dp * self.features.accumulation * self.microbatches)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a pipeline's schedule cuts a batch: twice the stages, if the case does not say; else 1."""
+        if self.dims.pp == 1:
+            return 1
+        return self.features.microbatches or 2 * self.dims.pp
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a sample's length and width per optimizer step on a rank."""
+        return self.features.accumulation * self.microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.dims.pp == 1:
+            return 1
+        return self.features.stages_per_rank or (2 if self.features.schedule in LOOPED else 1)
+
+    @property
+    def n_stages(self) -> int:
+        return self.dims.pp * self.stages_per_rank
+
+    @property
+    def wrapper(self) -> str | None:
+        """Who looks after the data ranks: FSDP2 where parameters are sharded, else DDP; None without data parallelism.
+
+        Context parallel counts as sharding: its ranks hold equal parameters and different tokens.
+        """
+        if self.features.wrapper is not None:
+            return self.features.wrapper
+        if self.dims.dp_shard * self.dims.cp > 1:
+            return "fsdp2"
+        return "ddp" if self.dims.dp_replicate > 1 else None
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks FSDP cuts a parameter."""
+        return self.dims.dp_shard * self.dims.cp
+
+    def seq_len(self, step: int) -> int:
+        """Tokens of each sample that step (from 1) trains on."""
+        return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len
+
+    @property
+    def noise_key(self) -> str:
+        """Under which the reference's noise is kept: how gradients are added over ranks, and whether products are rounded
+        as on one device."""
+        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile or self.features.own_model
+        return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")
+
+    @property
+    def golden_noise_key(self) -> str:
+        """The same for the reference itself: another build's kernels may sum in any order."""
+        return noise_key(self.training, self.features.reduce_dtype, "parts")
+
+    @property
+    def exact(self) -> bool:
+        """Judged by derived float64 bounds, rather than by a bound measured from the reference's own noise."""
+        narrow = {self.training.compute_dtype, self.features.reduce_dtype} - {None, "float64"}
+        return self.training.dtype == "float64" and not narrow and not self.training.quantize
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    return dataclasses.asdict(case)

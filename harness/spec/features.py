@@ -1,0 +1,85 @@
+"""How a recipe is carried out, as opposed to what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
+
+
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "wrapper": (None, *WRAPPERS),
+    "schedule": ("GPipe", "1F1B", *LOOPED),
+    "cp_rotation": ("allgather", "alltoall"),
+    "fsdp_units": (None, "apart", "root", "observed"),
+    "cp_heads": ("query", "key_value"),
+    "attention": (None, "fused"),
+    "activation_checkpointing": ("none", "full", "layer", "op"),
+    "reduce_dtype": (None, "float64", "float32", "bfloat16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic.
+
+    wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides.
+    accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step. defer_sync: gradients
+    are reduced over the data ranks after the last of them only, rather than after each.
+    bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.
+    reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
+    unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
+    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
+    activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
+    compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block: "apart", the embedding,
+    and norm with output; "root", all the rest, and by default only the last block stays whole after forward; "observed", what
+    the trainer wraps, which is then its choice, as is what it keeps by default; None: the adapter says which. cp_heads: keys
+    and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
+    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. attention:
+    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
+    parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
+    last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
+    the next forward pass. Trainers choose these seven, cases need not.
+    """
+
+    wrapper: str | None = None
+    accumulation: int = 1
+    defer_sync: bool = True
+    bucket_mb: float | None = None
+    reshard_after_forward: str | int = "default"
+    cpu_offload: bool = False
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    async_tp: bool = False
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    cp_rotation: str = "allgather"
+    cp_load_balance: bool = True
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    reduce_dtype: str | None = None
+    fsdp_units: str | None = None
+    cp_heads: str = "query"
+    ac_early_stop: bool = True
+    own_model: bool = False
+    attention: str | None = None
+    loss_chunks: int = 1
+    keeps_loss_unit: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("accumulation", "microbatches", "stages_per_rank", "loss_chunks"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.bucket_mb is not None and self.bucket_mb <= 0:
+            raise ValueError(f"bucket_mb must be positive, got {self.bucket_mb}")
+        policy = self.reshard_after_forward
+        if policy not in ("default", "always", "never") and (not isinstance(policy, int) or policy < 2):
+            raise ValueError(f"reshard_after_forward {policy!r}: choose default, always, never or a number above 1")
+        for key, known in FEATURE_CHOICES.items():
+            if getattr(self, key) not in known:
+                named = ", ".join("null" if choice is None else choice for choice in known)
+                raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {named}")

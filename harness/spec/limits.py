@@ -1,0 +1,96 @@
+"""How large a case may be: beyond that neither the plan's arithmetic nor a run would come to an end. Told before any work."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from harness.spec.case import Case
+
+RANKS = 4096
+TOKENS = 2**24  # of a step
+NAME = 100  # letters; a file's name has at most 255 bytes, and gets more words
+COMBINATIONS = 10_000  # of one cross product
+NODES = 100_000  # of a YAML file, whatever an alias stands for counted each time
+SIZES = {"steps": 10_000, "warmup_steps": 2**20, "n_layers": 512, "seed": 2**63 - 1}
+SIZES |= dict.fromkeys(("dim", "ffn_dim", "vocab_size", "n_heads", "n_kv_heads", "accumulation"), 2**20)
+WORD = re.compile(rf"[\w.-]{{1,{NAME}}}")
+
+
+def too_large(case: Case) -> str:
+    """Which number is too large, or which name no part of a path; empty if all is well."""
+    for record in (case.training, case.model, case.features):
+        for key, most in SIZES.items():
+            if getattr(record, key, 0) > most:
+                return f"{key} {shown(getattr(record, key))} is more than the {most} that a case may have"
+    if case.training.seed < 0:
+        return f"seed must be at least 0, got {shown(case.training.seed)}"
+    if len(case.name) > NAME:
+        return f"a name has at most {NAME} letters, this one {len(case.name)}"
+    if not WORD.fullmatch(case.model.name):
+        return (
+            f"model: name {shown(case.model.name)}: letters, digits, '_', '.' and '-' only, it becomes part of a path"
+        )
+    if "\0" in (case.training.data or ""):
+        return "training: data: no file has a NUL in its name"
+    ranks, tokens = case.dims.world_size, case.training.global_batch * case.training.seq_len
+    if ranks > RANKS:
+        return f"{shown(ranks)} ranks, more than {RANKS}"
+    if tokens > TOKENS:
+        return f"global_batch x seq_len = {shown(tokens)} tokens a step, more than {TOKENS}"
+    return ""
+
+
+def too_much_memory(case: Case) -> str:
+    """Of the reference, which keeps parameters and gradients of every step in float64; empty if this machine has it."""
+    elements = sum(_product(shape) for shape in case.model.parameter_shapes().values())
+    needed = 16 * elements * case.training.steps
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed <= there:
+        return ""
+    kept = f"parameters and gradients of {case.training.steps} steps x {elements} numbers"
+    return f"the reference keeps {kept}, {needed / 1e9:.0f} GB, and this machine has {there / 1e9:.0f} GB"
+
+
+def _product(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def too_many(axes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of a cross product; empty if it is not."""
+    count = _product(map(len, axes.values()))
+    return f"{shown(count)} combinations, more than {COMBINATIONS}" if count > COMBINATIONS else ""
+
+
+def refuse_bombs(node: yaml.Node | None) -> None:
+    """A few lines of aliases of aliases stand for more than any memory holds. Raises YAMLError."""
+    if node is not None and (count := _nodes(node, {})) > NODES:
+        raise yaml.YAMLError(f"{shown(count)} values, counting what each alias stands for, more than {NODES}")
+
+
+def _nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    if id(node) not in known:
+        known[id(node)] = 0
+        inside = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        some = inside if isinstance(node, yaml.CollectionNode) else []
+        known[id(node)] = 1 + sum(_nodes(one, known) for one in some)
+    elif known[id(node)] == 0:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: an alias within what it stands for")
+    return known[id(node)]
+
+
+def shown(value: Any) -> str:
+    """At most 200 letters of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,334 @@
+"""What is asked for: Case and its parts, and loading them from YAML.
+
+Whatever a person can get wrong in a file is answered with a CaseError that names the file, the case, the key and the
+remedy; nothing is guessed and no key is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness import ROOT
+from harness.spec import limits, releases
+from harness.spec.allowance import Allowance
+from harness.spec.case import TIERS, Case, CaseError, ExpectedFailure, Saved
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.validation import validate, validate_resume
+from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
+
+
+def from_json(record: Mapping[str, Any]) -> Case:
+    """The inverse of to_json. Raises CaseError where the record has unknown keys or values."""
+    record = as_mapping(record, "case")
+    return built_case(record, file=record.get("file", ""))
+
+
+_BEFORE = "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it"
+
+
+UNWRITTEN = {
+    "name": ": its key is its name",
+    "file": ": it is the file's path",
+    "last_step": _BEFORE,
+    "saves_after": _BEFORE,
+}
+
+
+def load_cases(path: Path) -> list[Case]:
+    """All cases of one YAML file, in the order written. Raises CaseError."""
+    shown = _shown(path)
+    document = _read_yaml(path, shown)
+    _refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
+    defaults = as_mapping(document.get("defaults"), f"{shown}: defaults")
+    cases: list[Case] = []
+    for name, fragment in _named_fragments(document, shown):
+        fragment = _merge(defaults, as_mapping(fragment, f"{shown}: case {name!r}"))
+        for key in set(UNWRITTEN) & set(fragment):
+            raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
+        case = built_case(fragment | {"name": name}, file=shown)
+        if any(case.name == other.name for other in cases):
+            raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
+        cases.append(case)
+    if not cases:
+        raise CaseError(f"{shown}: no case in it; add one under 'cases:' or a cross product under 'matrix:'")
+    return cases
+
+
+def load_all(folder: Path = ROOT / "cases") -> list[Case]:
+    """Every case of every file. A name used in two files is refused: `pytest -k` could not tell them apart."""
+    cases = [case for path in sorted(folder.glob("*.yaml")) for case in load_cases(path)]
+    if not cases:
+        raise CaseError(f"{_shown(folder)}: no *.yaml file with cases in it")
+    files: dict[str, str] = {}
+    for case in cases:
+        if case.name in files:
+            raise CaseError(f"{case.file}: case {case.name!r} also exists in {files[case.name]}; rename one")
+        files[case.name] = case.file
+    return cases
+
+
+def find_case(name: str, cases: Iterable[Case]) -> Case:
+    """The case of that name. Raises CaseError with the nearest names."""
+    known = {case.name: case for case in cases}
+    if name not in known:
+        raise CaseError(f"no case is named {name!r}{_nearest(name, known)}; `harness matrix --list` lists them")
+    return known[name]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML as people mean it: a key written twice is an error, not the last one winning."""
+
+
+def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
+    keys = [loader.construct_object(key, deep=deep) for key in written]
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            raise yaml.YAMLError(f"line {written[position].start_mark.line + 1}: key {key!r} is written twice")
+    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
+    try:
+        loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
+        limits.refuse_bombs(node := loader.get_single_node())
+        document = None if node is None else loader.construct_document(node)
+    except OSError as error:
+        raise CaseError(f"{shown}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise CaseError(f"{shown}: not valid YAML: nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # the second: no UTF-8, a number of 5000 digits, the 32nd of May
+        raise CaseError(f"{shown}: not valid YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise CaseError(f"{shown}: expected a mapping with 'cases:' or 'matrix:' at the top level")
+    return document
+
+
+def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from as_mapping(document.get("cases"), f"{shown}: cases").items()
+    for number, product in enumerate(_list(document.get("matrix"), f"{shown}: matrix"), start=1):
+        yield from _cross_product(product, f"{shown}: matrix entry {number}")
+
+
+def _cross_product(product: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`each` names axes, an axis maps labels to fragments; a case per combination, its name the labels joined.
+
+    `exclude` lists combinations to leave out (a partial one leaves out all that match). `include` lists more: labels
+    for every axis, a `name`, and anything a case may say.
+    """
+    product = as_mapping(product, where)
+    _refuse_unknown(product, ("each", "exclude", "include"), where)
+    axes = {
+        axis: as_mapping(labels, f"{where}: {axis}") for axis, labels in as_mapping(product.get("each"), where).items()
+    }
+    if not axes:
+        raise CaseError(f"{where}: 'each' must name at least one axis with labels")
+    if problem := limits.too_many(axes):
+        raise CaseError(f"{where}: {problem}")
+    patterns = _list(product.get("exclude"), f"{where}: exclude")
+    excluded = [_labels(pattern, axes, f"{where}: exclude") for pattern in patterns]
+    for labels in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, labels, strict=True))
+        if not any(chosen.items() >= pattern.items() for pattern in excluded):
+            yield "".join(map(str, labels)), _combined(chosen, axes, where)
+    for extra in _list(product.get("include"), f"{where}: include"):
+        extra = as_mapping(extra, f"{where}: include")
+        chosen = _labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{where}: include")
+        rest = {key: value for key, value in extra.items() if key not in axes}
+        name = rest.pop("name", "".join(map(str, chosen.values())))
+        yield name, _merge(_combined(chosen, axes, where), rest)
+
+
+def _labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
+    for axis, label in as_mapping(chosen, where).items():
+        if axis not in axes:
+            raise CaseError(f"{where}: unknown axis {axis!r}{_nearest(axis, axes)}")
+        if label not in list(axes[axis]):  # a list, because a label that somebody wrote may be unhashable
+            raise CaseError(f"{where}: axis {axis!r} has no label {label!r}{_nearest(label, axes[axis])}")
+    return dict(chosen)
+
+
+def _combined(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
+    fragment: dict[str, Any] = {}
+    for axis, label in chosen.items():
+        fragment = _merge(fragment, as_mapping(axes[axis][label], f"{where}: {axis}: {label}"))
+    return fragment
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`over` wins; mappings are merged key by key. A model named by its preset counts as {preset: name}."""
+    merged = dict(base)
+    for key, value in (over or {}).items():
+        old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
+        new = {"preset": value} if isinstance(value, str) and key == "model" else value
+        new = {} if new is None and isinstance(old, Mapping) else new  # a key with nothing after it changes nothing
+        merged[key] = _merge(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
+    return merged
+
+
+def built_case(fragment: Mapping[str, Any], file: str) -> Case:
+    name = fragment.get("name", "")
+    where = f"{file}: case {name!r}"
+    if not isinstance(name, str) or not name.replace("_", "").isalnum():
+        raise CaseError(f"{where}: a name is made of letters, digits and underscores, so that `pytest -k` takes it")
+    _refuse_unknown(fragment, [f.name for f in dataclasses.fields(Case)] + ["world_size"], where)
+    if not fragment.get("why") or not isinstance(fragment["why"], str):
+        raise CaseError(f"{where}: 'why' is missing: one sentence that says what this case is here to catch")
+    case = Case(
+        name=name,
+        why=fragment["why"],
+        dims=_record(ParallelDims, fragment.get("dims"), f"{where}: dims"),
+        model=_model(fragment.get("model", "debug"), f"{where}: model"),
+        training=_record(TrainingConfig, fragment.get("training"), f"{where}: training"),
+        features=_record(Features, fragment.get("features"), f"{where}: features"),
+        runs=fragment.get("runs", 1),
+        tier=_tier(fragment.get("tier", "default"), f"{where}: tier"),
+        expected_failure=_expected_failure(fragment.get("expected_failure"), f"{where}: expected_failure"),
+        resume=_resume(fragment.get("resume"), f"{where}: resume"),
+        last_step=fragment.get("last_step"),
+        allow=_allowances(fragment.get("allow"), f"{where}: allow"),
+        saves_after=fragment.get("saves_after"),
+        file=file,
+    )
+    if problem := limits.too_large(case):
+        raise CaseError(f"{where}: {problem}")
+    validate(case, fragment.get("world_size"), where)
+    validate_resume(case, where)
+    return case
+
+
+def _tier(value: Any, where: str) -> str:
+    if value not in list(TIERS):
+        raise CaseError(f"{where}: unknown tier {value!r}{_nearest(value, TIERS)}; known: {', '.join(TIERS)}")
+    return str(value)
+
+
+def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
+    """All but torch are needed: a failure that nobody can look into is not expected but ignored."""
+    if value is None:
+        return None
+    expected: ExpectedFailure = _record(ExpectedFailure, value, where)
+    for field in dataclasses.fields(expected):
+        if not getattr(expected, field.name) and field.name != "torch":
+            raise CaseError(f"{where}: {field.name} is missing")
+    try:
+        releases.parsed(expected.torch or "<2.0")
+    except (TypeError, ValueError) as error:
+        raise CaseError(f"{where}: torch: {error}") from error
+    if not (ROOT / expected.script).is_file():
+        raise CaseError(f"{where}: script {expected.script!r}: no such file in the project; write the minimal program")
+    return expected
+
+
+def _allowances(value: Any, where: str) -> tuple[Allowance, ...]:
+    found = []
+    for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, where), start=1):
+        here, entry = f"{where}: entry {number}", as_mapping(entry, f"{where}: entry {number}")
+        _refuse_unknown(entry, [f.name for f in dataclasses.fields(Allowance)], here)
+        for key, given in entry.items():
+            _check_type(given, "", "int | str" if key == "bytes" else "str", f"{here}: {key}")
+        try:
+            found.append(Allowance(**entry))
+        except ValueError as error:
+            raise CaseError(f"{here}: {error}") from error
+    return tuple(found)
+
+
+def _resume(value: Any, where: str) -> tuple[Saved, ...]:
+    found = []
+    for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, where), start=1):
+        here = f"{where}: entry {number}"
+        entry = dict(as_mapping(entry, here))
+        entry["dims"] = _record(ParallelDims, entry.get("dims"), f"{here}: dims")
+        entry["features"] = _record(Features, entry.get("features"), f"{here}: features")
+        if "after" not in entry:
+            raise CaseError(f"{here}: 'after' is missing: the step after which that launch saves")
+        found.append(_record(Saved, entry, here, base=Saved(after=1)))
+    return tuple(found)
+
+
+def _model(value: Any, where: str) -> ModelConfig:
+    value = {"preset": value} if isinstance(value, str) else dict(as_mapping(value, where))
+    preset = value.pop("preset", "debug")
+    if preset not in list(PRESETS):
+        raise CaseError(f"{where}: unknown preset {preset!r}{_nearest(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    if isinstance(value.get("rope_scaling"), Mapping):
+        value["rope_scaling"] = _record(RopeScaling, value["rope_scaling"], f"{where}: rope_scaling")
+    for key, given in value.items():
+        if isinstance(given, int) and given < 1 and not isinstance(given, bool):
+            raise CaseError(f"{where}: {key} must be at least 1, got {given}")
+    return _record(ModelConfig, value, where, base=PRESETS[preset])
+
+
+def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
+    """A frozen dataclass from a mapping: unknown keys refused, types checked, the class's own ValueError located."""
+    value = as_mapping(value, where)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    _refuse_unknown(value, fields, where)
+    base = base or kind()
+    for key, given in value.items():
+        _check_type(given, getattr(base, key), str(fields[key].type), f"{where}: {key}")
+    try:
+        record = dataclasses.replace(base, **value)
+    except ValueError as error:
+        raise CaseError(f"{where}: {error}") from error
+    for key, given in value.items():
+        if isinstance(given, float) and math.isnan(given):
+            raise CaseError(f"{where}: {key}: expected a number, got nan")
+    return record
+
+
+def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
+    wanted = [part.strip() for part in annotation.split("|")]
+    kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    kinds |= {"RopeScaling": RopeScaling, "ParallelDims": ParallelDims, "Features": Features, "None": type(None)}
+    for kind in wanted:
+        if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
+            return
+    hint = " (YAML reads 1e-3 as text: write 1.0e-3)" if isinstance(given, str) and "float" in wanted else ""
+    raise CaseError(f"{where}: expected {annotation}, got {limits.shown(given)}{hint}; the default is {default!r}")
+
+
+def as_mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise CaseError(f"{where}: expected a mapping of keys to values, got {limits.shown(value)}")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise CaseError(f"{where}: expected a list (lines that begin with '-'), got {limits.shown(value)}")
+    return value
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise CaseError(f"{where}: unknown key {key!r}{_nearest(key, known)}; known: {', '.join(known)}")
+
+
+def _nearest(word: Any, known: Iterable[Any]) -> str:
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _shown(path: Path) -> str:
+    path = Path(path).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

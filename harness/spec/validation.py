@@ -1,0 +1,127 @@
+"""What fits together in a case, and what does not. Every refusal names file, case, key and remedy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from harness.spec import schedule
+from harness.spec.case import Case, CaseError
+from harness.spec.features import Features
+
+
+def validate_resume(case: Case, where: str) -> None:
+    """Each launch has something to train, and each of them is a case that could be run by itself."""
+    ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
+    if any(end <= begin for begin, end in itertools.pairwise(ends)):
+        raise CaseError(
+            f"{where}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
+        )
+    for saved in case.resume:
+        if (saved.until or 0) > case.training.steps:
+            raise CaseError(
+                f"{where}: resume: until {saved.until} is beyond the {case.training.steps} steps of the recipe"
+            )
+    for name, launch in list(case.launches.items())[:-1]:
+        validate(launch, None, f"{where}: resume: {name}")
+
+
+def validate(case: Case, world_size: Any, where: str) -> None:
+    """What no single part can know: that the degrees fit the world, the model, the batch and the sequence."""
+    dims, model, training = case.dims, case.model, case.training
+    if world_size is not None and world_size != dims.world_size:
+        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size asks for {world_size!r}")
+    for key in ("n_heads", "n_kv_heads"):
+        if getattr(model, key) % dims.tp:
+            raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
+    shares = dims.dp * case.features.accumulation * case.microbatches
+    if training.global_batch % shares:
+        of_pp = f" x microbatches {case.microbatches}" if dims.pp > 1 else ""
+        raise CaseError(
+            f"{where}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
+            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares}"
+        )
+    halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
+    length, ways = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
+    if length % (dims.cp * math.lcm(halves, ways)):
+        balanced = " x 2 (load balance)" * (halves - 1)
+        raise CaseError(
+            f"{where}: seq_len {length} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel)"
+        )
+    if case.n_stages > model.n_layers:
+        raise CaseError(
+            f"{where}: pp {dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
+            f" but the model has only {model.n_layers} layers"
+        )
+    _validate_features(case, where)
+    _validate_blocks(case, where)
+    if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
+        raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _validate_blocks(case: Case, where: str) -> None:
+    """mxfp8 scales blocks of 32 along what a product sums over: features and, for weights' gradients, tokens.
+
+    A block must lie in one sample and on one tp rank. Elsewise each layout would compute something else.
+    """
+    if case.training.quantize != "mxfp8":
+        return
+    model, tp = case.model, case.dims.tp
+    sums = {"dim": (model.dim, tp), "ffn_dim": (model.ffn_dim, tp)}
+    sums |= {"n_kv_heads * head_dim": (model.n_kv_heads * model.head_dim, tp), "seq_len": (case.seq_len(2), 1)}
+    for name, (size, ways) in sums.items():
+        if size % (32 * ways):
+            raise CaseError(f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {ways} does not hold whole")
+
+
+def _validate_features(case: Case, where: str) -> None:
+    """Options that ask for something on an axis of degree 1, or of each other what no trainer can do."""
+    dims, features = case.dims, case.features
+    usual = Features()
+    for keys, axis in (
+        (("schedule", "microbatches", "stages_per_rank"), "pp"),
+        (("cp_rotation", "cp_load_balance"), "cp"),
+        (("async_tp", "sequence_parallel", "loss_parallel"), "tp"),
+    ):
+        for key in keys:
+            if getattr(dims, axis) == 1 and getattr(features, key) != getattr(usual, key):
+                raise CaseError(f"{where}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out")
+    if features.wrapper not in (None, "fsdp2") and dims.dp * dims.cp == 1:
+        raise CaseError(f"{where}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
+    if features.wrapper in ("ddp", "replicate") and dims.dp_shard * dims.cp > 1:
+        raise CaseError(
+            f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard} x cp {dims.cp}"
+        )
+    _validate_wrapper_options(case, where)
+    if dims.pp > 1 and case.model.tied_embeddings:
+        raise CaseError(
+            f"{where}: tied_embeddings with pp {dims.pp}: first and last stage would have to share a weight"
+        )
+    numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
+    if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
+        raise CaseError(f"{where}: {reason}")
+
+
+def _validate_wrapper_options(case: Case, where: str) -> None:
+    """Options that only some wrappers have, or that mean something only where parameters are sharded."""
+    features, usual = case.features, Features()
+    for keys, wrappers, whose in (
+        (("reshard_after_forward", "cpu_offload"), ("fsdp1", "fsdp2"), "FSDP's"),
+        (("bucket_mb",), ("ddp", "replicate"), "DDP's and replicate's"),
+    ):
+        for key in keys:
+            if case.wrapper not in wrappers and getattr(features, key) != getattr(usual, key):
+                raise CaseError(
+                    f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
+                )
+    ways, policy = case.dims.dp_shard * case.dims.cp, features.reshard_after_forward
+    if ways == 1 and policy != "default":
+        raise CaseError(
+            f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
+        )
+    if isinstance(policy, int) and ways % policy:
+        raise CaseError(f"{where}: reshard_after_forward {policy} does not divide the {ways} ranks of a shard group")
+    if not features.defer_sync and (features.accumulation == 1 or case.wrapper is None):
+        missing = "wrapper none" if case.wrapper is None else "accumulation 1"
+        raise CaseError(f"{where}: defer_sync false means nothing with {missing}; leave it out")
