@@ -44,7 +44,7 @@ COPIED = (
     "pyproject.toml",
     "README.md",
 )
-MODULES = ("harness/checks/*.py", "harness/plan/make_plan/make_plan.py", "harness/judge/tolerance.py")
+MODULES = ("harness/checks/*.py", "harness/plan/*.py", "harness/plan/traffic/*.py", "harness/judge/tolerance.py")
 SLOW = (  # tests of seconds, which alone notice hardly anything
     "tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
     "plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",

@@ -23,8 +23,8 @@ from harness.evidence.records import AfterEvaluation, AfterForward
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.plan import FlatUnit, Kept
-from harness.plan.slices import flat_slices
+from harness.plan.plan import Kept
+from harness.plan.slices import FlatUnit, flat_slices
 from harness.spec.dims import ParallelDims
 
 FSDP_4 = ParallelDims(dp_shard=4)

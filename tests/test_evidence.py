@@ -324,7 +324,8 @@ FILE_TOO_LARGE = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from harness.evidence import EvidenceError, Microbatch, save
+from harness.evidence.records import Microbatch
+from harness.evidence.store import EvidenceError, save
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
     save(Path(sys.argv[1]), Microbatch(np.zeros((100, 100), np.int64), None, None, None))

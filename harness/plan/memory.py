@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harness.plan.grid import coordinate, shard_place
 from harness.plan.observed_units import Unit
-from harness.plan.plan import FlatUnit, Kept
-from harness.plan.slices import BYTES, Slice, numel, padded_numel, parameter_shapes, slice_of
+from harness.plan.plan import Kept
+from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
 from harness.plan.stages import stages_of_rank
 from harness.plan.units import fsdp2_units
 from harness.spec.case import Case

@@ -5,24 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from harness.plan.observed_units import Observed
-from harness.plan.slices import Slice
+from harness.plan.slices import FlatUnit, Slice
 from harness.plan.traffic.flow import Flow
 from harness.spec.dims import ParallelDims
-
-
-@dataclass(frozen=True)
-class FlatUnit:
-    """A module's parameters one after the other in a vector, which FSDP1 cuts in equal parts, one a rank.
-
-    starts: where each parameter begins, by fqn. numel: elements of the vector, before it is padded to equal parts.
-    """
-
-    starts: dict[str, int]
-    numel: int
-
-    def part(self, ways: int) -> int:
-        """Elements of each rank's part."""
-        return -(-self.numel // ways)
 
 
 @dataclass(frozen=True)

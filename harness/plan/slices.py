@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from harness.plan.grid import coordinate, shard_place
-from harness.plan.plan import FlatUnit
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from reference.config import ModelConfig
@@ -37,6 +37,21 @@ TP_DIM = {
 
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """A module's parameters one after the other in a vector, which FSDP1 cuts in equal parts, one a rank.
+
+    starts: where each parameter begins, by fqn. numel: elements of the vector, before it is padded to equal parts.
+    """
+
+    starts: dict[str, int]
+    numel: int
+
+    def part(self, ways: int) -> int:
+        """Elements of each rank's part."""
+        return -(-self.numel // ways)
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:

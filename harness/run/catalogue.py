@@ -105,7 +105,7 @@ def known() -> list[Fault]:
 
 def control() -> Fault:
     """What fires and changes nothing: were it CAUGHT, a catch would prove nothing."""
-    return load_fault(f"{ROOT / 'harness' / 'control.py'}:nothing_is_wrong")
+    return load_fault(f"{ROOT / 'harness' / 'faults' / 'control.py'}:nothing_is_wrong")
 
 
 def listing(faults: Sequence[Fault], stored: Path = STORED) -> str:
