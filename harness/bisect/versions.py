@@ -19,7 +19,7 @@ from harness.run.folders import folder_of, fresh_folder
 from harness.run.judging import judge_folder
 from harness.run.options import Options
 from harness.spec.case import Case
-from harness.trainers.environments import EnvironmentFailed, environment, run
+from harness.trainers.support.environments import EnvironmentFailed, environment, run
 
 
 @dataclass(frozen=True)

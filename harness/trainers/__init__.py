@@ -207,7 +207,7 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
     if not source:
         return name
     if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load(name), "of"):
-        from harness.trainers.environments import release
+        from harness.trainers.support.environments import release
 
         source = str(release(name, source, out / ".environments"))
     return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"
@@ -216,7 +216,7 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
 def load(spec: str) -> Adapter:
     """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
     name, at, where = spec.partition("@")
-    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    known = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"support"})
     if name.endswith(".py"):
         adapter = _of_file(Path(name))
     elif name in known:

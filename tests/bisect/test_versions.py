@@ -20,8 +20,8 @@ from harness.run.options import Options
 from harness.run.rank_main import started_file
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
-from harness.trainers import environments
-from harness.trainers.environments import environment
+from harness.trainers.support import environments
+from harness.trainers.support.environments import EnvironmentFailed, environment
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
@@ -138,10 +138,10 @@ def test_an_environment_sees_what_this_one_has_and_is_made_once(
         if "venv" in command:
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", command[-1]], check=True)
 
-    monkeypatch.setattr(versions, "do", do)
+    monkeypatch.setattr(environments, "do", do)
     folder, told = tmp_path / "toy==1.0", []
     for _ in range(2):
-        python = environment(Version("toy", "1.0"), folder, told.append)
+        python = environment("toy==1.0", folder, told.append)
     assert made == [f"-m venv {folder}", "-m pip install --quiet --disable-pip-version-check toy==1.0"]
     assert told == [f"making an environment with toy==1.0 in {folder}"]
     asked = environments.run(python, ["-c", "import numpy, harness; print(numpy.__version__)"])
@@ -166,7 +166,7 @@ def test_a_release_of_the_trainer_is_brought_alone_and_once(tmp_path: Path, monk
         asked.append(" ".join(command[5:]))
         Path(command[command.index("--target") + 1], "torchtitan").mkdir(parents=True)
 
-    monkeypatch.setattr(versions, "do", pip)
+    monkeypatch.setattr(environments, "do", pip)
     told = {trainers.spec("torchtitan", "0.2.2", tmp_path / "out") for _ in range(2)}
     there = tmp_path / "out" / ".environments" / "torchtitan-0.2.2"
     assert told == {f"torchtitan@{there}"} and (there / "torchtitan").is_dir()
@@ -178,9 +178,9 @@ def test_a_release_that_there_is_not_says_what_pip_says_and_what_else_may_be_giv
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pip(_: Sequence[str]) -> None:
-        raise BisectError("pip: ERROR: No matching distribution found for torchtitan==9.9")
+        raise EnvironmentFailed("pip: ERROR: No matching distribution found for torchtitan==9.9")
 
-    monkeypatch.setattr(versions, "do", pip)
+    monkeypatch.setattr(environments, "do", pip)
     typed = ["run", "fsdp_2", "--trainer", "torchtitan", "--source", "9.9", "--out", str(tmp_path)]
     assert cli.main(typed) == cli.NOT_JUDGED
     assert capsys.readouterr().err.strip() == (

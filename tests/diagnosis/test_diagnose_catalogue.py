@@ -1,4 +1,4 @@
-"""Causes that faults of the catalogue brought to light, named from literal evidence. See tests/test_diagnose.py."""
+"""Causes that faults of the catalogue brought to light, named from literal evidence. See tests/diagnosis/test_diagnose.py."""
 
 # ruff: noqa: E501 - what is shown is asserted as it is shown
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli
+from harness import ROOT, cli
 from harness.judge import golden
 from harness.run.options import Options
 from harness.run.reference_cache import _unknown_noise
@@ -20,7 +20,7 @@ from harness.spec.variants import in_dtype
 from harness.trainers import load
 from reference.config import TrainingConfig
 
-OWN = str(Path(__file__).with_name("own_float32_trainer.py"))
+OWN = str(ROOT / "tests" / "own_float32_trainer.py")
 CASES = load_all()
 
 

@@ -18,7 +18,7 @@ from harness.evidence.records import Exit
 from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
 from harness.launch.leftovers import leftovers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for survivors in /proc")
 
 

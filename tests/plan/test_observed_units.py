@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from literal import cause_of, judged, tiny_case, trial_of, with_rank
 
-from harness import trainers
+from harness import ROOT, trainers
 from harness.checks import all_checks, judge
 from harness.diagnosis import diagnose
 from harness.judge.result import Finding, Verdict
@@ -24,7 +24,6 @@ from harness.spec.dims import ParallelDims
 from harness.spec.loading import find_case, load_all
 from harness.trainers import Adapter, beyond
 
-HERE = Path(__file__).parent
 FSDP_4 = ParallelDims(dp_shard=4)
 TWO = replace(tiny_case("single").model, n_layers=2)
 
@@ -180,7 +179,7 @@ def test_wrappers_that_do_not_count_the_ranks_after_forward_are_taken_at_their_w
 
 def run_wrapped(tmp_path: Path, name: str, wrap: str, habit: str = "nothing"):
     file = tmp_path / "mine.py"
-    told = f"import sys\nsys.path.append({str(HERE)!r})\nfrom own_fsdp import Fsdp, {habit}\n"
+    told = f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\nfrom own_fsdp import Fsdp, {habit}\n"
     file.write_text(f"{told}adapter = Fsdp({wrap!r}, {habit})\n")
     return run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(file), None)))
 

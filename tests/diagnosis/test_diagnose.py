@@ -1,6 +1,6 @@
 """What a person reads first when a law is broken: the cause in one line, then its evidence. Literal evidence, no ranks.
 
-Whole texts are asserted; after a deliberate change of wording, EXPECTTEST_ACCEPT=1 pytest tests/test_diagnose.py
+Whole texts are asserted; after a deliberate change of wording, EXPECTTEST_ACCEPT=1 pytest tests/diagnosis/test_diagnose.py
 rewrites them, and git shows the difference.
 """
 

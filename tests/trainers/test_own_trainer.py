@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import trainers
+from harness import ROOT, trainers
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.report.text import command
@@ -19,7 +19,7 @@ from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
 from reference.config import ModelConfig, TrainingConfig
 
-OWN = Path(__file__).with_name("own_trainer.py")
+OWN = ROOT / "tests" / "own_trainer.py"
 HABITUAL = OWN.with_name("habitual_trainer.py")
 TRANSFORMERS = trainers.load("transformers")
 

@@ -1,4 +1,4 @@
-"""Causes that lie close together, each told from its neighbours by literal evidence. See tests/test_diagnose.py."""
+"""Causes that lie close together, each told from its neighbours by literal evidence. See tests/diagnosis/test_diagnose.py."""
 
 # ruff: noqa: E501 - what is shown is asserted as it is shown
 

@@ -1,0 +1,1 @@
+"""What adapters share, and what brings trainers here."""
