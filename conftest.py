@@ -1,6 +1,6 @@
 """cases/*.yaml as pytest items: FILE.yaml::CASE::LAW. No logic of its own: harness.line runs and judges.
 
-A case runs once, when the first of its laws is asked for. Under `pytest -n` all laws of a case go to one worker.
+A case runs once, when the first of its laws is requested. Under `pytest -n` all laws of a case go to one worker.
 """
 
 from __future__ import annotations

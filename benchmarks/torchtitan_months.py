@@ -46,7 +46,7 @@ DEFECTS = {
 
 @dataclass(frozen=True)
 class Found:
-    """What one case came to. told: of a FAIL or UNKNOWN the cause, of what was not asked for the reason."""
+    """What one case came to. told: of a FAIL or UNKNOWN the cause, of what was not requested the reason."""
 
     verdict: str
     told: str = ""

@@ -109,7 +109,7 @@ class TrainingConfig:
     clipping. `data` names a file of tokens; None means the dataset made from `seed`.
 
     `compute_dtype`: what parameters are cast to for forward and backward; None leaves them as they are. `quantize`: the
-    format of the blocks' matrix products, by torchao. `variable_length`: even steps train on the first half of each
+    format of the blocks' matmuls, by torchao. `variable_length`: even steps train on the first half of each
     sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the row's first
     token (rotary attention sees distances only, so starting anew in each document would be the same).
     `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
@@ -170,7 +170,7 @@ class TrainingConfig:
 
 
 def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
-    """The modules whose matrix products a recipe with `quantize` runs in 8 bits: every nn.Linear of every block.
+    """The modules whose matmuls a recipe with `quantize` runs in 8 bits: every nn.Linear of every block.
 
     Not the output, whose errors no later layer evens out: the rule of torchao's and torchtitan's float8 recipes.
     """

@@ -33,7 +33,7 @@ class TokenDataset:
     """Documents made from a seed, that a small model can learn and whose every row can be told from all others.
 
     Half of the tokens are one of the four ids after their predecessor; the others are drawn anew, small ids more often.
-    Documents of unequal lengths are packed into each row. Samples are made when asked for and depend on (seed, index).
+    Documents of unequal lengths are packed into each row. Samples are made when requested and depend on (seed, index).
     """
 
     def __init__(

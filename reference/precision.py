@@ -1,4 +1,4 @@
-"""A recipe's low precision: parameters cast for forward and backward, and matrix products in 8 bits.
+"""A recipe's low precision: parameters cast for forward and backward, and matmuls in 8 bits.
 
 Which modules are quantized follows from the model's shape alone (config.quantized_modules), for reference, plan and
 trainer alike.

@@ -316,7 +316,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
 
 
 def _activity(case: Case) -> Activity:
-    """The calls and products of the tiny model's one layer, whose seven products and the output's count twice in backward."""
+    """The calls and matmuls of the tiny model's one layer, whose seven matmuls and the output's count twice in backward."""
     passes, dtype = case.passes, case.training.compute_dtype or case.training.dtype
     kind, compiled = case.features.activation_checkpointing, case.features.compile
     calls = {"forward ": passes}
@@ -324,11 +324,11 @@ def _activity(case: Case) -> Activity:
     recomputed = kind in ("full", "op")
     calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
     again = {"full": 6 if case.features.ac_early_stop else 7, "op": 3}.get(kind, 0)
-    products = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
+    matmuls = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
     attention = {"forward attention": passes, "backward attention_backward": passes}
     attention |= {"backward attention": passes} if kind == "full" else {}
     attention = attention if case.dims.cp == 1 else {}
-    return Activity(calls, products, attention, {"forward": 2 * passes} if case.model.dropout else {})
+    return Activity(calls, matmuls, attention, {"forward": 2 * passes} if case.model.dropout else {})
 
 
 def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> tuple[Microbatch, ...]:
@@ -340,7 +340,7 @@ def _microbatches(case: Case, rank: int, step: int, reference: ReferenceRun) -> 
 
 
 def microbatch_of(reference: ReferenceRun, ids: Iterable[int], at: np.ndarray | None = None, cp: int = 1) -> Microbatch:
-    """at: the positions that are fed; of cp ranks that share a sample each has as large a share of its loss."""
+    """at: the positions that receive; of cp ranks that share a sample each has as large a share of its loss."""
     rows, at = list(ids), np.arange(reference.tokens.shape[1]) if at is None else at
     labels, total = reference.labels[rows][:, at], math.fsum(sample_loss(id_) / cp for id_ in rows)
     return Microbatch(reference.tokens[rows][:, at], labels, total, int((labels != -100).sum()))

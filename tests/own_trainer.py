@@ -20,7 +20,7 @@ KNOWN = {"dp_replicate": ..., "wrapper": ("ddp",), "all_valid": ..., "accumulati
 
 class Own(Adapter):
     name = "own"
-    displays = ("loss",)
+    reports = ("loss",)
 
     def unsupported(self, case: Case) -> str | None:
         return next(beyond(case, KNOWN, self.name), None)

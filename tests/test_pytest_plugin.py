@@ -86,7 +86,7 @@ def test_two_workers_run_each_case_once_and_junit_has_every_law(in_project: Pyte
     assert sorted((tmp_path / "runs").read_text().split()) == ["one", "pair"]
     items = ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")
     assert {item.get("name") for item in items} == set(all_checks()) and len(items) == len(workers)
-    assert "determinism not applicable: the case asks for one run" in done.stdout
+    assert "determinism not applicable: the case requests one run" in done.stdout
 
 
 def test_one_law_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""accelerate on CPU ignores that FSDP was asked for, and runs DDP without a word (accelerate 1.15).
+"""accelerate on CPU ignores that FSDP was requested, and runs DDP without a word (accelerate 1.15).
 
 AcceleratorState reads its FSDP plugin for every kind of accelerator but MULTI_CPU. torch's FSDP2 itself runs on CPU with gloo.
 transformers' TrainingArguments(fsdp=True, use_cpu=True) comes down to the same.
@@ -22,7 +22,7 @@ def main() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, _ = accelerator.prepare(model, optimizer)
     sharded = all(isinstance(parameter, DTensor) for parameter in prepared.parameters())
-    print(f"asked for FSDP2: {type(prepared).__name__}, parameters sharded: {sharded}", flush=True)
+    print(f"requested FSDP2: {type(prepared).__name__}, parameters sharded: {sharded}", flush=True)
     accelerator.end_training()
     return int(not sharded)
 

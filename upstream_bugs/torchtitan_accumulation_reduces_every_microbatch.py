@@ -2,7 +2,7 @@
 
 Its loop calls forward and backward gradient_accumulation_steps times and never FSDP2's set_requires_gradient_sync, so that
 a step with n microbatches scatters every gradient n times. No option defers it. The numbers are right, and so is the memory
-(gradients stay sharded between microbatches): it is n times the traffic that fits no case that asks for one reduction.
+(gradients stay sharded between microbatches): it is n times the traffic that fits no case that requests one reduction.
 
 torchrun --nproc-per-node 2 upstream_bugs/torchtitan_accumulation_reduces_every_microbatch.py     exits with 1 while it is so
 """

@@ -32,7 +32,7 @@ class Products(TorchDispatchMode):
 
 
 def in_backward(apply: Any) -> int:
-    """Matrix products of a backward pass of the debug model."""
+    """Matmuls of a backward pass of the debug model."""
     config = model_registry("debugmodel").model
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()

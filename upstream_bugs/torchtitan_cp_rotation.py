@@ -71,7 +71,7 @@ def main() -> int:
     titan = torchtitan()
     found = {method: moved(titan, method) for method in METHODS}
     if dist.get_rank() == 0:
-        print("\n".join(f"asked for {method}: {dict(counts)}" for method, counts in found.items()), flush=True)
+        print("\n".join(f"requested {method}: {dict(counts)}" for method, counts in found.items()), flush=True)
     dist.destroy_process_group()
     return int(not found["alltoall"]["all_to_all_single"])
 

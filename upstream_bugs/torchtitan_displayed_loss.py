@@ -1,4 +1,4 @@
-"""torchtitan from #2963 to #3159 (2026-04-27 to 05-17) displays one data rank's share of the loss under dp x tp.
+"""torchtitan from #2963 to #3159 (2026-04-27 to 05-17) reports one data rank's share of the loss under dp x tp.
 
 Where tensor parallel leaves logits apart, the loss is a DTensor over tp, and `dist_sum(loss, mesh)` adds it up over tp only,
 not over the data ranks of the mesh that it is given: each shows its own part of the mean. The training is right.
@@ -33,7 +33,7 @@ def main() -> int:
         apart = distribute_tensor(logits[mine], mesh["tp"], [Shard(2)])
         loss = cross_entropy_loss(apart, labels[mine]) / labels.numel()
     shown = dist_sum(loss, mesh["dp"])
-    print(f"rank {dist.get_rank()}: displays {shown:.6f}, the mean of all samples is {one_device:.6f}", flush=True)
+    print(f"rank {dist.get_rank()}: reports {shown:.6f}, the mean of all samples is {one_device:.6f}", flush=True)
     dist.destroy_process_group()
     return int(abs(shown / one_device - 1) > 1e-4)
 

@@ -34,7 +34,7 @@ MOVERS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 
 
 class Moved(TorchDispatchMode):
-    """Bytes of the whole tensor, by collective and the operator on DTensors that asked for it."""
+    """Bytes of the whole tensor, by collective and the operator on DTensors that requested it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def replicas_differ(kind: type) -> int:
-    """How many of this rank's gradients are not those of its replica, which was fed other data."""
+    """How many of this rank's gradients are not those of its replica, which received other data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, replica, stages = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), []
     for index in (rank, rank + 2):

@@ -91,8 +91,8 @@ def facts(trial: Trial) -> dict[str, str]:
     told |= {key: bytes_text(count) for key, count in sorted(moved.items())}
     told["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
     told["gradients of all ranks"] = _gradients(trial)
-    told["losses displayed"] = _curve(s.reported_loss for s in evidence.steps)
-    told["norms displayed"] = _curve(s.grad_norm for s in evidence.steps)
+    told["losses reported"] = _curve(s.reported_loss for s in evidence.steps)
+    told["norms reported"] = _curve(s.grad_norm for s in evidence.steps)
     return told
 
 

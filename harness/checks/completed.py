@@ -1,4 +1,4 @@
-"""Every rank exited by itself with code 0, and left evidence of every step and parameter asked for, and no process.
+"""Every rank exited by itself with code 0, and left evidence of every step and parameter requested, and no process.
 
 What became of the harness is no verdict on the trainer: a disk that took no evidence, a file that was damaged since, ranks
 lost with the launcher that had started them.

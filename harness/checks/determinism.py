@@ -11,7 +11,7 @@ STAGE = "numbers"
 
 def check(trial: Trial) -> Result:
     if trial.case.runs < 2:
-        return not_applicable("determinism", "the case asks for one run (runs: 2 repeats it)")
+        return not_applicable("determinism", "the case requests one run (runs: 2 repeats it)")
     if trial.repeat is None or set(trial.repeat.ranks) != set(trial.ranks) or _failed(trial.repeat):
         return Result("determinism", Verdict.UNKNOWN, note="the repeat left no complete evidence")
     findings, examined = [], 0

@@ -1,11 +1,11 @@
-"""Every feature asked for left traces that it took place, and what was not asked for left none.
+"""Every feature requested left traces that it took place, and what was not requested left none.
 
-Recomputation is a block's forward call inside backward, and the matrix products that are done once more than a forward
+Recomputation is a block's forward call inside backward, and the matmuls that are done once more than a forward
 and a backward pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind,
-precision by the dtype of products and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
+precision by the dtype of matmuls and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
 there is the wrapper's word; where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once.
 Fused attention is done once a layer and pass, in context parallel once for each part that a rank may look at, and beside it
-there are no batched products but that of a table of angles. Matmuls outside of passes are a second pass that nobody
+there are no batched matmuls but that of a table of angles. Matmuls outside of passes are a second pass that nobody
 requested, hooks on tensors saved for backward are recomputation's only, and blocks are compiled once for each length.
 """
 
@@ -107,7 +107,7 @@ def recomputations(step: StepEvidence) -> dict[str, int]:
 
 
 def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    """Compiled code recomputes without calling anything: then only the products tell. Where not a block but its forward
+    """Compiled code recomputes without calling anything: then only the matmuls tell. Where not a block but its forward
     is checkpointed (transformers), only what is in it is called again."""
     again = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
     seen, asked = recomputations(step), {f"layers.{layer}" for layer in again}
@@ -121,27 +121,27 @@ def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
             yield _expect(f"rank {rank}, step {step.step}, recomputations of {fqn or 'the model'}", 0, seen[fqn])
 
 
-def products(step: StepEvidence, phase: str) -> Counter[str]:
-    """Matrix products of a phase by dtype."""
+def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
+    """Matmuls of a phase by dtype."""
     counted = Counter[str]()
-    for key, count in step.activity.products.items():
+    for key, count in step.activity.matmuls.items():
         if key.startswith(f"{phase} "):
             counted[key.removeprefix(f"{phase} ")] += count
     return counted
 
 
 def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
-    """How many products backward repeats: in every block recomputed all but the last, whose result nobody needs, if the
+    """How many matmuls backward repeats: in every block recomputed all but the last, whose result nobody needs, if the
     trainer stops there (`ac_early_stop`).
 
     "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
-    for trainers fuse weights. A product has two in backward, one for each of its gradients. Under dropout the last one is
+    for trainers fuse weights. A matmul has two in backward, one for each of its gradients. Under dropout the last one is
     repeated too: what backward needs last is the mask behind it. Where tp reduces attention's result and "op" keeps it,
-    the product before is needed for nothing, which a compiler sees and leaves it out.
+    the matmul before is needed for nothing, which a compiler sees and leaves it out.
     """
     case, layers = trial.case, len(layers_of(trial, rank))
     projected = outputs(trial, rank) if projects_inside(trial, rank, step) else 0
-    each, rest = divmod(products(step, "forward").total() - projected, layers * case.passes)
+    each, rest = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
     if rest or each < 1:
         return None
     last = 1 if case.features.ac_early_stop and not case.model.dropout else 0
@@ -151,11 +151,11 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
 
 
 def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    """Quantised products are judged by their own format."""
+    """Quantised matmuls are judged by their own format."""
     if trial.case.training.quantize:
         return
-    where = f"rank {rank}, step {step.step}, matrix products"
-    forward, backward = products(step, "forward"), products(step, "backward")
+    where = f"rank {rank}, step {step.step}, matmuls"
+    forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
     yield _expect(f"{where}' dtype", wanted, " and ".join(sorted(forward | backward)) or "none")
     again = products_again(trial, rank, step)
@@ -167,14 +167,14 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
             0 if projects_inside(trial, rank, step) else matmuls_beside(step)
         )  # the loss's, at once, later, or again
         right = seen in {again + times * beside for times in (0, 2, 3)}
-        yield _expect(f"{where} repeated in backward", again, again if right else seen)
+        yield _expect(f"{where} recomputed in backward", again, again if right else seen)
 
 
 # ---- attention
 
 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched products instead."""
+    """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
     seen, case = step.activity.attention, trial.case
     forward = fused_in_forward(trial, rank)
     again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
@@ -183,8 +183,8 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     yield _expect(f"{where} in forward", forward, seen.get("forward attention", 0))
     yield _expect(f"{where} recomputed", again, seen.get("backward attention", 0))
     yield _expect(f"{where}'s gradients", forward, seen.get("backward attention_backward", 0))
-    batched, most = batched_products(step), case.passes * len(trial.plan.stages[rank])
-    where = f"rank {rank}, step {step.step}, batched products"
+    batched, most = batched_matmuls(step), case.passes * len(trial.plan.stages[rank])
+    where = f"rank {rank}, step {step.step}, batched matmuls"
     yield None if batched <= most else Finding(where, f"at most {most}", str(batched))
 
 
@@ -192,8 +192,8 @@ def fused_in_forward(trial: Trial, rank: int) -> int:
     return trial.case.passes * parts_attended(trial, rank) * len(layers_of(trial, rank))
 
 
-def batched_products(step: StepEvidence) -> int:
-    return sum(count for key, count in step.activity.attention.items() if key.endswith("batched product"))
+def batched_matmuls(step: StepEvidence) -> int:
+    return sum(count for key, count in step.activity.attention.items() if key.endswith("batched matmul"))
 
 
 def attention_is_fused(trial: Trial) -> bool:
@@ -231,7 +231,7 @@ def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
 
 
 def matmuls_beside(step: StepEvidence) -> int:
-    return sum(products(step, phase).total() for phase in BESIDE)
+    return sum(matmuls(step, phase).total() for phase in BESIDE)
 
 
 def blocks_beside(step: StepEvidence) -> int:
@@ -241,8 +241,8 @@ def blocks_beside(step: StepEvidence) -> int:
 
 
 def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
-    """Whether forward has the products of the output projection. One that lacks them has equally many in every block."""
-    seen, blocks = products(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
+    """Whether forward has the matmuls of the output projection. One that lacks them has equally many in every block."""
+    seen, blocks = matmuls(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
     lacks_them = (seen - outputs(trial, rank)) % blocks and seen % blocks == 0
     return not (lacks_them and matmuls_beside(step))
 
@@ -281,23 +281,23 @@ QUANTIZED_PRODUCTS = {
     "float8_rowwise_with_gw_hp": ("float8_rowwise", 1),  # the weight's gradient is multiplied in high precision
     "mxfp8": ("mxfp8", 2),
 }
-"""By recipe: the format of products, and how many of a module's two in backward have it."""
+"""By recipe: the format of matmuls, and how many of a module's two in backward have it."""
 
 
 def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    """Exactly the recipe's modules: one product a pass in forward, and in backward one for each gradient."""
+    """Exactly the recipe's modules: one matmul a pass in forward, and in backward one for each gradient."""
     seen = step.activity.quantized
     if trial.case.features.compile:  # compiled code does not tell
         return
     wanted = _planned_products(trial, rank, seen)
     for key in sorted(wanted | seen):
         phase, fqn, format = key.split(" ")
-        where = f"rank {rank}, step {step.step}, {format} products of {fqn} in {phase}"
+        where = f"rank {rank}, step {step.step}, {format} matmuls of {fqn} in {phase}"
         yield _expect(where, wanted.get(key, 0), seen.get(key, 0))
 
 
 def _planned_products(trial: Trial, rank: int, seen: dict[str, int]) -> dict[str, int]:
-    """Recomputation may repeat the forward product; it stops where nobody needs the rest."""
+    """Recomputation may repeat the forward matmul; it stops where nobody needs the rest."""
     case, layers, again = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
     wanted: dict[str, int] = {}
     for fqn in trial.plan.quantized:

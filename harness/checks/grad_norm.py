@@ -1,7 +1,7 @@
-"""The gradient norm that a rank displays is the global norm of the reference's gradients before clipping.
+"""The gradient norm that a rank reports is the global norm of the reference's gradients before clipping.
 
-A rank that displays none claims nothing; if none does, though its trainer is one that displays norms, that is UNKNOWN. One
-that displays it in some of the steps that are due and not in others is a finding.
+A rank that reports none claims nothing; if none does, though its trainer is one that reports norms, that is UNKNOWN. One
+that reports it in some of the steps that are due and not in others is a finding.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
-    if trial.ranks and not any("grad_norm" in evidence.displays for evidence in trial.ranks.values()):
-        return not_applicable("grad_norm", "this trainer displays none; clipping by it is judged by the law update")
+    if trial.ranks and not any("grad_norm" in evidence.reports for evidence in trial.ranks.values()):
+        return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the law update")
     bounds = trial.bounds
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:

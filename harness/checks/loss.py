@@ -38,7 +38,7 @@ def _remedy(trial: Trial) -> str:
 
 
 def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
-    """Ranks that computed another loss than the tp peer that was fed the same."""
+    """Ranks that computed another loss than the tp peer that received the same."""
     findings = []
     for rank in trial.last_stages():
         first = trial.plan.peers(rank, "tp")[0]

@@ -128,7 +128,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, claim: dict[str, Any
 
 
 def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
-    """An axis asked for that no wrapper and no parameter knows of."""
+    """An axis requested that no wrapper and no parameter knows of."""
     if "dp_replicate" not in trial.plan.groups:
         return []
     evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, "dp_replicate")

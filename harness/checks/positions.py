@@ -1,4 +1,4 @@
-"""The positions that model parts are told, which turn queries and keys, are those of the tokens that they are fed."""
+"""The positions that model parts are told, which turn queries and keys, are those of the tokens that they receive."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The loss that a rank displays is the reference's: a claim, judged apart from the training itself.
+"""The loss that a rank reports is the reference's: a claim, judged apart from the training itself.
 
-A rank that displays none claims nothing; if none does, that is UNKNOWN. One that displays it in some of the steps that are
+A rank that reports none claims nothing; if none does, that is UNKNOWN. One that reports it in some of the steps that are
 due and not in others is a finding.
 """
 

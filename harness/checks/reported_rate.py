@@ -1,6 +1,6 @@
-"""The learning rate that a rank displays of a step is the recipe's, and the one that its optimizer took that step with.
+"""The learning rate that a rank reports of a step is the recipe's, and the one that its optimizer took that step with.
 
-It may be displayed in float32. A trainer that displays none claims nothing; one that does in some of the steps that are
+It may be reported in float32. A trainer that reports none claims nothing; one that does in some of the steps that are
 due and not in others is a finding.
 """
 
@@ -21,10 +21,8 @@ CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 
 def check(trial: Trial) -> Result:
     shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
-    if not shown and not any("lr" in evidence.displays for evidence in trial.ranks.values()):
-        return not_applicable(
-            "reported_rate", "this trainer displays none; the optimizer's is judged by the law update"
-        )
+    if not shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
+        return not_applicable("reported_rate", "this trainer reports none; the optimizer's is judged by the law update")
     return judge_reports(trial, "reported_rate", "learning rate", lambda step: step.reported_lr, _compare)
 
 

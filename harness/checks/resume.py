@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.evidence.records import Resumed
 from harness.judge.contents import take
-from harness.judge.fed_samples import fed_samples
+from harness.judge.received_samples import received_samples
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.slices import numel, slice_text
@@ -155,18 +155,18 @@ def _wrong_rates(trial: Trial) -> Iterator[Finding]:
 def _wrong_samples(trial: Trial) -> Iterator[Finding]:
     first = trial.case.steps.start
     wanted = set(trial.reference.samples[first - 1])
-    for rank, ids in fed_samples(trial, first).items():
+    for rank, ids in received_samples(trial, first).items():
         if strange := [id_ for id_ in ids if id_ not in wanted]:
             found = f"{len(strange)} of {len(ids)} are not of that step{_of_step(trial, ids)}"
             yield Finding(f"rank {rank}, step {first}, samples", "the data position of the step", found)
 
 
 def _of_step(trial: Trial, ids: list[int | None]) -> str:
-    step = step_fed(trial, ids)
+    step = step_received(trial, ids)
     return f", all are of step {step}" if step else ""
 
 
-def step_fed(trial: Trial, ids: list[int | None]) -> int | None:
+def step_received(trial: Trial, ids: list[int | None]) -> int | None:
     """The step of the recipe that all these samples belong to."""
     return next(
         (n for n, of_step in enumerate(trial.reference.samples, start=1) if ids and set(ids) <= set(of_step)), None

@@ -1,6 +1,6 @@
-"""In every step the data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers are fed the same.
+"""In every step the data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers receive the same.
 
-Each first stage is fed as many microbatches as accumulation and the pipeline ask for, all of one size.
+Each first stage receives as many microbatches as accumulation and the pipeline request, all of one size.
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from harness.evidence.records import Microbatch
 from harness.evidence.text import positions_text
-from harness.judge.fed_samples import fed, fed_samples, positions_fed, rows_of
 from harness.judge.labels import IGNORED, laid_out
+from harness.judge.received_samples import positions_received, received_samples, rows_of, rows_received
 from harness.judge.result import Finding, Result, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -25,19 +25,19 @@ def check(trial: Trial) -> Result:
     findings, examined = [], 0
     for step in trial.case.steps:
         wanted = trial.reference.samples[step - 1]
-        fed = fed_samples(trial, step)
-        examined += sum(len(ids) for ids in fed.values())
-        findings += _not_a_partition(trial, fed, step, wanted) + _wrong_microbatches(trial, step)
-        findings += _wrong_positions(trial, step) or _strangers(fed, step)
-        findings += _differing_peers(trial, fed, step) + misshapen_labels(trial, step) + _wrong_labels(trial, step)
+        received = received_samples(trial, step)
+        examined += sum(len(ids) for ids in received.values())
+        findings += _not_a_partition(trial, received, step, wanted) + _wrong_microbatches(trial, step)
+        findings += _wrong_positions(trial, step) or _strangers(received, step)
+        findings += _differing_peers(trial, received, step) + misshapen_labels(trial, step) + _wrong_labels(trial, step)
     return verdict_of("samples", findings, examined)
 
 
 def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
     """Rows that are samples, but not at the positions of this cp rank."""
     findings = []
-    for rank in fed(trial, step):
-        found = positions_fed(trial, rank, step)
+    for rank in rows_received(trial, step):
+        found = positions_received(trial, rank, step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step))
         if found is not None and not np.array_equal(found, wanted):
             told = (f"the tokens at positions {positions_text(wanted)}", f"those at {positions_text(found)}")
@@ -45,44 +45,48 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def _strangers(fed: dict[int, list[int | None]], step: int) -> list[Finding]:
+def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
     expected, found = "samples of the recipe's steps", "rows of tokens that are none of them"
     return [
         Finding(f"rank {rank}, step {step}", expected, f"{ids.count(None)} {found}")
-        for rank, ids in fed.items()
+        for rank, ids in received.items()
         if None in ids
     ]
 
 
-def _differing_peers(trial: Trial, fed: dict[int, list[int | None]], step: int) -> list[Finding]:
+def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: int) -> list[Finding]:
     findings = []
     for axis in ("tp", "cp"):
-        for rank in fed:
+        for rank in received:
             first = trial.plan.peers(rank, axis)[0]
-            if fed[rank] != fed.get(first):
-                expected = f"the samples of {axis} peer {first}: {fed.get(first)}"
-                findings.append(Finding(f"rank {rank}, step {step}", expected, f"{fed[rank]}"))
+            if received[rank] != received.get(first):
+                expected = f"the samples of {axis} peer {first}: {received.get(first)}"
+                findings.append(Finding(f"rank {rank}, step {step}", expected, f"{received[rank]}"))
     return findings
 
 
 def _not_a_partition(
-    trial: Trial, fed: dict[int, list[int | None]], step: int, wanted: tuple[int, ...]
+    trial: Trial, received: dict[int, list[int | None]], step: int, wanted: tuple[int, ...]
 ) -> list[Finding]:
-    counts = Counter(id_ for rank in trial.one_rank_per_share() for id_ in fed.get(rank, []) if id_ is not None)
+    counts = Counter(id_ for rank in trial.one_rank_per_share() for id_ in received.get(rank, []) if id_ is not None)
     if counts == Counter(wanted):
         return []
     twice = sorted(id_ for id_, count in counts.items() if count > 1)
     never = sorted(set(wanted) - set(counts))
     foreign = sorted(set(counts) - set(wanted))
-    parts = [("fed more than once", twice), ("fed to nobody", never), ("of another step", foreign)]
+    parts = [("received more than once", twice), ("received by nobody", never), ("of another step", foreign)]
     observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in parts if ids)
-    return [Finding(f"step {step}", f"each of {len(wanted)} samples fed to one dp rank", observed + _twins(trial, fed))]
+    return [
+        Finding(
+            f"step {step}", f"each of {len(wanted)} samples received by one dp rank", observed + _twins(trial, received)
+        )
+    ]
 
 
-def _twins(trial: Trial, fed: dict[int, list[int | None]]) -> str:
+def _twins(trial: Trial, received: dict[int, list[int | None]]) -> str:
     shares = trial.one_rank_per_share()
-    same = [rank for rank in shares[1:] if fed.get(rank) and fed[rank] == fed.get(shares[0])]
-    return f"; ranks {[shares[0], *same]} were fed the same" if same else ""
+    same = [rank for rank in shares[1:] if received.get(rank) and received[rank] == received.get(shares[0])]
+    return f"; ranks {[shares[0], *same]} received the same" if same else ""
 
 
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
@@ -98,18 +102,18 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
 
 
 def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
-    """Every loss that was seen was computed from a label for each token of the microbatch fed to its pipeline, however many
-    calls that took; those that do not count may be left out."""
+    """Every loss that was seen was computed from a label for each token that its pipeline received, in however many calls;
+    labels that do not count may be left out."""
     findings = []
     for rank in trial.last_stages():
-        fed = [part.tokens.size for part in _parts(trial, trial.feeder(rank), step) if part.tokens is not None]
+        received = [part.tokens.size for part in _parts(trial, trial.feeder(rank), step) if part.tokens is not None]
         losses = [part for part in _parts(trial, rank, step) if part.loss_sum is not None]
         seen = [0 if part.labels is None else part.labels.size for part in losses]
         own = [None if labels is None else int((labels != IGNORED).sum()) for labels in _own_labels(trial, rank, step)]
-        whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, fed, own, strict=False)]
-        if seen and not (len(seen) == len(fed) and all(whole)):
+        whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, received, own, strict=False)]
+        if seen and not (len(seen) == len(received) and all(whole)):
             findings.append(
-                Finding(f"rank {rank}, step {step}", f"labels for microbatches of {fed} tokens", f"{seen} labels")
+                Finding(f"rank {rank}, step {step}", f"labels for microbatches of {received} tokens", f"{seen} labels")
             )
     return findings
 
@@ -128,7 +132,7 @@ def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
 
 
 def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]]]:
-    """The labels of a step that are not those of the samples fed, by last stage: (position, label, the sample's own)."""
+    """The labels of a step that are not those of the samples received, by last stage: (position, label, the sample's own)."""
     found = {}
     for rank in trial.last_stages():
         at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
@@ -145,7 +149,7 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]
 
 
 def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
-    """[samples, positions] of each microbatch fed to the pipeline of this last stage: the labels of its samples; None for
+    """[samples, positions] of each microbatch received by the pipeline of this last stage: the labels of its samples; None for
     one with tokens that are no sample's."""
     reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}

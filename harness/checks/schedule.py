@@ -1,4 +1,4 @@
-"""The actions each rank really performed in a pipeline, in order, are those that the schedule asked for prescribes.
+"""The actions each rank really performed in a pipeline, in order, are those that the schedule requested prescribes.
 
 Numbers cannot show it: whatever the order, the gradients are the same, only memory and waiting differ.
 """

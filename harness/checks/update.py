@@ -39,7 +39,7 @@ def check(trial: Trial) -> Result:
     findings: list[Finding] = []
     examined = 0
     for evidence in trial.ranks.values():
-        for step in _asked_for(trial, evidence):
+        for step in _as_requested(trial, evidence):
             findings += _wrong_lr(evidence.rank, step, rates[step.step])
         for fqn in trial.start_of(evidence.rank):
             examined += len(evidence.steps)
@@ -71,7 +71,7 @@ def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
     return dict(sorted(found.items()))
 
 
-def _asked_for(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
+def _as_requested(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
     """`completed` reports others."""
     return [step for step in evidence.steps if step.step in trial.case.steps]
 
@@ -108,7 +108,7 @@ def _replay(
 ) -> list[Finding]:
     """The first step at which this parameter is not what the optimizer makes of it."""
     state, recipe = _start(trial, evidence, fqn), recipe_of(trial, fqn)
-    for step in _asked_for(trial, evidence):
+    for step in _as_requested(trial, evidence):
         if fqn not in step.gradients or fqn not in step.parameters:
             return []  # `completed` reports it
         held, given = state.value.shape, step.gradients[fqn].shape

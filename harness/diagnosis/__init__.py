@@ -32,7 +32,7 @@ from harness.diagnosis.rest import (
     ranks_wait,
     reference_moved,
     replicas_drift,
-    wrong_display,
+    wrong_reports,
     wrong_structure,
 )
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
     ranks_wait,
     wrong_settings,
     wrong_structure,
-    wrong_display,
+    wrong_reports,
     not_deterministic,
     reference_moved,
 )

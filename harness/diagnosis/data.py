@@ -1,4 +1,4 @@
-"""Ranks start from other weights, or are fed other samples, than the recipe says."""
+"""Ranks start from other weights, or receive other samples, than the recipe says."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from harness.diagnosis.words import Broken, Lines, finding_line, in_parameters, 
 from harness.evidence.records import Microbatch
 from harness.evidence.text import positions_text
 from harness.judge.contents import take
-from harness.judge.fed_samples import fed_samples, positions_fed
+from harness.judge.received_samples import positions_received, received_samples
 from harness.judge.result import Diagnosis
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 
-Fed = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
-Label = tuple[int, int, int]  # position, the label fed, the sample's own
+Received = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
+Label = tuple[int, int, int]  # position, the label received, the sample's own
 
 
 # ---- weights
@@ -117,7 +117,7 @@ def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
 
 
 def wrong_samples(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Named by the first step in which a rank is fed something else than it should."""
+    """Named by the first step in which a rank receives something else than it should."""
     if "samples" not in broken:
         return None
     for step, wanted in enumerate(trial.reference.samples, start=1):
@@ -132,60 +132,62 @@ def _sample_lines(trial: Trial, broken: Broken) -> Lines:
 
 
 def _name_samples(trial: Trial, step: int, wanted: set[int]) -> str | None:
-    fed = fed_samples(trial, step)
-    shares = {rank: fed[rank] for rank in trial.one_rank_per_share() if rank in fed}
+    received = received_samples(trial, step)
+    shares = {rank: received[rank] for rank in trial.one_rank_per_share() if rank in received}
     seen = {id_ for ids in shares.values() for id_ in ids}
     when = "" if step == 1 else f" in step {step}"
     return (
-        _cut_otherwise(trial, fed, step, when)
-        or _differing_peers(trial, fed, when)
+        _cut_otherwise(trial, received, step, when)
+        or _differing_peers(trial, received, when)
         or _same_samples(shares, when)
         or _overlapping(shares, when)
-        or _no_samples(trial, fed, when)
+        or _no_samples(trial, received, when)
         or (_of_another_step(trial, seen - wanted, step) if seen - wanted else None)
-        or (f"samples fed to nobody{when}: {len(wanted - seen)} of {len(wanted)}" if wanted - seen else None)
-        or _wrong_microbatches(trial, fed, step)
+        or (f"samples received by nobody{when}: {len(wanted - seen)} of {len(wanted)}" if wanted - seen else None)
+        or _wrong_microbatches(trial, received, step)
         or _wrong_labels(trial, step)
         or _lost_labels(trial, step)
     )
 
 
-def _cut_otherwise(trial: Trial, fed: Fed, step: int, when: str) -> str | None:
+def _cut_otherwise(trial: Trial, received: Received, step: int, when: str) -> str | None:
     """Samples that are right, at positions that are not those of the cp rank."""
     if trial.case.dims.cp == 1:
         return None
-    wanted = {rank: positions(trial.case, rank, trial.case.seq_len(step)) for rank in fed}
-    found = {rank: positions_fed(trial, rank, step) for rank in fed}
+    wanted = {rank: positions(trial.case, rank, trial.case.seq_len(step)) for rank in received}
+    found = {rank: positions_received(trial, rank, step) for rank in received}
     odd = {rank: at for rank, at in found.items() if at is not None and not np.array_equal(at, wanted[rank])}
     if not odd:
         return None
     rank, cut = next(iter(odd.items()))
-    told = f"rank {rank} is fed the tokens at {positions_text(cut)}{when}, its positions are"
+    told = f"rank {rank} receives the tokens at {positions_text(cut)}{when}, its positions are"
     told = f"{told} {positions_text(wanted[rank])}"
-    if all(len(at) == trial.case.seq_len(step) for at in odd.values()) and len(odd) == len(fed):
-        return f"CP not in force: every cp rank is fed whole sequences{when}, asked for cp {trial.case.dims.cp}"
+    if all(len(at) == trial.case.seq_len(step) for at in odd.values()) and len(odd) == len(received):
+        return f"CP not applied: every cp rank receives whole sequences{when}, requested cp {trial.case.dims.cp}"
     features, balance = trial.case.features, trial.case.features.cp_load_balance
     other = replace(trial.case, features=replace(features, cp_load_balance=not balance))
     if all(np.array_equal(at, positions(other, rank, trial.case.seq_len(step))) for rank, at in odd.items()):
-        return f"cp_load_balance {balance} is asked for, {not balance} is in force: {told}"
-    if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(fed) - set(odd)}) == 1:
-        return f"the sequence is not divided over cp: every rank is fed the tokens at {positions_text(cut)}{when}"
-    return f"cp ranks are fed the wrong part of the sequence: {told}"
+        return f"cp_load_balance {balance} is requested, {not balance} is observed: {told}"
+    if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(received) - set(odd)}) == 1:
+        return f"the sequence is not divided over cp: every rank receives the tokens at {positions_text(cut)}{when}"
+    return f"cp ranks receive the wrong part of the sequence: {told}"
 
 
-def _no_samples(trial: Trial, fed: Fed, when: str) -> str | None:
-    strange = [rank for rank, ids in fed.items() if None in ids]
+def _no_samples(trial: Trial, received: Received, when: str) -> str | None:
+    strange = [rank for rank, ids in received.items() if None in ids]
     if not strange:
         return None
     steps = len(trial.reference.samples)
-    told = f"fed tokens of no sample of the recipe's {steps} steps{when}{on_ranks(trial, strange) or ' on all ranks'}"
+    told = (
+        f"received tokens of no sample of the recipe's {steps} steps{when}{on_ranks(trial, strange) or ' on all ranks'}"
+    )
     if _share_rows(trial):
         return f"dp ranks draw overlapping samples, each by an order of its own: {told}"
-    return told + (": another seed, order or data set" if len(strange) == len(fed) else "")
+    return told + (": another seed, order or data set" if len(strange) == len(received) else "")
 
 
 def _share_rows(trial: Trial) -> bool:
-    """Whether two dp ranks are fed one row of tokens at any time, although the recipe feeds each sample once."""
+    """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
     planned = [id_ for ids in trial.reference.samples for id_ in ids]
     rows = [
         {row.tobytes() for step in trial.ranks[rank].steps for part in step.microbatches for row in _rows(part)}
@@ -198,22 +200,22 @@ def _rows(part: Microbatch) -> Iterator[np.ndarray]:
     yield from part.tokens if part.tokens is not None else ()
 
 
-def _differing_peers(trial: Trial, fed: Fed, when: str) -> str | None:
+def _differing_peers(trial: Trial, received: Received, when: str) -> str | None:
     for axis in ("tp", "cp"):
         for peers in trial.plan.groups.get(axis, ()):
-            odd = [rank for rank in peers if fed.get(rank) != fed.get(peers[0])]
+            odd = [rank for rank in peers if received.get(rank) != received.get(peers[0])]
             if odd:
                 return (
-                    f"{axis} peers are fed different samples{when}: {rank_words(odd)} not what rank {peers[0]} is fed"
+                    f"{axis} peers receive different samples{when}: {rank_words(odd)} not what rank {peers[0]} receives"
                 )
     return None
 
 
-def _same_samples(shares: Fed, when: str) -> str | None:
+def _same_samples(shares: Received, when: str) -> str | None:
     for ids in (ids for ids in shares.values() if None not in ids):
         same = [rank for rank, others in shares.items() if others == ids]
         if len(same) > 1:
-            return f"ranks {_short(same)} were fed the same samples{when}, dp ranks must partition the global batch"
+            return f"ranks {_short(same)} received the same samples{when}, dp ranks must partition the global batch"
     return None
 
 
@@ -221,28 +223,28 @@ def _short(ranks: list[int]) -> str:
     return rank_words(ranks).removeprefix("ranks ")
 
 
-def _overlapping(shares: Fed, when: str) -> str | None:
+def _overlapping(shares: Received, when: str) -> str | None:
     for one, other in itertools.combinations(shares, 2):
         if (set(shares[one]) & set(shares[other])) - {None}:
-            return f"dp ranks draw overlapping samples{when}: some are fed twice and some to nobody"
+            return f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody"
     for rank, ids in shares.items():
         if None not in ids and len(set(ids)) < len(ids):
-            return f"rank {rank} is fed a sample twice{when}"
+            return f"rank {rank} receives a sample twice{when}"
     return None
 
 
 def _of_another_step(trial: Trial, foreign: set[int | None], step: int) -> str:
     steps = [str(other) for other, ids in enumerate(trial.reference.samples, start=1) if foreign & set(ids)]
-    return f"step {step} is fed samples of step {', '.join(steps)}: the sampler is at another place of the data"
+    return f"step {step} receives samples of step {', '.join(steps)}: the sampler is at another place of the data"
 
 
-def _wrong_microbatches(trial: Trial, fed: Fed, step: int) -> str | None:
+def _wrong_microbatches(trial: Trial, received: Received, step: int) -> str | None:
     wanted = [trial.case.local_batch] * trial.case.passes
-    for rank in fed:
+    for rank in received:
         record = next(record for record in trial.ranks[rank].steps if record.step == step)
         sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
         if sizes != wanted:
-            return f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}, asked for {wanted}"
+            return f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}, requested {wanted}"
     return None
 
 
@@ -260,7 +262,7 @@ def _lost_labels(trial: Trial, step: int) -> str | None:
     """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
     if not (found := misshapen_labels(trial, step)):
         return None
-    told = f"{found[0].observed} ({found[0].where}), {found[0].expected} are asked for"
+    told = f"{found[0].observed} ({found[0].where}), {found[0].expected} are requested"
     return f"a part of the loss is lost or counted twice: it is computed from {told}"
 
 

@@ -1,4 +1,4 @@
-"""A feature asked for is not in force, or one that nobody asked for is. Told by its traces alone; numbers may be right."""
+"""A feature requested did not take place, or one that nobody requested did. Told by its traces alone; numbers may be right."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def _quantization(trial: Trial) -> str | None:
     if trial.case.features.compile or set(ran) == wanted:
         return None
     if not ran:
-        return f"{recipe} is asked for, no product ran in that format"
+        return f"{recipe} is requested, no matmul ran in that format"
     if foreign := sorted(set(ran) - wanted):
-        return f"{ran[foreign[0]]} products of {some(foreign)}, which nobody asked for"
-    return f"{recipe} is asked for, no product of {some(sorted(wanted - set(ran)))} ran in that format"
+        return f"{ran[foreign[0]]} matmuls of {some(foreign)}, which nobody requested"
+    return f"{recipe} is requested, no matmul of {some(sorted(wanted - set(ran)))} ran in that format"
 
 
 def _buckets(trial: Trial) -> str | None:
-    """Larger ones than asked for, or all gradients at once."""
+    """Larger ones than requested, or all gradients at once."""
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.buckets_in_force(trial, rank) if finding]
-    asked = f"bucket_mb {trial.case.features.bucket_mb} is asked for"
+    asked = f"bucket_mb {trial.case.features.bucket_mb} is requested"
     return f"{asked}, {wrong[0].observed} bytes are reduced at once" if wrong else None
 
 
 def _reduction(trial: Trial) -> str | None:
     """Gradients added over the data ranks in another dtype."""
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.reduced(trial, rank) if finding]
-    return f"gradients are reduced in {wrong[0].observed}, asked for {wrong[0].expected}" if wrong else None
+    return f"gradients are reduced in {wrong[0].observed}, requested {wrong[0].expected}" if wrong else None
 
 
 def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -77,12 +77,12 @@ def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 
 def _fallback(trial: Trial) -> str | None:
-    """Fewer fused kernels than layers, and batched products in their place."""
+    """Fewer fused kernels than layers, and batched matmuls in their place."""
     if not features.attention_is_fused(trial):
         return None
     for rank, step, _ in trial.steps():
         seen, wanted = step.activity.attention.get("forward attention", 0), features.fused_in_forward(trial, rank)
-        if seen < wanted and (batched := features.batched_products(step)):
+        if seen < wanted and (batched := features.batched_matmuls(step)):
             told = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
             return f"attention falls back to plain matmuls: {told} (rank {rank}, step {step.step})"
     return None
@@ -126,9 +126,9 @@ def _compile(trial: Trial) -> str | None:
         return f"torch.compile gave up and leaves blocks to run eagerly: {some(sorted(limits))}"
     if asked and len(compiled) < len(trial.ranks):
         without = [rank for rank in trial.ranks if rank not in compiled]
-        return f"compile is asked for, no block ran compiled{on_ranks(trial, without)}"
+        return f"compile is requested, no block ran compiled{on_ranks(trial, without)}"
     if compiled and not asked:
-        return f"compiled code ran{on_ranks(trial, compiled)}, compile is not asked for"
+        return f"compiled code ran{on_ranks(trial, compiled)}, compile is not requested"
     return None
 
 
@@ -139,9 +139,9 @@ def _checkpointing(trial: Trial) -> str | None:
         other = replace(trial.case, features=replace(trial.case.features, activation_checkpointing=kind))
         fits = features.check(replace(trial, case=other)).verdict is Verdict.PASS
         if fits and kind == "none":
-            return f"activation checkpointing {asked} is asked for, none took place"
+            return f"activation checkpointing {asked} is requested, none took place"
         if fits:
-            return f"activation checkpointing {asked} is asked for, {kind} is in force"
+            return f"activation checkpointing {asked} is requested, {kind} is observed"
     wanted = {rank: _asked(trial, rank) for rank in trial.ranks}
     wrong = [rank for rank in trial.ranks if blocks[rank] != wanted[rank]]
     if not wrong or trial.case.features.compile:
@@ -150,7 +150,7 @@ def _checkpointing(trial: Trial) -> str | None:
     meant = some(sorted(wanted[wrong[0]]), 4) or "none"
     return (
         f"activation checkpointing {asked} is in the wrong place{on_ranks(trial, wrong)}:"
-        f" recomputed are {told}, asked for {meant}"
+        f" recomputed are {told}, requested {meant}"
     )
 
 

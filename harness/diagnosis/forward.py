@@ -6,8 +6,8 @@ import math
 
 from harness.diagnosis.differences import Pair, distance, fqns_of, loss_off, where_text
 from harness.diagnosis.words import on_ranks
-from harness.judge.fed_samples import fed_samples
 from harness.judge.losses import global_loss, losses
+from harness.judge.received_samples import received_samples
 from harness.judge.trial import Trial
 from harness.spec.dims import AXES
 
@@ -17,7 +17,7 @@ def unexplained(trial: Trial, wrong: list[Pair]) -> str:
     off = loss_off(trial)
     if largest < 1e-6 and (off or 0.0) < 1e-6:
         what = f"gradients are off by {largest:.0e} {where}" + (f", the loss of step 1 by {off:.0e}" if off else "")
-        return f"{what}: as by arithmetic in float32, asked for {trial.case.training.dtype}"
+        return f"{what}: as by arithmetic in float32, requested {trial.case.training.dtype}"
     if off and (again := _counted_again(trial)):
         return again
     if off:
@@ -91,12 +91,12 @@ def documents_see_each_other(trial: Trial, wrong: list[Pair]) -> str | None:
     ranks = [rank for rank in trial.last_stages() if _looks_past_separators(trial, rank)]
     if not ranks:
         return None
-    told = "the losses of step 1 are those without a document mask, which is asked for"
+    told = "the losses of step 1 are those without a document mask, which is requested"
     return f"documents see each other{on_ranks(trial, ranks)}: {told}"
 
 
 def _looks_past_separators(trial: Trial, rank: int) -> bool:
-    unmasked, ids = trial.reference.unmasked_losses, fed_samples(trial, 1).get(trial.feeder(rank), [])
+    unmasked, ids = trial.reference.unmasked_losses, received_samples(trial, 1).get(trial.feeder(rank), [])
     if unmasked is None or None in ids:
         return False
     by_id = dict(zip(trial.reference.samples[0], unmasked.tolist(), strict=True))

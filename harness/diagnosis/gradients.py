@@ -27,8 +27,8 @@ from harness.diagnosis.forward import documents_see_each_other, unexplained
 from harness.diagnosis.words import Broken, finding_line, groups_text, rank_words, some, traffic_lines
 from harness.evidence.text import ranks_text
 from harness.judge import attribution, tolerance
-from harness.judge.fed_samples import shares_of_samples
 from harness.judge.losses import losses
+from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Diagnosis
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
@@ -245,13 +245,13 @@ def _unreduced_microbatches(trial: Trial, wrong: list[Pair]) -> str | None:
     """Of some microbatches a rank's gradient holds its own samples only, of the others everybody's."""
     if trial.case.features.accumulation == 1:
         return None
-    fed, size, axes = shares_of_samples(trial, 1), trial.case.local_batch, set(trial.plan.groups) & {*DATA_AXES}
+    received, size, axes = shares_of_samples(trial, 1), trial.case.local_batch, set(trial.plan.groups) & {*DATA_AXES}
     lost: set[int] = set()
-    for rank in fed:
+    for rank in received:
         weights = attribution.sample_weights(trial, [rank])
         if weights is None or not weights.explained:
             return None
-        peers = [id_ for other, others in fed.items() if other != rank for id_ in enumerate(others)]
+        peers = [id_ for other, others in received.items() if other != rank for id_ in enumerate(others)]
         lost |= {
             i // size + 1
             for i, id_ in peers
@@ -411,7 +411,10 @@ def _heard_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     heard = attribution.heard_of(trial)
     for rank, ranks in list((heard or {}).items())[:2]:
         everyone = ranks_text(attribution.speakers(trial))
-        yield "samples", f"rank {rank}'s gradient holds those fed to ranks {ranks_text(ranks)}, expected {everyone}"
+        yield (
+            "samples",
+            f"rank {rank}'s gradient holds those received by ranks {ranks_text(ranks)}, expected {everyone}",
+        )
 
 
 def _gradient_lines(trial: Trial, wrong: list[Pair]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Ranks hold other slices than planned: the strategy in force, or the order of axes, is another one.
+"""Ranks hold other slices than planned: the strategy that runs, or the order of axes, is another one.
 
 Found from contents: every layout that one mistake could lead to is worked out and compared with what each rank holds.
 """
@@ -118,7 +118,7 @@ def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
 
 
 def _would_change(trial: Trial, layout: Layout) -> set[str]:
-    """Parameters that some rank would hold otherwise than planned if the layout were in force everywhere."""
+    """Parameters that some rank would hold otherwise than planned if the layout were everybody's."""
     found = set()
     for rank in trial.ranks:
         wanted = layout.slices(rank, trial.plan)
@@ -132,7 +132,7 @@ def _name_partial(layout: Layout, trial: Trial, wrong: list[str]) -> Diagnosis:
     where = f"{len(wrong)} of {len(trial.plan.shapes)} parameters"
     if not left_out and layout.order != AXES and min(trial.case.dims.tp, trial.case.dims.dp_shard) > 1:
         cause = (
-            f"{where} ({some(wrong)}) are cut by dp_shard first and by tp inside, asked for tp first (strided shards)"
+            f"{where} ({some(wrong)}) are cut by dp_shard first and by tp inside, requested tp first (strided shards)"
         )
     elif left_out:
         cause = f"{left_out} is not applied to {where} ({some(wrong)}): every rank of a group holds them whole"
@@ -146,17 +146,17 @@ def _causes(layout: Layout, dims: ParallelDims) -> Iterator[str]:
         yield _fsdp_over_tp(layout)
         return
     if dims.tp > 1 and not layout.tensor_parallel:
-        yield f"TP not applied: every rank of a tp group holds whole weights, asked for tp {dims.tp}"
+        yield f"TP not applied: every rank of a tp group holds whole weights, requested tp {dims.tp}"
     if layout.order != AXES:
         shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
         wanted = [axis for axis in AXES if axis in shown]
-        yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), asked for ({', '.join(wanted)})"
+        yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
     ways = dims.dp_shard * dims.cp
     as_degrees = dims.cp == 1 and (layout.ways, dims.dp // layout.ways) == (dims.dp_replicate, dims.dp_shard)
     exchanged = as_degrees or layout.sharded_by == ("dp_replicate", "cp")
     if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.ways != ways:
         held = f"parameters are sharded over {layout.ways} ranks and replicated {dims.dp_shard} times"
-        yield f"dp_replicate and dp_shard exchanged: {held}, asked for {_asked(dims)}"
+        yield f"dp_replicate and dp_shard exchanged: {held}, requested {_asked(dims)}"
     elif layout.ways != ways:
         yield _other_strategy(layout, dims)
 
@@ -171,17 +171,17 @@ def _fsdp_over_tp(layout: Layout) -> str:
     axes = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
     held = f"parameters are sharded over {layout.ways} ranks"
     if layout.tensor_parallel:
-        return f"FSDP also over tp: {held} on top of TP, asked for {_asked(layout.dims)}"
+        return f"FSDP also over tp: {held} on top of TP, requested {_asked(layout.dims)}"
     asked = (
         f"{_asked(layout.dims)} and tp {layout.dims.tp}"
         if layout.dims.dp * layout.dims.cp > 1
         else f"tp {layout.dims.tp}"
     )
-    return f"TP not applied, FSDP over {axes} in its place: {held}, asked for {asked}"
+    return f"TP not applied, FSDP over {axes} in its place: {held}, requested {asked}"
 
 
 def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
-    """The degree of sharding that is in force, and what that is called."""
+    """The degree of sharding that is observed, and what that is called."""
     ranks = dims.dp * dims.cp
     if layout.ways == 1:
         held = f"every {'dp' if dims.cp == 1 else 'cp' if dims.dp == 1 else 'dp and cp'} rank holds whole parameters"
@@ -190,7 +190,7 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
         times = f" and replicated {ranks // layout.ways} times" if layout.ways < ranks else ""
         held = f"parameters are sharded over {layout.ways} ranks{f' along {along}' if dims.cp > 1 else ''}{times}"
     asked, ran = strategy_name(ranks, dims.dp_shard * dims.cp), strategy_name(ranks, layout.ways)
-    return f"{asked} ran as {ran}: {held}, asked for {_asked(dims)}"
+    return f"{asked} ran as {ran}: {held}, requested {_asked(dims)}"
 
 
 def _unreduced(trial: Trial, broken: Broken) -> Iterator[str]:

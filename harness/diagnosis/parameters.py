@@ -28,7 +28,7 @@ def wrong_parameters(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 
 def _rounded_anew(trial: Trial) -> Bounds | None:
-    """Bounds for products whose operands are rounded otherwise, as they are behind a factor within backward."""
+    """Bounds for matmuls whose operands are rounded otherwise, as they are behind a factor within backward."""
     noise = trial.golden.noise.get(trial.case.golden_noise_key) if trial.golden else None
     return measured_bounds(trial.case, noise) if noise and noise.finite else None
 

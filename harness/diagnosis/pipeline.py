@@ -28,7 +28,7 @@ def wrong_schedule(trial: Trial, broken: Broken) -> Diagnosis | None:
     idle = [rank for rank in trial.ranks if not _done(trial, rank)]
     if idle:
         return Diagnosis(
-            f"no pipeline ran on {rank_words(idle)}, schedule {asked.features.schedule} is asked for", lines
+            f"no pipeline ran on {rank_words(idle)}, schedule {asked.features.schedule} is requested", lines
         )
     return Diagnosis(
         _left_out(trial) or f"the pipeline's order is not that of {asked.features.schedule}: {lines[0][1]}", lines
@@ -56,9 +56,9 @@ def _done(trial: Trial, rank: int) -> tuple[str, ...]:
 
 def _in_words(asked: Case, ran: Case) -> str:
     other = ran.features.schedule != asked.features.schedule
-    found = [f"schedule {ran.features.schedule} ran, {asked.features.schedule} is asked for"] if other else []
+    found = [f"schedule {ran.features.schedule} ran, {asked.features.schedule} is requested"] if other else []
     if ran.microbatches != asked.microbatches:
-        found.append(f"{ran.microbatches} microbatches went through the pipeline, {asked.microbatches} are asked for")
+        found.append(f"{ran.microbatches} microbatches went through the pipeline, {asked.microbatches} are requested")
     return "; ".join(found)
 
 

@@ -55,13 +55,13 @@ def incomplete(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     asked, ran = trial.plan.dims.world_size, trial.run.world_size
     if asked != ran:
-        return Diagnosis(f"{ran} ranks were launched, asked for {asked} ({_degrees(trial)})")
+        return Diagnosis(f"{ran} ranks were launched, requested {asked} ({_degrees(trial)})")
     strangers = [(rank, e) for rank, e in sorted(trial.ranks.items()) if (e.rank, e.world_size) != (rank, ran)]
     if strangers:
         ranks, first = [rank for rank, _ in strangers], strangers[0][1]
         met = "ranks did not find each other" if first.world_size < ran else "ranks do not know who they are"
         return Diagnosis(
-            f"{met}: {rank_words(ranks)} ran as rank {first.rank} of {first.world_size}, asked for {ran} ranks"
+            f"{met}: {rank_words(ranks)} ran as rank {first.rank} of {first.world_size}, requested {ran} ranks"
         )
     silent = [rank for rank in range(ran) if rank not in trial.ranks and rank not in trial.run.unreadable]
     if silent:
@@ -86,7 +86,7 @@ def _missing_steps(trial: Trial) -> Diagnosis | None:
     steps = seen[odd[0]]
     told = f"trained steps {', '.join(map(str, steps))} only" if steps else "trained no step"
     asked = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
-    return Diagnosis(f"{rank_words(odd)} {told}, asked for {asked}")
+    return Diagnosis(f"{rank_words(odd)} {told}, requested {asked}")
 
 
 def _missing_parameters(trial: Trial) -> Diagnosis | None:
@@ -95,7 +95,7 @@ def _missing_parameters(trial: Trial) -> Diagnosis | None:
         wanted, held = set(trial.plan.slices[rank]), {tensor.fqn for tensor in evidence.parameters}
         if wanted - held:
             return Diagnosis(
-                f"rank {rank} does not hold {some(sorted(wanted - held))}, asked for {len(wanted)} parameters"
+                f"rank {rank} does not hold {some(sorted(wanted - held))}, requested {len(wanted)} parameters"
             )
         if held - wanted:
             return Diagnosis(f"rank {rank} holds {some(sorted(held - wanted))}, which the model does not have")

@@ -1,4 +1,4 @@
-"""Another wrapper than asked for is in force, or other units are freed after forward than the policy frees.
+"""Another wrapper than requested is at work, or other units are freed after forward than the policy frees.
 
 Neither shows in any number: the one is told by what the wrappers say they are, the other by memory and second gathering.
 """
@@ -26,7 +26,7 @@ def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken or not kinds or kinds == {asked}:
         return None
     ran = " and ".join(sorted(kinds))
-    cause = f"wrapper {asked or 'none'} is asked for, {ran} is in force"
+    cause = f"wrapper {asked or 'none'} is requested, {ran} is observed"
     return Diagnosis(cause, (finding_line("features", broken["features"]), *traffic_lines(trial)))
 
 
@@ -66,7 +66,7 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
         told = [f"{told[0]}: the whole model is one {trial.case.wrapper} unit, no block is one of its own"]
     policy = trial.case.features.reshard_after_forward
     other = next((value for value in _other_policies(trial.case) if _fits(trial, value)), None)
-    force = f"reshard_after_forward {policy} is asked for" + (f", {other} is in force" if other else "")
+    force = f"reshard_after_forward {policy} is requested" + (f", {other} is observed" if other else "")
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
     return Diagnosis(f"after forward: {'; '.join(told)}{ranks}; {force}", lines)
@@ -85,8 +85,8 @@ def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     units = seen[wrong[0]]
     finer = all(any(unit <= whole for whole in wanted[wrong[0]]) for unit in units)
-    cause = f"{trial.case.wrapper} units are {'finer' if finer else 'others'} than asked for"
-    told = f"parameters are gathered in {len(units)} pieces, asked for {len(wanted[wrong[0]])}"
+    cause = f"{trial.case.wrapper} units are {'finer' if finer else 'others'} than requested"
+    told = f"parameters are gathered in {len(units)} pieces, requested {len(wanted[wrong[0]])}"
     return Diagnosis(f"{cause}: {told}{on_ranks(trial, wrong)}", (finding_line("placements", broken["placements"]),))
 
 

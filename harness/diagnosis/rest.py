@@ -1,4 +1,4 @@
-"""What is left when layout, data, gradients and updates are right: displays, replicas, traffic, repeats, the reference."""
+"""What is left when layout, data, gradients and updates are right: reports, replicas, traffic, repeats, the reference."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from harness.spec.case import Case
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # ranks along these see different tokens
 
 
-# ---- displays
+# ---- reports
 
 
-def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
+def wrong_reports(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Losses, gradients and updates were judged by themselves: only what is shown of them is wrong."""
     shown = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
     wrong = [name for name in shown if name in broken]
@@ -48,7 +48,7 @@ def wrong_display(trial: Trial, broken: Broken) -> Diagnosis | None:
         return Diagnosis(cause, (finding_line("grad_norm", broken["grad_norm"]),))
     hints = {name: HINTS[name](trial) for name in wrong}
     told = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
-    what = f"the displayed {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
+    what = f"the reported {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
     return Diagnosis(f"{what}, the training itself is right: {told}", lines)
 
 
@@ -78,7 +78,7 @@ def _steps(steps: list[int]) -> str:
 
 
 def _length(trial: Trial) -> float | None:
-    """By what factor the gradients seen are longer, where they are as long as displayed. Noise hides that from `gradients`."""
+    """By what factor the gradients seen are longer, where they are as long as reported. Noise hides that from `gradients`."""
     first, lengths = trial.first_step, {step: observed_norm(trial, step) for step in trial.case.steps}
     told = all(
         step.grad_norm and math.isclose(step.grad_norm, lengths[step.step], rel_tol=1e-4)
@@ -122,7 +122,7 @@ def _shown_norm(trial: Trial) -> str:
     seen = [_Shown(rank, step.step, step.grad_norm, own_norm(step)) for rank, step, _ in trial.steps()]
     after = {step: norm * clip_coefficient(norm, trial.case.training.max_norm) for step, norm in right.items()}
     if after != right and all(math.isclose(one.number or 0.0, after[one.step], rel_tol=1e-5) for one in seen):
-        return f"each rank shows the norm after clipping ({seen[0].number:.6g}), asked for that before it"
+        return f"each rank shows the norm after clipping ({seen[0].number:.6g}), requested that before it"
     return _shown(trial, seen, right, "the norm of its own shards")
 
 
@@ -146,7 +146,7 @@ def _own_loss(step: StepEvidence) -> float:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a rank displays in a step, and what its own share alone gives."""
+    """What a rank reports in a step, and what its own share alone gives."""
 
     rank: int
     step: int
@@ -155,7 +155,7 @@ class _Shown:
 
 
 def _shown(trial: Trial, seen: list[_Shown], right: dict[int, float], own_words: str) -> str:
-    """What is displayed instead of what is right, in words."""
+    """What is reported instead of what is right, in words."""
     odd = [(one, one.number) for one in seen if one.number is not None and not _near(one.number, right[one.step])]
     ranks = sorted({one.rank for one, _ in odd})
     who = "each rank shows" if len(ranks) == len(trial.ranks) else f"{rank_words(ranks)} show{'s' * (len(ranks) == 1)}"
@@ -242,7 +242,7 @@ def _as_large_as(trial: Trial, rank: int) -> str:
 
 
 def wrong_structure(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Numbers are right, the way to them is not: a feature that is not in force, or collectives of no plan."""
+    """Numbers are right, the way to them is not: a feature that did not take place, or collectives of no plan."""
     names = [n for n in ("collective_order", "process_groups", "traffic", "placements", "memory") if n in broken]
     if not names:
         return None
@@ -267,12 +267,12 @@ def _features_in_force(trial: Trial) -> str | None:
     for key, asked, other, case in _other_cases(trial.case):
         plan = make_plan(case, trial.plan.observed, torch=trial.plan.torch)
         if check(replace(trial, case=case, plan=plan)).verdict is Verdict.PASS:
-            return f"{key} {asked} is asked for, {other} is in force: its traffic is what was seen"
+            return f"{key} {asked} is requested, {other} is observed: its traffic is what was seen"
     return None
 
 
 def _other_cases(case: Case) -> Iterator[tuple[str, Any, Any, Case]]:
-    """The case with one option changed: its name, the value asked for, the other value."""
+    """The case with one option changed: its name, the value requested, the other value."""
     features: dict[str, tuple[Any, ...]] = {
         "reshard_after_forward": ("default", "always", "never"),
         "sequence_parallel": (True, False),
@@ -297,7 +297,7 @@ def _reduced_too_often(trial: Trial) -> str | None:
     moved = [seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) for flow in flows]
     if times == 1 or not flows or any(count != times * flow.bytes for count, flow in zip(moved, flows, strict=True)):
         return None
-    return f"gradients are reduced after every microbatch ({times} times a step), once a step is asked for"
+    return f"gradients are reduced after every microbatch ({times} times a step), once a step is requested"
 
 
 # ---- repeats and the reference
@@ -312,13 +312,13 @@ def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 
 def _fed_otherwise(trial: Trial) -> str:
-    """Where the repeat was first fed other rows, or the same ones in another order: each run by itself may be right."""
+    """Where the repeat was first received other rows, or the same ones in another order: each run by itself may be right."""
     assert trial.repeat is not None
     again = _fed_by_step(trial.repeat.ranks)
     for (step, rank), rows in sorted(_fed_by_step(trial.ranks).items()):
         if rows != (others := again.get((step, rank), [])):
             how = "the same samples in another order" if sorted(rows) == sorted(others) else "other samples"
-            return f", for the repeat is fed {how} (rank {rank}, step {step})"
+            return f", for the repeat receives {how} (rank {rank}, step {step})"
     return ""
 
 

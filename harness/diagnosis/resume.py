@@ -14,12 +14,12 @@ from harness.checks.resume import (
     put_together,
     saved_state,
     state_after,
-    step_fed,
+    step_received,
     wanted_part,
     wrong_keys,
 )
 from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks, some
-from harness.judge.fed_samples import fed_samples
+from harness.judge.received_samples import received_samples
 from harness.judge.result import Diagnosis
 from harness.judge.trial import Trial
 
@@ -42,7 +42,7 @@ def started_elsewhere(trial: Trial, broken: Broken) -> Diagnosis | None:
         )
     for step, state in _moments(trial):
         if _is_all(trial, state):
-            told = f"resumed from the state after step {step}, asked for the checkpoint of step {asked}"
+            told = f"resumed from the state after step {step}, requested the checkpoint of step {asked}"
             return Diagnosis(f"{told}: an older one was read, or a stale one written", (line,))
     return None
 
@@ -207,7 +207,7 @@ def _schedule(trial: Trial) -> str | None:
             like = [number for number, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
             seen = f"that of step {like[0]}" if like else f"{step.lr:.6g} on rank {rank}"
             told = "the schedule starts anew" if _anew(trial, rank, step.step) else "the schedule does not continue"
-            return f"{told} after resuming: the learning rate of step {step.step} is {seen}, asked for {wanted.lr:.6g}"
+            return f"{told} after resuming: the learning rate of step {step.step} is {seen}, requested {wanted.lr:.6g}"
     return None
 
 
@@ -220,16 +220,16 @@ def _anew(trial: Trial, rank: int, first: int) -> bool:
 
 def _data(trial: Trial) -> str | None:
     first = trial.case.steps.start
-    fed = {rank: step_fed(trial, ids) for rank, ids in fed_samples(trial, first).items()}
-    odd = {rank: step for rank, step in fed.items() if step != first}
+    received = {rank: step_received(trial, ids) for rank, ids in received_samples(trial, first).items()}
+    odd = {rank: step for rank, step in received.items() if step != first}
     if not odd:
         return None
     steps = set(odd.values())
-    ranks = "" if len(odd) == len(fed) else on_ranks(trial, odd)
+    ranks = "" if len(odd) == len(received) else on_ranks(trial, odd)
     if steps == {1}:
-        return f"the data position starts anew after resuming: step {first} is fed the samples of step 1{ranks}"
+        return f"the data position starts anew after resuming: step {first} receives the samples of step 1{ranks}"
     if len(steps) == 1 and None not in steps:
         return (
-            f"the data position is wrong after resuming: step {first} is fed the samples of step {steps.pop()}{ranks}"
+            f"the data position is wrong after resuming: step {first} receives the samples of step {steps.pop()}{ranks}"
         )
-    return f"the data position is wrong after resuming: step {first} is fed samples of other steps{ranks}"
+    return f"the data position is wrong after resuming: step {first} receives samples of other steps{ranks}"

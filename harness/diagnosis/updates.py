@@ -142,7 +142,7 @@ def _wrong_lr(trial: Trial) -> str | None:
             like = [str(other) for other, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
             hint = f", the schedule's of step {' or '.join(like)}" if like else ""
             seen = f"learning rate of step {step.step} is {step.lr:.6g}{hint}"
-            return f"{seen}, asked for {wanted.lr:.6g}{on_ranks(trial, odd)}"
+            return f"{seen}, requested {wanted.lr:.6g}{on_ranks(trial, odd)}"
     return None
 
 
@@ -189,7 +189,7 @@ def _norm_counting_again(trial: Trial, axis: str) -> float:
 
 
 def _clipped_by_another_norm(trial: Trial) -> str | None:
-    """Each rank's own norm, the one it displays, or another limit than the recipe's."""
+    """Each rank's own norm, the one it reports, or another limit than the recipe's."""
     limit, right = trial.case.training.max_norm, update.observed_norm(trial, trial.first_step)
     suspects = {
         "the norm of its own shards": {rank: own_norm(e.steps[0]) for rank, e in trial.ranks.items()},
@@ -199,7 +199,7 @@ def _clipped_by_another_norm(trial: Trial) -> str | None:
         if not math.isclose(again, right, rel_tol=1e-9):
             suspects[f"a norm with each replica along {axis} counted again"] = dict.fromkeys(trial.ranks, again)
     suspects |= {
-        "the norm it displays": {rank: e.steps[0].grad_norm or 0.0 for rank, e in trial.ranks.items()},
+        "the norm it reports": {rank: e.steps[0].grad_norm or 0.0 for rank, e in trial.ranks.items()},
     }
     for whose, norms in suspects.items():
         clips = {rank: clip_coefficient(norm, limit) for rank, norm in norms.items()}
@@ -235,8 +235,8 @@ def _another_decay(trial: Trial) -> str | None:
     if not _would_pass(replace(trial, case=replace(trial.case, training=other))):
         return None
     if asked == "matrices":
-        return "weight decay is applied to norm weights as well, asked for matrices only"
-    return "weight decay is applied to matrices only, asked for all parameters"
+        return "weight decay is applied to norm weights as well, requested matrices only"
+    return "weight decay is applied to matrices only, requested all parameters"
 
 
 def _another_recipe(trial: Trial) -> str | None:
@@ -245,9 +245,9 @@ def _another_recipe(trial: Trial) -> str | None:
             seen, asked = getattr(training, name), getattr(trial.case.training, name)
             words = {"weight_decay": "weight decay", "max_norm": "the gradient norm's limit"}.get(name, name)
             if name == "weight_decay" and not seen:
-                return f"weight decay is not applied, asked for {asked}"
+                return f"weight decay is not applied, requested {asked}"
             return (
-                f"{words} is {seen:g} in the optimizer, asked for {asked:g}"
+                f"{words} is {seen:g} in the optimizer, requested {asked:g}"
                 if asked
                 else f"{words} {seen:g} is applied"
             )
@@ -270,7 +270,7 @@ def _suspects(training: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
 
 
 def _fed_otherwise(trial: Trial) -> str | None:
-    """The optimizer is fed something else than clipped gradients."""
+    """The optimizer receives something else than clipped gradients."""
     training = trial.case.training
     limit, no_decay = training.max_norm, replace(training, weight_decay=0.0)
 
@@ -281,9 +281,9 @@ def _fed_otherwise(trial: Trial) -> str | None:
         return gradient if limit is None or norm <= limit else limit / norm * gradient
 
     if _would_pass(_feeding(trial, decaying, no_decay)):
-        return "weight decay is added to the gradients (L2, as Adam does), asked for decoupled (AdamW)"
+        return "weight decay is added to the gradients (L2, as Adam does), requested decoupled (AdamW)"
     if _would_pass(_feeding(trial, barely_clipped, training)):
-        return "clipping multiplies by max_norm / norm, asked for max_norm / (norm + 1e-6), as torch does"
+        return "clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does"
     return None
 
 
@@ -291,14 +291,14 @@ Feed = Callable[[float, str, np.ndarray, np.ndarray], np.ndarray]  # norm, fqn, 
 
 
 def _feeding(trial: Trial, feed: Feed, training: TrainingConfig) -> Trial:
-    """The same evidence, as if what the optimizer is fed were the gradients seen, and nothing clipped them."""
+    """The same evidence, as if what the optimizer receives were the gradients seen, and nothing clipped them."""
     ranks = {}
     for rank, evidence in trial.ranks.items():
         before, steps = trial.start_of(rank), []
         for step in evidence.steps:
             norm = update.observed_norm(trial, step.step)
-            fed = {fqn: feed(norm, fqn, gradient, before[fqn]) for fqn, gradient in step.gradients.items()}
-            steps.append(replace(step, gradients=fed))
+            received = {fqn: feed(norm, fqn, gradient, before[fqn]) for fqn, gradient in step.gradients.items()}
+            steps.append(replace(step, gradients=received))
             before = step.parameters
         ranks[rank] = replace(evidence, steps=tuple(steps))
     case = replace(trial.case, training=replace(training, max_norm=None))
@@ -310,7 +310,7 @@ def _amsgrad(trial: Trial) -> str | None:
     states = [state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values()]
     if not any("max_exp_avg_sq" in state for state in states):
         return None
-    return "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), asked for AdamW without it"
+    return "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), requested AdamW without it"
 
 
 def _would_pass(trial: Trial) -> bool:
@@ -349,7 +349,7 @@ def _another_rate_for_some(trial: Trial) -> str | None:
     hint = ", the peak's, as without a schedule" if math.isclose(known[0] * asked, peak, rel_tol=1e-6) else ""
     what = _where(trial, list(factors)).removeprefix("in ")
     return (
-        f"the learning rate of {what} is {known[0] * asked:.6g} in step {trial.first_step}{hint}, asked for {asked:.6g}"
+        f"the learning rate of {what} is {known[0] * asked:.6g} in step {trial.first_step}{hint}, requested {asked:.6g}"
     )
 
 

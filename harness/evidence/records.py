@@ -65,9 +65,9 @@ class TensorEvidence:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass of this rank was fed, and the loss it computed from it.
+    """What one forward pass of this rank received, and the loss it computed from it.
 
-    tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage is fed tokens, its last
+    tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage receives tokens, its last
     labels (as they came, where they do not fit the tokens or there are none), -100 those that do not count. loss_sum: over
     this rank's valid tokens. chunks: how many labels each part had, where the loss was computed in several, in order.
     """
@@ -84,9 +84,9 @@ class Activity:
     """What a rank computed in a step, counted. Keys are words with a blank between them.
 
     calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
-    products: "phase dtype", matrix products of that dtype. attention: "phase kind", fused attention ("attention"), its
-    backward ("attention_backward") and batched products ("batched product").
-    quantized: "phase fqn format", products of a module's that ran in 8 bits: "forward layers.0.attention.wq float8_rowwise".
+    matmuls: "phase dtype", matmuls of that dtype. attention: "phase kind", fused attention ("attention"), its
+    backward ("attention_backward") and batched matmuls ("batched matmul").
+    quantized: "phase fqn format", matmuls of a module's that ran in 8 bits: "forward layers.0.attention.wq float8_rowwise".
     random: "phase", operators that drew random numbers, and "other state fqn", recomputations that began with another state
     of the generator than forward.
     inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in forward, and how many numbers it was.
@@ -95,7 +95,7 @@ class Activity:
     """
 
     calls: dict[str, int] = field(default_factory=dict)
-    products: dict[str, int] = field(default_factory=dict)
+    matmuls: dict[str, int] = field(default_factory=dict)
     attention: dict[str, int] = field(default_factory=dict)
     random: dict[str, int] = field(default_factory=dict)
     quantized: dict[str, int] = field(default_factory=dict)
@@ -129,8 +129,8 @@ class StepEvidence:
 
     gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
     likewise, kept for the last step, and for one after which a checkpoint was written.
-    reported_loss, grad_norm, reported_lr: what the trainer displays. lr: read from the optimizer as it stepped.
-    reported_loss, grad_norm: what the trainer displays. lr: read from the optimizer as it stepped.
+    reported_loss, grad_norm, reported_lr: what the trainer reports. lr: read from the optimizer as it stepped.
+    reported_loss, grad_norm: what the trainer reports. lr: read from the optimizer as it stepped.
     scaled: where no clipping of torch's was seen, the number by which all gradients were multiplied between the end of backward
     and the optimizer; `gradients` are those before. NaN: altered otherwise, and as the optimizer was given them.
     changed: of parameters that were something else when the next step began, or training ended, what they then were;
@@ -194,7 +194,7 @@ class RankEvidence:
     compiler: graphs that torch.compile made ("graphs"), its graph breaks ("graph break: why"), and limits at which it left code
     to run eagerly ("gave up: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
-    resumed: None for a launch that starts at step 1. displays: what this trainer shows its user at all;
+    resumed: None for a launch that starts at step 1. reports: what this trainer shows its user at all;
     reports_every: in which steps, those that this number divides.
     after_evaluation: one record for each model part and time between two steps at which there was any.
     held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
@@ -213,7 +213,7 @@ class RankEvidence:
     compiler: dict[str, int] = field(default_factory=dict)
     fault: bool | None = None
     resumed: Resumed | None = None
-    displays: tuple[str, ...] = ("loss", "grad_norm")
+    reports: tuple[str, ...] = ("loss", "grad_norm")
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     held: tuple[HeldTensor, ...] | None = None
     settings: dict[str, str] = field(default_factory=dict)

@@ -52,7 +52,7 @@ FAMILIES = {
 
 
 class FaultError(ValueError):
-    """The fault asked for does not exist or cannot be loaded. The message is for the person who typed it."""
+    """The fault requested does not exist or cannot be loaded. The message is for the person who typed it."""
 
 
 @dataclass(frozen=True)

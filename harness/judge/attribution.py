@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.judge.fed_samples import shares_of_samples
+from harness.judge.received_samples import shares_of_samples
 from harness.judge.trial import Trial
 from harness.plan.slices import Slice
 from harness.plan.stages import positions
@@ -67,7 +67,7 @@ def part_weights(trial: Trial, ranks: list[int]) -> Weights | None:
 
 
 def _eighths(trial: Trial, place: int) -> list[int] | None:
-    """Which eighths of the sequence the cp rank of that place is fed; None if it is not fed whole ones."""
+    """Which eighths of the sequence the cp rank of that place receives; None if it is not received whole ones."""
     length = trial.case.seq_len(1)
     at = positions(trial.case, place * trial.case.dims.tp, length)  # cp is next to tp
     eighths, counts = np.unique(at * 8 // length, return_counts=True)
@@ -116,18 +116,18 @@ def heard_of(trial: Trial) -> dict[int, list[int]] | None:
 
     Ranks at tp 0 stand for all.
     """
-    fed, heard = shares_of_samples(trial, 1), {}
-    for rank in fed:
+    received, heard = shares_of_samples(trial, 1), {}
+    for rank in received:
         weights = sample_weights(trial, [rank])
         if weights is None or not weights.explained:
             return None
         counted = {id_ for id_, weight in weights.by_sample.items() if abs(weight) > weights.close}
-        heard[rank] = [other for other, ids in fed.items() if counted & set(ids)]
+        heard[rank] = [other for other, ids in received.items() if counted & set(ids)]
     return heard
 
 
 def speakers(trial: Trial) -> list[int]:
-    """The ranks that heard_of can hear: those that were fed a valid token."""
+    """The ranks that heard_of can hear: those that received a valid token."""
     valid = {id_ for id_, count in valid_tokens(trial).items() if count}
     return [rank for rank, ids in shares_of_samples(trial, 1).items() if valid & set(ids)]
 

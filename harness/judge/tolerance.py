@@ -3,11 +3,11 @@
 Exact tier (float64). A correct layout does the same arithmetic as one device in another order of summation.
 Rounding errors of an inner product of n terms grow like LAMBDA * sqrt(n) * u with overwhelming probability (Higham and
 Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 2019; u is the unit roundoff).
-A quantity behind a chain of `depth` such products carries sqrt(depth) times that:
+A quantity behind a chain of `depth` such matmuls carries sqrt(depth) times that:
 
     gamma = LAMBDA * sqrt(depth * n) * u
 
-n is the longest sum (tokens of the step, vocabulary, width), depth counts the matrix products: 7 a layer and 1 for the
+n is the longest sum (tokens of the step, vocabulary, width), depth counts the matmuls: 7 a layer and 1 for the
 output going forward, twice as many going backward. All relative errors are relative to the largest entry.
 
 After an optimizer step the parameters differ by what the optimizer makes of gamma. SGD multiplies by lr. AdamW divides
@@ -21,7 +21,7 @@ the reference's own path, |g' - g| / |theta' - theta|, times |delta theta|. Ever
 evidence. Measured on correct runs: about 1/30 of gamma. Real mistakes start at 1e-8; a recipe whose bounds reach that
 (many steps of AdamW with a tiny eps) is not judged at all rather than judged bluntly.
 
-Measured tier (anything narrower, and quantized products). Nothing derived is near the truth: bfloat16's worst case is a
+Measured tier (anything narrower, and quantized matmuls). Nothing derived is near the truth: bfloat16's worst case is a
 hundred times what happens, and 8-bit rounding jumps. So the reference is repeated 16 times in other orders of summation
 (reference/noise.py) and the bound is FACTOR times the largest distance that a repeat had from it up to that step.
 
@@ -30,7 +30,7 @@ the distribution. The worst one seen is that of losses and norms, whose error is
 (gradients' worst entry is one of thousands, and hardly varies). For it, the chance to lie beyond 4 times the largest of
 16 is 1e-6 (of 8: 1e-4; beyond 3 times the largest of 16: 3e-5): with three numbers a step, three steps and twenty cases,
 one false alarm in 4,000 runs of a matrix. FACTOR is 4 for every recipe. Two things a spread cannot show are added: no
-distance is less than one unit of the last place in which losses and norms are told, and quantized products' rare jumps
+distance is less than one unit of the last place in which losses and norms are told, and quantized matmuls' rare jumps
 are made frequent in the repeats.
 
 One bound on the worst entry of all parameters is blunt: in bfloat16 it is 5 to 10 % of the largest entry, and a gradient
@@ -44,7 +44,7 @@ The fit is again one number with a normal distribution, and there is one for eve
 7.4e-8: one false alarm in 18,000 runs of the matrix, and in 1,500 of all tiers; with 4 it would be one in 90. So FIT_FACTOR
 is 5. The distance in step 1 is a mean over 64 entries at least: within one way of cutting its standard deviation was at
 most 0.13 of it, so that twice the largest is 8 of them away. So it is FIRST_FACTOR, 2. From step 2 on the optimizer has
-acted, and AdamW magnifies the noise of few entries; quantized products jump. There the distance has FACTOR, like all others.
+acted, and AdamW magnifies the noise of few entries; quantized matmuls jump. There the distance has FACTOR, like all others.
 Tried: 32 more runs each of ten recipes and ways of cutting, 40,320 numbers, none of which was beyond 0.61 of its bound. Over
 the largest of 16, a distance was at most 1.23 in step 1 and 1.9 later (float32), a fit 2.2.
 """

@@ -92,12 +92,12 @@ class Trial:
                     yield rank, step, by_number[step.step]
 
     def one_rank_per_share(self) -> list[int]:
-        """The ranks that between them were fed each sample once: first stages at cp 0 and tp 0."""
+        """The ranks that between them received each sample once: first stages at cp 0 and tp 0."""
         places = {rank: coordinate(self.case.dims, rank) for rank in self.first_stages()}
         return [rank for rank, place in places.items() if (place["cp"], place["tp"]) == (0, 0)]
 
     def first_stages(self) -> list[int]:
-        """The ranks that are fed tokens."""
+        """The ranks that receive tokens."""
         return [rank for rank in self.ranks if 0 in self.plan.stages[rank]]
 
     def last_stages(self) -> list[int]:
@@ -105,7 +105,7 @@ class Trial:
         return [rank for rank in self.ranks if self.case.n_stages - 1 in self.plan.stages[rank]]
 
     def feeder(self, rank: int) -> int:
-        """The rank of the same pipeline that runs the first stage, so that is fed the tokens whose loss `rank` computes."""
+        """The rank of the same pipeline that runs the first stage, so that receives the tokens whose loss `rank` computes."""
         return next(peer for peer in self.plan.peers(rank, "pp") if 0 in self.plan.stages[peer])
 
 

@@ -31,7 +31,7 @@ from reference.config import quantized_modules
 
 
 def make_plan(case: Case, observed: Observed | None = None, *, torch: str = "") -> Plan:
-    """observed: FSDP's units where the case leaves them open; without evidence of them, those of a trainer that asks for
+    """observed: FSDP's units where the case leaves them open; without evidence of them, those of a trainer that requests
     none. torch: the release that the ranks ran; empty for the oldest supported."""
     dims = case.dims
     flat = flat_units(case) if case.wrapper == "fsdp1" else ()

@@ -21,7 +21,7 @@ class Unit(NamedTuple):
 
 
 Observed = Mapping[int, tuple[Unit, ...]]
-"""By rank. None where the case asks for units, an empty tuple for a rank whose wrappers tell of none."""
+"""By rank. None where the case requests units, an empty tuple for a rank whose wrappers tell of none."""
 
 
 def observed_units(case: Case, ranks: Mapping[int, RankEvidence]) -> Observed | None:

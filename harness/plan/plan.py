@@ -36,7 +36,7 @@ class Plan:
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
     gradient_spare[rank]: of gradients, beyond those of its parameters.
-    torch: the release that ran. quantized: the modules whose products run in 8 bits.
+    torch: the release that ran. quantized: the modules whose matmuls run in 8 bits.
     """
 
     dims: ParallelDims

@@ -1,4 +1,4 @@
-"""Which layers and parameters a rank's pipeline stages hold, which tokens a cp rank is fed, what is recomputed."""
+"""Which layers and parameters a rank's pipeline stages hold, which tokens a cp rank receives, what is recomputed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parameters_of_stage(case: Case, stage: int) -> list[str]:
 
 
 def positions(case: Case, rank: int, length: int) -> np.ndarray:
-    """The token positions of a sample that a rank is fed, in its order. int64 [length / cp]
+    """The token positions of a sample that a rank receives, in its order. int64 [length / cp]
 
     Load balancing gives each cp rank the i-th chunk from the front and the i-th from the back: under a causal mask late
     tokens are more work.

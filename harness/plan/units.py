@@ -8,13 +8,13 @@ from harness.spec.case import Case
 
 
 def units_of_rank(case: Case, rank: int, observed: Observed | None) -> list[Unit]:
-    """What wrappers tell of, where the case leaves units open and they tell of any; else what the case asks for."""
+    """What wrappers tell of, where the case leaves units open and they tell of any; else what the case requests."""
     seen = observed.get(rank, ()) if observed is not None else ()
     return [as_requested(case, unit) for unit in seen] or fsdp_units(case)
 
 
 def fsdp_units(case: Case) -> list[Unit]:
-    """Those that a case asks for, and that are assumed where nobody chose and nobody looked.
+    """Those that a case requests, and that are assumed where nobody chose and nobody looked.
 
     The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
     the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to

@@ -39,7 +39,7 @@ from harness.probe.saved_tensors import SavedTensorsRecorder
 from harness.probe.settings import SettingsRecorder
 from harness.probe.values import StepValues, ValueRecorder
 
-Displayed = tuple[float | None, float | None, float | None]
+Reported = tuple[float | None, float | None, float | None]
 """Loss, gradient norm and learning rate."""
 
 
@@ -51,7 +51,7 @@ class Probe:
         on_issue: Callable[[Collective], None] | None = None,
         row_length: Callable[[int], int] | None = None,
     ) -> None:
-        """row_length: how many tokens of each sample this rank is fed in a step, for trainers that lay them end to end."""
+        """row_length: how many tokens of each sample this rank receives in a step, for trainers that lay them end to end."""
         self.rank, self.world_size = rank, world_size
         self.clock = Clock()
         self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account)
@@ -134,8 +134,8 @@ class Probe:
         self.values.remove()
         self.collectives.remove()
 
-    def evidence(self, displayed: Mapping[int, Displayed], fault: bool | None = None) -> RankEvidence:
-        """All that was seen. `displayed`: by step, what the trainer shows its user."""
+    def evidence(self, reported: Mapping[int, Reported], fault: bool | None = None) -> RankEvidence:
+        """All that was seen. `reported`: by step, what the trainer shows its user."""
         steps = sorted(step for step in self.values.steps if step > self.clock.start)
         return RankEvidence(
             rank=self.rank,
@@ -143,7 +143,7 @@ class Probe:
             parameters=self._parameters,
             groups=structure.groups(),
             collectives=self.collectives.settled(),
-            steps=tuple(self._step(step, self.values.steps[step], displayed) for step in steps),
+            steps=tuple(self._step(step, self.values.steps[step], reported) for step in steps),
             structure=structure.wrappers(self._parts),
             environment=environment(),
             compiler=compiler(),
@@ -154,8 +154,8 @@ class Probe:
             after_evaluation=tuple(self.gathered.after_evaluation),
         )
 
-    def _step(self, step: int, values: StepValues, displayed: Mapping[int, Displayed]) -> StepEvidence:
-        loss, norm, rate = displayed.get(step, (None, None, None))
+    def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:
+        loss, norm, rate = reported.get(step, (None, None, None))
         return StepEvidence(
             step=step,
             microbatches=self.samples.microbatches(step),

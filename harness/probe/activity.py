@@ -1,7 +1,7 @@
-"""What a rank computed in a step: forward calls of modules, matrix products, random numbers.
+"""What a rank computed in a step: forward calls of modules, matmuls, random numbers.
 
 No feature need report itself. A module called inside backward is recomputed. A module inside a compiled one is never
-called from Python: its hooks are silent, though its products are counted. Random numbers move the generator's state.
+called from Python: its hooks are silent, though its matmuls are counted. Random numbers move the generator's state.
 What is computed between two steps without recording gradients (validation of the bare model) belongs to no step.
 """
 
@@ -21,7 +21,7 @@ from harness.probe.clock import Account, Clock
 from harness.probe.structure import local, plain_fqn
 
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
-"""aten's matrix products, those with `out` called by compiled code -> which argument is the first factor."""
+"""aten's matmuls, those with `out` called by compiled code -> which argument is the first factor."""
 
 FUSED = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -30,8 +30,8 @@ FUSED = (
     "_scaled_dot_product_cudnn_attention",
 )
 ATTENTION = {name: "attention" for name in FUSED} | {f"{name}_backward": "attention_backward" for name in FUSED}
-ATTENTION |= dict.fromkeys(("bmm", "bmm.out", "baddbmm", "baddbmm.out"), "batched product")
-"""aten's fused attention, and the batched products that it is made of where it is not fused."""
+ATTENTION |= dict.fromkeys(("bmm", "bmm.out", "baddbmm", "baddbmm.out"), "batched matmul")
+"""aten's fused attention, and the batched matmuls that it is made of where it is not fused."""
 
 DRAWS = ("uniform_", "normal_", "bernoulli_.float", "bernoulli_.Tensor", "native_dropout")
 """aten's operators that draw random numbers; rand, randn and dropout come down to them."""
@@ -90,7 +90,7 @@ class ActivityRecorder:
             if (where := self._clock.where()) != self._last:
                 self._last = where
                 self.on_phase()
-            _count(self._now().products, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
+            _count(self._now().matmuls, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _together(accounts: Iterable[Activity]) -> Activity:
     """Of a step: one for all that surely trained, and one for each pass of which that turned out later."""
     whole = Activity()
     for seen in accounts:
-        for name in ("calls", "products", "attention", "random"):
+        for name in ("calls", "matmuls", "attention", "random"):
             for key, count in getattr(seen, name).items():
                 _count(getattr(whole, name), key, count)
         for fqn, measured in seen.inputs.items():

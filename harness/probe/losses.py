@@ -118,13 +118,13 @@ class LossRecorder:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
         return [tensor for loss in self._noted for tensor in (loss.labels, loss.value)]
 
-    def of_step(self, step: int, fed: Sequence[int]) -> list[list[Loss]]:
-        """Those of one microbatch together. fed: how many tokens each pass was fed, where that was seen."""
+    def of_step(self, step: int, received: Sequence[int]) -> list[list[Loss]]:
+        """Those of one microbatch together. received: how many tokens each pass received, where that was seen."""
         noted = (loss for loss in self._noted if loss.account.of(step))
         groups = [_differentiated(list(group)) for _, group in itertools.groupby(noted, key=lambda loss: loss.after)]
-        if [_labels(group) for group in groups] == list(fed):
+        if [_labels(group) for group in groups] == list(received):
             return groups
-        return _cut([loss for group in groups for loss in group], fed) or groups
+        return _cut([loss for group in groups for loss in group], received) or groups
 
 
 def _told_to_kernels(
@@ -154,10 +154,10 @@ def _labels(losses: Iterable[Loss]) -> int:
     return sum(loss.labels.numel() for loss in losses)
 
 
-def _cut(losses: list[Loss], fed: Sequence[int]) -> list[list[Loss]] | None:
+def _cut(losses: list[Loss], received: Sequence[int]) -> list[list[Loss]] | None:
     """In order, as many for each pass as have a label for each of its tokens; None where they do not come out even."""
     ends = list(itertools.accumulate(loss.labels.numel() for loss in losses))
-    wanted = list(itertools.accumulate(fed))
+    wanted = list(itertools.accumulate(received))
     if not set(wanted) <= set(ends) or wanted[-1:] != ends[-1:]:
         return None
     cuts = [0, *(ends.index(end) + 1 for end in wanted)]

@@ -1,6 +1,6 @@
-"""Which modules' matrix products really ran in 8 bits, and in which format: seen where torchao multiplies.
+"""Which modules' matmuls really ran in 8 bits, and in which format: seen where torchao multiplies.
 
-A product is noted when its two factors are quantized tensors, by the module whose forward call it serves, in forward and
+A matmul is noted when its two factors are quantized tensors, by the module whose forward call it serves, in forward and
 backward. Compiled code calls nothing of torchao, and so leaves no note.
 """
 
@@ -23,7 +23,7 @@ FUNCTIONS = (
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
     ("torchao.prototype.moe_training.mxfp8_linear", "mx_mm"),
 )
-"""The autograd functions of torchao 0.18 that do one module's three products."""
+"""The autograd functions of torchao 0.18 that do one module's three matmuls."""
 
 MM = torch.ops.aten.mm.default
 
@@ -90,7 +90,7 @@ class QuantizedRecorder:
 
 
 def _float8_table() -> dict[Any, Any] | None:
-    """Trap: torchao loads this module at the first product."""
+    """Trap: torchao loads this module at the first matmul."""
     if "torchao.float8.float8_linear" not in sys.modules:
         return None
     return importlib.import_module("torchao.float8.float8_ops").FLOAT8_OPS_TABLE
@@ -102,7 +102,7 @@ def _mx_table() -> dict[Any, Any] | None:
 
 
 def _format(args: Any) -> str:
-    """Of the first pair of tensors in a product's arguments, however deep they lie."""
+    """Of the first pair of tensors in a matmul's arguments, however deep they lie."""
     flat = [leaf for arg in args for leaf in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     factors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     if any(hasattr(factor, "block_size") for factor in factors):

@@ -1,4 +1,4 @@
-"""What each forward pass was fed, and the loss computed from it.
+"""What each forward pass received, and the loss computed from it.
 
 Tokens are the first tensor the root module is called with, if it is one of integers (a later pipeline stage is called
 with activations). A trainer may lay the samples of a batch end to end in one row: it is cut where the recipe has them
@@ -89,13 +89,13 @@ class SampleRecorder:
         return tuple({rows.tobytes(): rows for rows in self._rows(self._positions, step)}.values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
-        """One record a forward pass; the n-th microbatch's loss of a step belongs to the n-th time that tokens were fed."""
-        fed = list(self._rows(self._tokens, step))
-        losses = self.losses.of_step(step, [tokens.size for tokens in fed])
-        return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(fed, losses))
+        """One record a forward pass; the n-th microbatch's loss of a step belongs to the n-th time that tokens received."""
+        received = list(self._rows(self._tokens, step))
+        losses = self.losses.of_step(step, [tokens.size for tokens in received])
+        return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(received, losses))
 
-    def _rows(self, fed: list[_Fed], step: int) -> Iterator[np.ndarray]:
+    def _rows(self, received: list[_Fed], step: int) -> Iterator[np.ndarray]:
         """[samples, positions]. Of one row that the recipe's length does not divide, that row."""
-        for seen in (each.tokens.to("cpu", torch.int64).numpy() for each in fed if each.account.of(step)):
+        for seen in (each.tokens.to("cpu", torch.int64).numpy() for each in received if each.account.of(step)):
             length = self._row_length(step) if self._row_length and seen.ndim == 1 else seen.shape[-1]
             yield seen if seen.ndim > 1 else seen.reshape(-1, length if len(seen) % length == 0 else len(seen))

@@ -48,7 +48,7 @@ def draw(trial: Trial, path: Path, title: str) -> None:
     grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
     fqn = _shown_parameter(trial)
     planned = {rank: trial.plan.slices[rank][fqn] for rank in trial.ranks}
-    _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"asked for: {fqn}, by rank")
+    _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"requested: {fqn}, by rank")
     held = {rank: trial.holdings[rank].get(fqn) for rank in trial.ranks}
     _draw_holdings(figure.add_subplot(grid[0, 1]), trial, fqn, held, f"observed: bytes of {fqn}, by rank")
     _draw_groups(figure.add_subplot(grid[1, 0]), trial)

@@ -4,7 +4,7 @@ Baseline first: a fault is only tried on a case that passes without it. A fault 
 broken and the first line names its cause. The control, which fires and changes nothing, must come out MISSED.
 
 Weaker tests are measured, not guessed: beside the judged run, the faulty trainer runs once more for ten steps that nobody
-watches, as a user would run it, and the losses that its rank 0 displays are compared with those of the same case without
+watches, as a user would run it, and the losses that its rank 0 reports are compared with those of the same case without
 the fault. A run that crashes or hangs is noticed by any of them.
 """
 
@@ -29,7 +29,7 @@ from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.launch import default_server
 from harness.report.progress import INTERVAL, Progress
-from harness.run.launches import displayed_losses
+from harness.run.launches import reported_losses
 from harness.run.matrix import PROBLEMS, unexpected
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
@@ -65,7 +65,7 @@ METHODS = {
 class Attempt:
     """What became of one fault. cause: the diagnosis' first line, without verdict and names. broken: the laws that fail.
 
-    weaker: by method, whether it noticed; empty if not measured. off: by how much the displayed loss is off at worst over
+    weaker: by method, whether it noticed; empty if not measured. off: by how much the reported loss is off at worst over
     ten steps, None if the faulty trainer did not get that far. note: why it was not tried, or what is lacking.
     """
 
@@ -247,7 +247,7 @@ def spec_of(fault: Fault) -> str:
 
 
 def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
-    return displayed_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
+    return reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
 
 
 # ---- judging
@@ -299,7 +299,7 @@ def what_weaker_tests_say(told: Attempt, right: Sequence[float], seen: Sequence[
 
 
 def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
-    """Largest relative difference of two curves, two digits; what is NaN or not displayed counts as infinite, None if one
+    """Largest relative difference of two curves, two digits; what is NaN or not reported counts as infinite, None if one
     lacks steps."""
     if len(right) != len(seen):
         return None

@@ -57,8 +57,8 @@ def launch_all(case: Case, folder: Path, weights: Path, options: Options) -> Non
             failed = name
 
 
-def displayed_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
-    """What rank 0 displays in the last steps of a longer run of the case that nobody watches, resumed like the case; of a
+def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
+    """What rank 0 reports in the last steps of a longer run of the case that nobody watches, resumed like the case; of a
     step that two launches train the first. Nothing if a rank failed."""
     most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
     longer = replace(case, training=replace(case.training, steps=most))

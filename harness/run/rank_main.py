@@ -56,11 +56,11 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             probe.resumed(case.steps.start - 1)
         started_file(Path(options["directory"]), this).touch()
         _train(trainer, case, checkpoints, probe)
-        displayed = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
-        evidence = probe.evidence(displayed, fault=bool(fired) if options.get("fault") else None)
+        reported = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
+        evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
         evidence = dataclasses.replace(
             evidence,
-            displays=adapter.displays,
+            reports=adapter.reports,
             reports_every=adapter.reports_every,
             rows=adapter.rows(case),
             settings=evidence.settings | dict(adapter.settings),
@@ -120,7 +120,7 @@ def checkpoint(options: dict[str, Any]) -> None:
 
 
 def unwatched(options: dict[str, Any]) -> StartedTrainer:
-    """The trainer alone, as a user sees it: rank 0 leaves the losses that it displays in losses.json. Options as above."""
+    """The trainer alone, as a user sees it: rank 0 leaves the losses that it reports in losses.json. Options as above."""
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
     _share_compiled_code(options.get("compile_cache"))

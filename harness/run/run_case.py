@@ -3,7 +3,7 @@
 One folder holds all that is known of one run of a case and can be judged anywhere, later:
 
     case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
-    reference.npz    the oracle          repeat/      the second launch, where the case asks for one
+    reference.npz    the oracle          repeat/      the second launch, where the case requests one
     report.txt       what was found      verdict.json the same, for programs
     saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz)
     checkpoint/      what they saved, kept only if the case does not pass

@@ -46,12 +46,12 @@ def elsewhere(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Fault]:
 
 
 def likeliest(fault: Fault, cases: Sequence[Case]) -> list[Case]:
-    """The default tier's cases: first those that ask for most of what the fault's own asks for, whatever the degree, of
-    these the ones that ask for the least besides, of these the ones that ask for just the same, of these the smallest."""
-    own = _asked_for(next(case for case in cases if case.name == fault.case))
+    """The default tier's cases: first those that request most of what the fault's own requests, whatever the degree, of
+    these the ones that request the least besides, of these the ones that request just the same, of these the smallest."""
+    own = _as_requested(next(case for case in cases if case.name == fault.case))
 
     def unlike(case: Case) -> tuple[int, int, int, int]:
-        asked = _asked_for(case)
+        asked = _as_requested(case)
         both = own.keys() & asked.keys()
         return -len(both), len(asked.keys() - own.keys()), sum(own[key] != asked[key] for key in both), ranks(case)
 
@@ -136,7 +136,7 @@ def _told(one: Searched) -> str:
     return f"{'not noticed' if one.fired else 'never fired'} on {len(one.tried)} cases"
 
 
-def _asked_for(case: Case) -> dict[str, object]:
+def _as_requested(case: Case) -> dict[str, object]:
     """What the launches of a case say besides the usual, by field."""
     usual = values(Case("", ""))
     said = {field: value for launched in case.launches.values() for field, value in values(launched) - usual}

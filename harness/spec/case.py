@@ -13,7 +13,7 @@ from reference.config import ModelConfig, TrainingConfig, noise_key
 
 
 class CaseError(ValueError):
-    """A case asks for something that does not exist or does not fit. The message is for the person who wrote it."""
+    """A case requests something that does not exist or does not fit. The message is for the person who wrote it."""
 
 
 TIERS = ("default", "nightly", "compiled")
@@ -157,7 +157,7 @@ class Case:
 
     @property
     def noise_key(self) -> str:
-        """Under which the reference's noise is kept: how gradients are added over ranks, and whether products are rounded
+        """Under which the reference's noise is kept: how gradients are added over ranks, and whether matmuls are rounded
         as on one device."""
         cut = self.dims.tp * self.dims.cp > 1 or self.features.compile or self.features.own_model
         return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")

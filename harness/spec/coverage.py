@@ -1,4 +1,4 @@
-"""What the matrix covers: every option a user can ask for, and every pair of options, with its case or its reason.
+"""What the matrix covers: every option a user can request, and every pair of options, with its case or its reason.
 
 An option is a fragment of a case and how to recognise it in one. Two options of one kind are alternatives and no pair.
 A pair is covered by a case that has both and that the trainer runs; else the two fragments together must be refused, by
@@ -24,7 +24,7 @@ MISSING = "MISSING: neither a case nor a reason"
 
 @dataclass(frozen=True)
 class Option:
-    """kind: what it is an alternative of. fragment: the least that a case must say to ask for it."""
+    """kind: what it is an alternative of. fragment: the least that a case must say to request it."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ def pairs(cases: Sequence[Case], unsupported: Unsupported) -> list[Pair]:
 
 
 def _reason(one: Option, other: Option, unsupported: Unsupported) -> str:
-    """Why nobody can ask for both."""
+    """Why nobody can request both."""
     fragment = join(one.fragment, other.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)

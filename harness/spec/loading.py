@@ -1,4 +1,4 @@
-"""What is asked for: Case and its parts, and loading them from YAML.
+"""What is requested: Case and its parts, and loading them from YAML.
 
 Whatever a person can get wrong in a file is answered with a CaseError that names the file, the case, the key and the
 remedy; nothing is guessed and no key is ignored.

@@ -43,9 +43,9 @@ def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...
 def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | None:
     """Why a schedule does not take these numbers, in one sentence; None if it does."""
     if schedule in ("GPipe", "1F1B") and chunks != 1:
-        return f"schedule {schedule} has one stage a rank, asked for stages_per_rank {chunks}"
+        return f"schedule {schedule} has one stage a rank, requested stages_per_rank {chunks}"
     if schedule in V_SHAPED and chunks != 2:
-        return f"schedule {schedule} is a V of two stages a rank, asked for stages_per_rank {chunks}"
+        return f"schedule {schedule} is a V of two stages a rank, requested stages_per_rank {chunks}"
     if schedule == "1F1B" and microbatches < pp:
         return f"schedule 1F1B needs at least as many microbatches as stages: {microbatches} < pp {pp}"
     if schedule == "DualPipeV" and microbatches < 2 * pp:

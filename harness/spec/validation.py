@@ -31,7 +31,7 @@ def validate(case: Case, world_size: Any, where: str) -> None:
     """What no single part can know: that the degrees fit the world, the model, the batch and the sequence."""
     dims, model, training = case.dims, case.model, case.training
     if world_size is not None and world_size != dims.world_size:
-        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size asks for {world_size!r}")
+        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size requests {world_size!r}")
     for key in ("n_heads", "n_kv_heads"):
         if getattr(model, key) % dims.tp:
             raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
@@ -76,7 +76,7 @@ def _validate_blocks(case: Case, where: str) -> None:
 
 
 def _validate_features(case: Case, where: str) -> None:
-    """Options that ask for something on an axis of degree 1, or of each other what no trainer can do."""
+    """Options that request something on an axis of degree 1, or of each other what no trainer can do."""
     dims, features = case.dims, case.features
     usual = Features()
     for keys, axis in (

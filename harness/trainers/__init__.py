@@ -32,7 +32,7 @@ how its parameters are called. The whole of it, for a trainer `mine`:
 
     adapter = Mine()
 
-What a case asks for is in `harness.spec.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
+What a case requests is in `harness.spec.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
 shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `reference.data.step_samples(training,
 len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. All
 numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
@@ -75,7 +75,7 @@ OPEN = "observed"
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a trainer displays of a step (counted from 1), None where it does not. grad_norm: global, before clipping. lr: the
+    """What a trainer reports of a step (counted from 1), None where it does not. grad_norm: global, before clipping. lr: the
     one that the step was made with."""
 
     step: int
@@ -108,18 +108,18 @@ class Adapter(Protocol):
     """How the harness starts one trainer on one rank. Importing it must be cheap: torch and the trainer's own code are
     imported by `start`. Inherit from it for what has a usual answer here.
 
-    displays: which of "loss", "grad_norm" and "lr" the trainer shows its user. reports_every: in which steps, those that this
+    reports: which of "loss", "grad_norm" and "lr" the trainer shows its user. reports_every: in which steps, those that this
     number divides (log_freq); in others it may. settings: switches of torch that the trainer sets on purpose, as
     harness/probe/settings.py names and reads them: {"threads": "4"}. dtypes: those that it can compute in; a case in another
     one is refused, and `--dtype` turns all cases into one of these. preload: modules that the rank server may import once for
     all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides, which gives
-    the adapter of another checkout, or of the folder in which pip laid the version asked for:
+    the adapter of another checkout, or of the folder in which pip laid the version requested:
     `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs.
     """
 
     name: str
     preload: tuple[str, ...] = ()
-    displays: tuple[str, ...] = ("loss", "grad_norm")
+    reports: tuple[str, ...] = ("loss", "grad_norm")
     settings: Mapping[str, str] = MappingProxyType({})
     reports_every: int = 1
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
@@ -165,7 +165,7 @@ class Adapter(Protocol):
 
 
 def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
-    """A reason for everything that a case asks for and a trainer is not known to do: what `unsupported` may begin with.
+    """A reason for everything that a case requests and a trainer is not known to do: what `unsupported` may begin with.
 
     known: by key of the case's dims, features, training and model, the values besides the usual one, or ... for any.
     """
@@ -179,7 +179,7 @@ def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
 
 
 def observing(case: Case) -> Case:
-    """FSDP2's units are the trainer's choice, unless the case asks for some: they are judged as they are observed."""
+    """FSDP2's units are the trainer's choice, unless the case requests some: they are judged as they are observed."""
     if case.wrapper != "fsdp2" or case.features.fsdp_units is not None:
         return case
     return dataclasses.replace(case, features=dataclasses.replace(case.features, fsdp_units="observed"))

@@ -190,7 +190,7 @@ def test_what_was_seen_of_rank_0_tells_hsdp_from_fsdp_and_the_losses_do_not() ->
     assert (right["it replicates over"], wrong.get("it replicates over")) == ("[0,2]", None)
     assert right["its tok_embeddings.weight"].startswith("1/2 of dim 0")
     assert wrong["its tok_embeddings.weight"].startswith("1/4 of dim 0")
-    assert right["losses displayed"] == wrong["losses displayed"]
+    assert right["losses reported"] == wrong["losses reported"]
 
 
 def test_gradients_and_norms_are_told_side_by_side() -> None:
@@ -203,7 +203,7 @@ def test_gradients_and_norms_are_told_side_by_side() -> None:
     wrong = dataclasses.replace(right, run=dataclasses.replace(right.run, ranks=ranks))
     assert facts(right)["gradients of all ranks"].startswith("the reference's, within ")
     assert facts(wrong)["gradients of all ranks"].startswith("off by 1.0e+00 at worst: rank 1, step 1, ")
-    assert len(facts(right)["norms displayed"].split()) == len(right.case.steps)
+    assert len(facts(right)["norms reported"].split()) == len(right.case.steps)
 
 
 def test_a_side_whose_rank_0_left_nothing_is_told_as_that() -> None:

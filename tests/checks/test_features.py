@@ -1,4 +1,4 @@
-"""The law `features` on literal evidence: what was asked for and left no trace, and what nobody asked for and did."""
+"""The law `features` on literal evidence: what was requested and left no trace, and what nobody requested and did."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def test_checkpointing_asked_for_and_never_seen_is_named() -> None:
     trial = ran({"activation_checkpointing": "full"}, {})
     assert found(trial)[:2] == [
         Finding("rank 0, step 1, recomputations of layers.0", "1", "0"),
-        Finding("rank 0, step 1, matrix products repeated in backward", "6", "0"),
+        Finding("rank 0, step 1, matmuls recomputed in backward", "6", "0"),
     ]
-    assert cause(trial) == "activation checkpointing full is asked for, none took place"
+    assert cause(trial) == "activation checkpointing full is requested, none took place"
 
 
 def test_a_trainer_that_recomputes_to_the_end_of_a_block_is_told_so() -> None:
-    """The last product of a block, w2's, is needed by no gradient."""
+    """The last matmul of a block, w2's, is needed by no gradient."""
     to_the_end = {"activation_checkpointing": "full", "ac_early_stop": False}
     assert found(ran({"activation_checkpointing": "full"}, to_the_end))[0] == Finding(
-        "rank 0, step 1, matrix products repeated in backward", "6", "7"
+        "rank 0, step 1, matmuls recomputed in backward", "6", "7"
     )
     assert found(ran(to_the_end, to_the_end)) == []
 
@@ -60,40 +60,40 @@ def test_a_trainer_that_recomputes_to_the_end_of_a_block_is_told_so() -> None:
 def test_checkpointing_that_nobody_asked_for_is_named() -> None:
     trial = ran({}, {"activation_checkpointing": "op"})
     assert found(trial)[0] == Finding("rank 0, step 1, recomputations of layers.0", "0", "1")
-    assert cause(trial) == "activation checkpointing none is asked for, op is in force"
+    assert cause(trial) == "activation checkpointing none is requested, op is observed"
 
 
 def test_selective_checkpointing_that_kept_nothing_is_known_by_its_products_alone() -> None:
     trial = ran({"activation_checkpointing": "op"}, {"activation_checkpointing": "full"})
-    assert found(trial)[0] == Finding("rank 0, step 1, matrix products repeated in backward", "3", "6")
-    assert cause(trial) == "activation checkpointing op is asked for, full is in force"
+    assert found(trial)[0] == Finding("rank 0, step 1, matmuls recomputed in backward", "3", "6")
+    assert cause(trial) == "activation checkpointing op is requested, full is observed"
 
 
 def test_every_second_block_begins_with_the_second_so_that_a_single_block_is_left_alone() -> None:
     assert judged("features", trial_of(tiny_case("fsdp_2", activation_checkpointing="layer"))).verdict == Verdict.PASS
     wrong = ran({"activation_checkpointing": "layer"}, {"activation_checkpointing": "full"})
-    assert cause(wrong) == "activation checkpointing layer is asked for, full is in force"
+    assert cause(wrong) == "activation checkpointing layer is requested, full is observed"
 
 
 def test_a_block_recomputed_in_one_step_of_three_is_not_enough() -> None:
     trial = trial_of(tiny_case("fsdp_2", activation_checkpointing="full"))
     calls = {"forward layers.0.attention.wq": 1}
-    trial = with_activity(trial, 1, 2, calls=calls, products={"forward float64": 8, "backward float64": 16})
+    trial = with_activity(trial, 1, 2, calls=calls, matmuls={"forward float64": 8, "backward float64": 16})
     assert found(trial) == [
         Finding("rank 1, step 2, recomputations of layers.0", "1", "0"),
-        Finding("rank 1, step 2, matrix products repeated in backward", "6", "0"),
+        Finding("rank 1, step 2, matmuls recomputed in backward", "6", "0"),
     ]
     told = "activation checkpointing full is in the wrong place"
     assert not cause(trial).startswith(told)  # the blocks are right; what is wrong is how often
 
 
 def test_fused_projections_change_the_number_of_products_and_break_nothing() -> None:
-    """Five products a block (query, key and value in one, both of SwiGLU's in one), of which four are repeated."""
+    """Five matmuls a block (query, key and value in one, both of SwiGLU's in one), of which four are repeated."""
     trial = trial_of(tiny_case("fsdp_2", activation_checkpointing="full"))
     for rank in trial.ranks:
         for step in (1, 2, 3):
             fused = {"forward float64": 6, "backward float64": 16}
-            trial = with_activity(trial, rank, step, products=fused)
+            trial = with_activity(trial, rank, step, matmuls=fused)
     assert found(trial) == []
 
 
@@ -106,8 +106,8 @@ def test_compile_asked_for_and_modules_called_one_by_one() -> None:
         Finding("rank 0, torch.compile", "compiled graphs", "no compiled graph"),
         Finding("rank 0, step 1, calls of each module of layers.0", "0", "1"),
     ]
-    assert cause(trial) == "compile is asked for, no block ran compiled"
-    assert cause(ran({}, {"compile": True})) == "compiled code ran, compile is not asked for"
+    assert cause(trial) == "compile is requested, no block ran compiled"
+    assert cause(ran({}, {"compile": True})) == "compiled code ran, compile is not requested"
 
 
 def test_a_graph_break_is_told_with_its_reason() -> None:
@@ -120,7 +120,7 @@ def test_a_graph_break_is_told_with_its_reason() -> None:
 def test_compiled_recomputation_is_known_by_its_products() -> None:
     trial = ran({"compile": True, "activation_checkpointing": "full"}, {"compile": True})
     assert {finding.where.split(", ")[-1] for finding in found(trial)} == {
-        "matrix products repeated in backward",
+        "matmuls recomputed in backward",
         "attention recomputed",
     }
 
@@ -142,8 +142,8 @@ def test_gradients_reduced_in_another_dtype_are_seen() -> None:
 
 
 def test_products_in_another_dtype_are_seen() -> None:
-    trial = with_activity(trial_of(tiny_case("single")), 0, 3, products={"forward float64": 8, "backward float32": 16})
-    assert found(trial) == [Finding("rank 0, step 3, matrix products' dtype", "float64", "float32 and float64")]
+    trial = with_activity(trial_of(tiny_case("single")), 0, 3, matmuls={"forward float64": 8, "backward float32": 16})
+    assert found(trial) == [Finding("rank 0, step 3, matmuls' dtype", "float64", "float32 and float64")]
 
 
 @pytest.mark.parametrize(("asked", "really", "numbers"), [(0.1, 0.0, ("drawn", "none")), (0.0, 0.1, ("none", "drawn"))])
@@ -203,8 +203,8 @@ def test_keys_and_values_go_round_again() -> None:
 # ---- 8 bits
 
 
-def quantized(recipe: str, products: dict[str, int]) -> Trial:
-    """One layer; `products` alters what rank 1 did in step 2."""
+def quantized(recipe: str, matmuls: dict[str, int]) -> Trial:
+    """One layer; `matmuls` alters what rank 1 did in step 2."""
     trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize=recipe)))
     format, backward = QUANTIZED_PRODUCTS[recipe]
     right = {f"forward {fqn} {format}": 1 for fqn in trial.plan.quantized}
@@ -212,7 +212,7 @@ def quantized(recipe: str, products: dict[str, int]) -> Trial:
     for rank in trial.ranks:
         for step in (1, 2, 3):
             trial = with_activity(trial, rank, step, quantized=right)
-    return with_activity(trial, 1, 2, quantized={k: v for k, v in (right | products).items() if v})
+    return with_activity(trial, 1, 2, quantized={k: v for k, v in (right | matmuls).items() if v})
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED_PRODUCTS)
@@ -223,20 +223,20 @@ def test_products_of_all_blocks_in_the_format_asked_for_pass(recipe: str) -> Non
 def test_a_module_that_was_left_out_of_the_conversion_is_named() -> None:
     missing = {f"{phase} layers.0.feed_forward.w2 mxfp8": 0 for phase in ("forward", "backward")}
     assert found(quantized("mxfp8", missing)) == [
-        Finding("rank 1, step 2, mxfp8 products of layers.0.feed_forward.w2 in backward", "2", "0"),
-        Finding("rank 1, step 2, mxfp8 products of layers.0.feed_forward.w2 in forward", "1", "0"),
+        Finding("rank 1, step 2, mxfp8 matmuls of layers.0.feed_forward.w2 in backward", "2", "0"),
+        Finding("rank 1, step 2, mxfp8 matmuls of layers.0.feed_forward.w2 in forward", "1", "0"),
     ]
 
 
 def test_a_module_that_was_converted_too_is_named() -> None:
     trial = quantized("float8_rowwise", {"forward output float8_rowwise": 1})
-    assert found(trial) == [Finding("rank 1, step 2, float8_rowwise products of output in forward", "0", "1")]
-    assert cause(trial) == "float8_rowwise products of output, which nobody asked for"
+    assert found(trial) == [Finding("rank 1, step 2, float8_rowwise matmuls of output in forward", "0", "1")]
+    assert cause(trial) == "float8_rowwise matmuls of output, which nobody requested"
 
 
 def test_a_conversion_that_did_not_take_place_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize="float8_rowwise")))
-    assert cause(trial) == "float8_rowwise is asked for, no product ran in that format"
+    assert cause(trial) == "float8_rowwise is requested, no matmul ran in that format"
 
 
 # ---- attention
@@ -248,7 +248,7 @@ def test_a_conversion_that_did_not_take_place_is_named() -> None:
         ({"forward attention": 2}, Finding("rank 0, step 1, attention in forward", "1", "2")),
         ({"backward attention": 1}, Finding("rank 0, step 1, attention recomputed", "0", "1")),
         ({"backward attention_backward": 2}, Finding("rank 0, step 1, attention's gradients", "1", "2")),
-        ({"forward batched product": 2}, Finding("rank 0, step 1, batched products", "at most 1", "2")),
+        ({"forward batched matmul": 2}, Finding("rank 0, step 1, batched matmuls", "at most 1", "2")),
     ],
 )
 def test_attention_that_is_done_once_too_often_is_seen(changed: dict[str, int], finding: Finding) -> None:
@@ -269,7 +269,7 @@ def test_attention_is_done_for_each_part_of_the_sequence_that_a_rank_may_look_at
             assert len(found(with_activity(trial, rank, 1, attention={key: 3 for key in right}))) == 2
 
 
-MATMULS = {"forward batched product": 2, "backward batched product": 4}
+MATMULS = {"forward batched matmul": 2, "backward batched matmul": 4}
 
 
 def all_attend(trial: Trial, attention: dict[str, int]) -> Trial:
@@ -281,7 +281,7 @@ def all_attend(trial: Trial, attention: dict[str, int]) -> Trial:
 def test_a_table_of_angles_breaks_nothing() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = trial.ranks[0].steps[0].activity.attention
-    assert found(with_activity(trial, 0, 1, attention=seen | {"forward batched product": 1})) == []
+    assert found(with_activity(trial, 0, 1, attention=seen | {"forward batched matmul": 1})) == []
 
 
 def test_a_trainer_whose_attention_is_plain_matmuls_everywhere_is_right() -> None:
@@ -294,7 +294,7 @@ def test_fused_attention_that_was_requested_and_fell_back_to_matmuls_is_named() 
     assert found(trial)[:3] == [
         Finding("rank 0, step 1, attention in forward", "1", "0"),
         Finding("rank 0, step 1, attention's gradients", "1", "0"),
-        Finding("rank 0, step 1, batched products", "at most 1", "6"),
+        Finding("rank 0, step 1, batched matmuls", "at most 1", "6"),
     ]
     told = "attention falls back to plain matmuls: 0 fused kernels in forward, requested 1, and 6 batched matmuls"
     assert cause(trial) == f"{told} (rank 0, step 1)"
@@ -327,15 +327,15 @@ def test_attention_computed_twice_is_named() -> None:
 def test_a_second_pass_of_the_bare_model_is_named(phase: str) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     record = trial.ranks[0].steps[1].activity
-    products, calls = record.products | {f"{phase} float64": 8}, record.calls | {f"{phase} layers.0": 1}
-    trial = with_activity(trial, 0, 2, products=products, calls=calls)
+    matmuls, calls = record.matmuls | {f"{phase} float64": 8}, record.calls | {f"{phase} layers.0": 1}
+    trial = with_activity(trial, 0, 2, matmuls=matmuls, calls=calls)
     assert found(trial) == [Finding("rank 0, step 2, matmuls besides training passes", "0", "8")]
     told = "8 matmuls, some in its blocks, outside of forward and backward (rank 0, step 2)"
     assert cause(trial) == f"the model runs besides its training passes: {told}"
 
 
 def two_layers(case: dict[str, Any]) -> Trial:
-    """Forward without the output's product, which a loss does in two chunks: 2 x 7 of blocks, and 2 beside them."""
+    """Forward without the output's matmul, which a loss does in two chunks: 2 x 7 of blocks, and 2 beside them."""
     trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, n_layers=2)))
     for rank, step in itertools.product(trial.ranks, (1, 2, 3)):
         calls = {f"forward layers.{layer}": 1 for layer in (0, 1)} | {
@@ -347,14 +347,14 @@ def two_layers(case: dict[str, Any]) -> Trial:
 
 
 def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> None:
-    products = {"forward float64": 14, "other float64": 2, "backward float64": 32}
-    assert found(two_layers({"products": products})) == []
-    assert found(two_layers({"products": products | {"backward float64": 34}})) == []  # the chunks are recomputed
+    matmuls = {"forward float64": 14, "other float64": 2, "backward float64": 32}
+    assert found(two_layers({"matmuls": matmuls})) == []
+    assert found(two_layers({"matmuls": matmuls | {"backward float64": 34}})) == []  # the chunks are recomputed
     fused = {"forward float64": 14, "other float64": 6, "backward float64": 28}  # their gradients are computed at once
-    assert found(two_layers({"products": fused})) == []
-    assert "repeated in backward" in found(two_layers({"products": products | {"backward float64": 35}}))[0].where
+    assert found(two_layers({"matmuls": fused})) == []
+    assert "recomputed in backward" in found(two_layers({"matmuls": matmuls | {"backward float64": 35}}))[0].where
     whole = {"forward float64": 15, "other float64": 2, "backward float64": 30}
-    assert "besides" in found(two_layers({"products": whole}))[0].where
+    assert "besides" in found(two_layers({"matmuls": whole}))[0].where
 
 
 # ---- hooks on saved tensors

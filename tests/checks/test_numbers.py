@@ -83,7 +83,7 @@ def test_rows_that_nobody_holds_are_counted() -> None:
 
 
 def feeding(trial, rank: int, step: int, *ids: list[int]):
-    """The trial with a rank fed these samples, one list a microbatch."""
+    """The trial with a rank received these samples, one list a microbatch."""
     microbatches = tuple(microbatch_of(trial.reference, part) for part in ids)
     return with_step(trial, rank, step, microbatches=microbatches)
 
@@ -92,8 +92,8 @@ def test_two_ranks_fed_the_same_samples_are_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("ddp_2")), 1, 1, [0, 1, 2, 3])) == (
         Finding(
             "step 1",
-            "each of 8 samples fed to one dp rank",
-            "4 fed more than once (0, 1, 2, 3); 4 fed to nobody (4, 5, 6, 7); ranks [0, 1] were fed the same",
+            "each of 8 samples received by one dp rank",
+            "4 received more than once (0, 1, 2, 3); 4 received by nobody (4, 5, 6, 7); ranks [0, 1] received the same",
         ),
     )
 
@@ -109,8 +109,8 @@ def test_samples_of_the_next_step_are_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("single")), 0, 2, list(range(9, 17)))) == (
         Finding(
             "step 2",
-            "each of 8 samples fed to one dp rank",
-            "1 fed to nobody (8); 1 of another step (16)",
+            "each of 8 samples received by one dp rank",
+            "1 received by nobody (8); 1 of another step (16)",
         ),
     )
 
@@ -151,7 +151,7 @@ def test_an_uneven_split_over_ranks_is_named() -> None:
 
 def test_a_sample_fed_twice_beside_all_the_others_is_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("ddp_2")), 1, 1, [4, 5, 6, 7, 0])) == (
-        Finding("step 1", "each of 8 samples fed to one dp rank", "1 fed more than once (0)"),
+        Finding("step 1", "each of 8 samples received by one dp rank", "1 received more than once (0)"),
         Finding("rank 1, step 1", "microbatches of [4] samples", "[5]"),
     )
 
@@ -194,12 +194,12 @@ def test_a_loss_that_is_not_a_number_is_found() -> None:
 
 def test_a_tp_peer_that_computed_another_loss_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
-    (fed,) = trial.ranks[2].steps[2].microbatches
+    (received,) = trial.ranks[2].steps[2].microbatches
     assert findings("loss", with_loss(trial, 3, 3, lambda loss: 2 * loss)) == (
         Finding(
             "rank 3, step 3",
-            f"tp peer 2's for the same tokens: {fed.loss_sum!r} over {fed.valid_tokens}",
-            f"{2 * fed.loss_sum!r} over {fed.valid_tokens}",
+            f"tp peer 2's for the same tokens: {received.loss_sum!r} over {received.valid_tokens}",
+            f"{2 * received.loss_sum!r} over {received.valid_tokens}",
             f"{bounds_of(trial).loss[3]:.1e}",
         ),
     )
@@ -277,7 +277,7 @@ class TestWhatIsDisplayed:
 
 
 def with_rates(rate: Callable[[float, float], float | None]) -> Trial:
-    """rate: what is displayed, of the optimizer's rate of this step and of the next."""
+    """rate: what is reported, of the optimizer's rate of this step and of the next."""
     trial = trial_of(tiny_case("fsdp_2"))
     rates = [step.lr for step in trial.reference.steps]
     for rank in trial.ranks:
@@ -303,7 +303,7 @@ def test_a_rate_that_is_no_number_is_found_and_one_that_nobody_displays_is_not_j
     assert len(findings("reported_rate", with_rates(lambda now, after: float("nan")))) == 6
     assert judged("reported_rate", with_rates(lambda now, after: None)).verdict is Verdict.NOT_APPLICABLE
     promised = with_every_rank(
-        with_rates(lambda now, after: None), lambda t, rank: with_rank(t, rank, displays=("loss", "lr"))
+        with_rates(lambda now, after: None), lambda t, rank: with_rank(t, rank, reports=("loss", "lr"))
     )
     assert judged("reported_rate", promised).verdict is Verdict.UNKNOWN
 

@@ -65,17 +65,17 @@ def test_another_schedule_is_named() -> None:
         "0B0 0F2 0B1 0F3 0B2 0B3 (8 in all)",
         "0F2 0F3 0B0 0B1 0B2 0B3 (8 in all)",
     )
-    assert named(trial) == "schedule GPipe ran, 1F1B is asked for"
+    assert named(trial) == "schedule GPipe ran, 1F1B is requested"
 
 
 def test_another_schedule_of_four_stages_a_rank_is_named() -> None:
     asked, ran = (pp_2(name, stages_per_rank=4) for name in ("Interleaved1F1B", "LoopedBFS"))
-    assert named(trial_of(asked, ran=ran)) == "schedule LoopedBFS ran, Interleaved1F1B is asked for"
+    assert named(trial_of(asked, ran=ran)) == "schedule LoopedBFS ran, Interleaved1F1B is requested"
 
 
 def test_another_number_of_microbatches_is_named() -> None:
     trial = trial_of(pp_2(), ran=pp_2(microbatches=2))
-    assert named(trial) == "2 microbatches went through the pipeline, 4 are asked for"
+    assert named(trial) == "2 microbatches went through the pipeline, 4 are requested"
 
 
 def test_an_action_left_out_is_named() -> None:
@@ -118,7 +118,7 @@ def test_actions_beyond_the_schedule_are_found_at_its_end() -> None:
 
 
 def test_a_rank_without_any_action_is_named() -> None:
-    assert named(with_actions(trial_of(pp_2()), 1, ())) == "no pipeline ran on rank 1, schedule 1F1B is asked for"
+    assert named(with_actions(trial_of(pp_2()), 1, ())) == "no pipeline ran on rank 1, schedule 1F1B is requested"
 
 
 def test_accumulation_repeats_the_schedule() -> None:
@@ -134,7 +134,7 @@ def test_a_resumed_launch_is_told_by_its_own_first_step() -> None:
         trial = replace(
             trial, run=replace(trial.run, ranks=trial.ranks | {rank: replace(trial.ranks[rank], steps=(last,))})
         )
-    assert named(trial) == "schedule GPipe ran, 1F1B is asked for"
+    assert named(trial) == "schedule GPipe ran, 1F1B is requested"
 
 
 def test_without_wrong_gradients_no_stage_is_off() -> None:

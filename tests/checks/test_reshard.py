@@ -160,7 +160,7 @@ def test_a_unit_that_stays_gathered_is_named() -> None:
     assert first_finding(trial) == Finding(where, "freed", "gathered")
     assert cause_of(diagnose(trial, judge(trial))) == (
         "after forward: tok_embeddings, layers.0 still gathered, should be freed;"
-        " reshard_after_forward default is asked for, never is in force"
+        " reshard_after_forward default is requested, never is observed"
     )
 
 
@@ -173,7 +173,7 @@ def test_a_number_that_is_ignored_is_named() -> None:
     trial = trial_of(tiny_case(FSDP_4, reshard_after_forward=2), tiny_case(FSDP_4, reshard_after_forward="always"))
     where = "rank 0, step 1, tok_embeddings.weight after forward"
     assert first_finding(trial) == Finding(where, "sharded over 2 ranks", "freed")
-    assert cause_of(diagnose(trial, judge(trial))).endswith("reshard_after_forward 2 is asked for, always is in force")
+    assert cause_of(diagnose(trial, judge(trial))).endswith("reshard_after_forward 2 is requested, always is observed")
 
 
 def test_memory_that_no_parameter_shows_is_a_finding() -> None:
@@ -227,7 +227,7 @@ def test_fsdp1_that_ran_over_all_ranks_is_named() -> None:
 
 def test_another_wrapper_than_asked_for_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", wrapper="fsdp1"))
-    assert cause_of(diagnose(trial, judge(trial))) == "wrapper fsdp2 is asked for, fsdp1 is in force"
+    assert cause_of(diagnose(trial, judge(trial))) == "wrapper fsdp2 is requested, fsdp1 is observed"
 
 
 def test_offloading_that_no_wrapper_knows_of_is_a_finding() -> None:
@@ -250,7 +250,7 @@ def test_buckets_are_smaller_than_their_size_and_one_parameter_more() -> None:
     trial = trial_of(tiny_case("ddp_2", bucket_mb=128 / 2**20))  # and the largest parameter has 256 bytes
     whole = Finding("rank 0, bytes reduced at once", "buckets of 128", "up to 1880")
     assert judged("features", trial).findings[0] == whole
-    assert cause_of(diagnose(trial, judge(trial))).endswith("is asked for, up to 1880 bytes are reduced at once")
+    assert cause_of(diagnose(trial, judge(trial))).endswith("is requested, up to 1880 bytes are reduced at once")
     for size, verdict in ((376, Verdict.PASS), (384, Verdict.FAIL)):
         pieces = with_every_rank(trial, lambda trial, rank, size=size: in_buckets(trial, rank, size))
         assert judged("features", pieces).verdict == verdict

@@ -24,7 +24,7 @@ from literal import (
 )
 
 from harness.checks import judge
-from harness.checks.resume import PARAMETER, put_together, step_fed
+from harness.checks.resume import PARAMETER, put_together, step_received
 from harness.diagnosis import diagnose
 from harness.evidence.records import HeldTensor, Resumed
 from harness.judge.result import Finding, Result, Verdict
@@ -209,7 +209,7 @@ def test_an_older_checkpoint_is_named_with_its_step() -> None:
     for rank in trial.ranks:
         trial = with_rank(trial, rank, resumed=older.ranks[rank].resumed)
     assert cause(trial) == (
-        "resumed from the state after step 1, asked for the checkpoint of step 2: an older one was read, or a stale one"
+        "resumed from the state after step 1, requested the checkpoint of step 2: an older one was read, or a stale one"
         " written"
     )
 
@@ -220,7 +220,7 @@ def test_a_schedule_that_starts_anew_is_named() -> None:
         trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr)
     assert judged("resume", trial).findings[0] == Finding("rank 0, step 3, learning rate", "0.0075", "0.005")
     assert cause(trial) == (
-        "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1, asked for 0.0075"
+        "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1, requested 0.0075"
     )
 
 
@@ -229,7 +229,7 @@ def test_samples_of_another_step_are_named() -> None:
     for rank in trial.ranks:
         trial = with_step(trial, rank, 3, microbatches=whole.ranks[rank].steps[0].microbatches)
     assert judged("resume", trial).findings[0].observed == "2 of 2 are not of that step, all are of step 1"
-    assert cause(trial) == "the data position starts anew after resuming: step 3 is fed the samples of step 1"
+    assert cause(trial) == "the data position starts anew after resuming: step 3 receives the samples of step 1"
 
 
 def test_without_a_ranks_account_of_what_it_resumed_nothing_passes() -> None:
@@ -354,7 +354,7 @@ def test_samples_of_several_steps_are_of_no_one_step() -> None:
             "rank 0, step 3, samples", "the data position of the step", "8 of 8 are not of that step, all are of step 2"
         ),
     )
-    assert step_fed(trial, []) is None
+    assert step_received(trial, []) is None
 
 
 def test_the_launch_that_saved_must_have_left_all_its_evidence() -> None:
@@ -416,13 +416,13 @@ def test_parameters_of_the_seed_beside_the_optimizers_state_of_the_checkpoint_ar
     ],
 )
 def test_a_rate_of_no_step_is_told_with_its_rank(rate: float, told: str) -> None:
-    assert cause(with_step(resumed(), 1, 3, lr=rate)) == f"{told}, asked for 0.0075"
+    assert cause(with_step(resumed(), 1, 3, lr=rate)) == f"{told}, requested 0.0075"
 
 
 def test_the_rate_of_a_later_step_does_not_start_anew() -> None:
     trial = trial_of(tiny_case(FSDP_4, resume=(Saved(1, TP_2),)))
     assert cause(with_step(trial, 0, 2, lr=0.0075)) == (
-        "the schedule does not continue after resuming: the learning rate of step 2 is that of step 3, asked for 0.01"
+        "the schedule does not continue after resuming: the learning rate of step 2 is that of step 3, requested 0.01"
     )
 
 
@@ -430,7 +430,7 @@ def test_data_of_another_step_is_told_with_the_ranks_that_are_fed_it() -> None:
     trial, whole = resumed(), trial_of(tiny_case(FSDP_4))
     for rank in (1, 2):
         trial = with_step(trial, rank, 3, microbatches=whole.ranks[rank].steps[1].microbatches)
-    told = "the data position is wrong after resuming: step 3 is fed"
+    told = "the data position is wrong after resuming: step 3 receives"
     assert cause(trial) == f"{told} the samples of step 2 on ranks [1,2]"
     trial = with_step(trial, 2, 3, microbatches=whole.ranks[2].steps[0].microbatches)
     assert cause(trial) == f"{told} samples of other steps on ranks [1,2]"

@@ -526,7 +526,7 @@ def test_units_that_are_finer_than_asked_for_are_found_and_named() -> None:
         "in 2 units",
     )
     assert findings("placements", finer) == (told,)
-    cause = "fsdp2 units are finer than asked for: parameters are gathered in 4 pieces, asked for 3 on rank 1"
+    cause = "fsdp2 units are finer than requested: parameters are gathered in 4 pieces, requested 3 on rank 1"
     assert cause_of(diagnose(finer, judge(finer))) == cause
 
 
@@ -538,7 +538,7 @@ def test_units_of_other_parameters_are_found_wherever_they_are_claimed() -> None
         "in 1 units, together with 9 others",
         "in 1 units, together with 1 others",
     ]
-    assert "units are others than asked for" in cause_of(diagnose(coarser, judge(coarser)))
+    assert "units are others than requested" in cause_of(diagnose(coarser, judge(coarser)))
     assert judged("placements", gathering(trial, 0, last, first, tuple(reversed(block)))).verdict == Verdict.PASS
 
 

@@ -58,7 +58,7 @@ def broken(trial: Trial) -> set[str]:
 
 
 def feeding(trial: Trial, rank: int, at: np.ndarray, *, told: np.ndarray | None = None) -> Trial:
-    """A rank fed its samples at other positions, in every step; told: what it says of them."""
+    """A rank received its samples at other positions, in every step; told: what it says of them."""
     for number, ids in enumerate(trial.reference.samples, start=1):
         share = rank // (trial.case.dims.cp * trial.case.dims.tp)
         mine = ids[share * trial.case.local_batch :][: trial.case.local_batch]
@@ -145,37 +145,37 @@ def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() ->
     assert found.cause == f"later pipeline stages turn queries and keys by other positions than the first: {told}"
 
 
-# ---- what a cp rank is fed
+# ---- what a cp rank receives
 
 
 def test_a_cp_rank_fed_its_peers_part_is_found_and_named() -> None:
     trial = feeding(cp_trial(ParallelDims(cp=4), cp_load_balance=False), 2, np.arange(12, 16))
     expected = Finding("rank 2, step 1", "the tokens at positions 8-11", "those at 12-15")
     assert judged("samples", trial).findings[0] == expected
-    told = "rank 2 is fed the tokens at 12-15, its positions are 8-11"
-    assert cause(trial) == f"cp ranks are fed the wrong part of the sequence: {told}"
+    told = "rank 2 receives the tokens at 12-15, its positions are 8-11"
+    assert cause(trial) == f"cp ranks receive the wrong part of the sequence: {told}"
 
 
 def test_all_cp_ranks_fed_one_part_are_named() -> None:
     trial = feeding(cp_trial(cp_load_balance=False), 1, np.arange(4))
-    assert cause(trial) == "the sequence is not divided over cp: every rank is fed the tokens at 0-3"
+    assert cause(trial) == "the sequence is not divided over cp: every rank receives the tokens at 0-3"
 
 
 def test_whole_sequences_on_every_cp_rank_are_named() -> None:
     trial = feeding(feeding(cp_trial(), 0, np.arange(8)), 1, np.arange(8))
-    assert cause(trial) == "CP not in force: every cp rank is fed whole sequences, asked for cp 2"
+    assert cause(trial) == "CP not applied: every cp rank receives whole sequences, requested cp 2"
 
 
 def test_a_load_balancer_that_is_not_applied_is_named() -> None:
     trial = feeding(feeding(cp_trial(), 0, np.arange(4)), 1, np.arange(4, 8))
-    told = "rank 0 is fed the tokens at 0-3, its positions are 0-1 and 6-7"
-    assert cause(trial) == f"cp_load_balance True is asked for, False is in force: {told}"
+    told = "rank 0 receives the tokens at 0-3, its positions are 0-1 and 6-7"
+    assert cause(trial) == f"cp_load_balance True is requested, False is observed: {told}"
 
 
 def test_cp_ranks_fed_different_samples_are_named() -> None:
     trial = cp_trial(FSDP_2_CP_2)
     part = (microbatch_of(trial.reference, (4, 5, 6, 7), positions(trial.case, 1, 8), 2),)
-    assert cause(with_step(trial, 1, 1, microbatches=part)).startswith("cp peers are fed different samples: rank 1")
+    assert cause(with_step(trial, 1, 1, microbatches=part)).startswith("cp peers receive different samples: rank 1")
 
 
 # ---- attention and traffic
@@ -205,7 +205,7 @@ def test_another_rotation_than_asked_for_is_named() -> None:
         "traffic",
         "reshard",
     }  # keys are gathered over the ranks that parameters are
-    assert cause(trial_of(asked, ran)).startswith("cp_rotation alltoall is asked for, allgather is in force")
+    assert cause(trial_of(asked, ran)).startswith("cp_rotation alltoall is requested, allgather is observed")
 
 
 # ---- who holds what
@@ -214,7 +214,7 @@ def test_another_rotation_than_asked_for_is_named() -> None:
 def test_sharding_over_cp_alone_is_named_although_all_numbers_are_right() -> None:
     ran = tiny_case(ParallelDims(dp_replicate=2, cp=2), EIGHT)  # the same ranks, as HSDP
     trial = trial_of(tiny_case(FSDP_2_CP_2, EIGHT), ran)
-    held = "parameters are sharded over 2 ranks along cp and replicated 2 times, asked for 4"
+    held = "parameters are sharded over 2 ranks along cp and replicated 2 times, requested 4"
     assert cause(trial) == f"FSDP ran as HSDP: {held}"
 
 
@@ -224,12 +224,12 @@ def test_whole_parameters_on_cp_ranks_and_no_reduction_are_named() -> None:
     trial = without(trial, "all_reduce", ("backward",))
     seen = trial.ranks[1].steps[0].gradients
     trial = with_step(trial, 1, 1, gradients={fqn: 2 * gradient for fqn, gradient in seen.items()})
-    held = "every cp rank holds whole parameters, asked for 2"
+    held = "every cp rank holds whole parameters, requested 2"
     assert cause(trial) == f"FSDP ran as DDP: {held}; gradient reduction missing over cp"
 
 
 def with_labels(trial: Trial, masked: dict[int, tuple[int, ...]]) -> Trial:
-    """Ranks that are fed no label at some places of their part."""
+    """Ranks that receive no label at some places of their part."""
     for rank, places in masked.items():
         (batch,) = trial.ranks[rank].steps[0].microbatches
         labels = batch.labels.copy()
@@ -301,11 +301,11 @@ def test_parts_that_are_no_whole_eighths_are_not_attributed() -> None:
     assert attribution.part_weights(replace(trial, case=thirds), [0]) is None
 
 
-# ---- what is displayed
+# ---- what is reported
 
 
 def showing(trial: Trial, peers: dict[int, tuple[int, ...]]) -> Trial:
-    """Each rank displays the loss of these ranks' tokens, over the number of all."""
+    """Each rank reports the loss of these ranks' tokens, over the number of all."""
     for rank, others in peers.items():
         for step in trial.reference.steps:
             seen = [m for other in others for m in trial.ranks[other].steps[step.step - 1].microbatches]
@@ -315,7 +315,7 @@ def showing(trial: Trial, peers: dict[int, tuple[int, ...]]) -> Trial:
 
 
 def test_a_displayed_loss_that_lacks_cp_is_named() -> None:
-    right = "the displayed loss is wrong, the training itself is right:"
+    right = "the reported loss is wrong, the training itself is right:"
     over_dp = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
     assert cause(showing(cp_trial(FSDP_2_CP_2), over_dp)) == f"{right} it is not reduced over cp"
     own = {0: (0,), 1: (1,)}

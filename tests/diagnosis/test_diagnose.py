@@ -44,7 +44,7 @@ from harness.diagnosis import RULES, diagnose
 from harness.diagnosis.gradients import wrong_gradients
 from harness.evidence.records import Exit
 from harness.judge import attribution
-from harness.judge.fed_samples import fed_samples
+from harness.judge.received_samples import received_samples
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.slices import slices_of_rank
@@ -192,30 +192,30 @@ def test_a_rank_that_left_nothing() -> None:
 
 
 def test_a_rank_without_steps() -> None:
-    expect(with_rank(fsdp_4(), 1, steps=()), """rank 1 trained no step, asked for 3 steps""")
+    expect(with_rank(fsdp_4(), 1, steps=()), """rank 1 trained no step, requested 3 steps""")
 
 
 def test_a_rank_that_stopped_a_step_early() -> None:
-    expect_first(without_step(fsdp_4(), 1, 3), """rank 1 trained steps 1, 2 only, asked for 3 steps""")
+    expect_first(without_step(fsdp_4(), 1, 3), """rank 1 trained steps 1, 2 only, requested 3 steps""")
 
 
 def test_fewer_ranks_than_asked() -> None:
     expect_first(
         trial_of(tiny_case("hsdp_2x2"), tiny_case("fsdp_2")),
-        """2 ranks were launched, asked for 4 (dp_replicate 2 x dp_shard 2)""",
+        """2 ranks were launched, requested 4 (dp_replicate 2 x dp_shard 2)""",
     )
 
 
 def test_ranks_that_each_trained_alone() -> None:
     trial = with_every_rank(fsdp_4(), lambda t, rank: with_rank(t, rank, rank=0, world_size=1))
-    expect_first(trial, """ranks did not find each other: ranks [0-3] ran as rank 0 of 1, asked for 4 ranks""")
+    expect_first(trial, """ranks did not find each other: ranks [0-3] ran as rank 0 of 1, requested 4 ranks""")
 
 
 def test_a_parameter_that_a_rank_does_not_hold() -> None:
     trial = fsdp_4()
     kept = tuple(tensor for tensor in trial.ranks[1].parameters if tensor.fqn != EMBEDDING)
     expect_first(
-        with_rank(trial, 1, parameters=kept), """rank 1 does not hold tok_embeddings.weight, asked for 12 parameters"""
+        with_rank(trial, 1, parameters=kept), """rank 1 does not hold tok_embeddings.weight, requested 12 parameters"""
     )
 
 
@@ -258,7 +258,7 @@ def test_hsdp_that_ran_as_fsdp() -> None:
     expect(
         ran_as(dims(2, 2), dims(1, 4)),
         """\
-HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2, replicated 2 times
+HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
   shard groups: expected [0,1] [2,3]   observed [0-3]
   replicate groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed 1/4 of dim 0 [0:4]
@@ -275,7 +275,7 @@ def test_hsdp_that_ran_as_fsdp_over_16_ranks() -> None:
     expect(
         ran_as(dims(2, 8), dims(1, 16)),
         """\
-HSDP ran as FSDP: parameters are sharded over 16 ranks, asked for 8, replicated 2 times
+HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times
   shard groups: expected [0-7] [8-15]   observed [0-15]
   replicate groups: expected [0,8] [1,9] .. [7,15]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/8 of dim 0 [0:2], observed 1/16 of dim 0 [0:1]
@@ -291,7 +291,7 @@ HSDP ran as FSDP: parameters are sharded over 16 ranks, asked for 8, replicated 
 def test_hsdp_that_ran_as_ddp() -> None:
     expect_first(
         ran_as(dims(2, 2), dims(4, 1)),
-        """HSDP ran as DDP: every dp rank holds whole parameters, asked for 2, replicated 2 times""",
+        """HSDP ran as DDP: every dp rank holds whole parameters, requested 2, replicated 2 times""",
     )
 
 
@@ -299,7 +299,7 @@ def test_fsdp_that_ran_as_ddp() -> None:
     expect(
         ran_as(dims(1, 2), dims(2, 1)),
         """\
-FSDP ran as DDP: every dp rank holds whole parameters, asked for 2
+FSDP ran as DDP: every dp rank holds whole parameters, requested 2
   shard groups: expected [0,1]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed all
   traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B
@@ -313,28 +313,28 @@ FSDP ran as DDP: every dp rank holds whole parameters, asked for 2
 def test_ddp_that_ran_as_fsdp() -> None:
     expect_first(
         ran_as(dims(4), dims(1, 4)),
-        """DDP ran as FSDP: parameters are sharded over 4 ranks, asked for whole parameters on each of 4 ranks""",
+        """DDP ran as FSDP: parameters are sharded over 4 ranks, requested whole parameters on each of 4 ranks""",
     )
 
 
 def test_fsdp_that_ran_as_hsdp() -> None:
     expect_first(
         ran_as(dims(1, 4), dims(2, 2)),
-        """FSDP ran as HSDP: parameters are sharded over 2 ranks and replicated 2 times, asked for 4""",
+        """FSDP ran as HSDP: parameters are sharded over 2 ranks and replicated 2 times, requested 4""",
     )
 
 
 def test_degrees_of_replicate_and_shard_exchanged() -> None:
     expect_first(
         ran_as(dims(2, 4), dims(4, 2)),
-        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, asked for 4, replicated 2 times""",
+        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
     )
 
 
 def test_parameters_sharded_along_the_axis_that_should_replicate() -> None:
     expect_first(
         cut_as(dims(2, 4), dims(4, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
-        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, asked for 4, replicated 2 times""",
+        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
     )
 
 
@@ -342,7 +342,7 @@ def test_fsdp_over_tp_too() -> None:
     expect(
         cut_as(dims(1, 2, 2), dims(1, 4), [0, 1, 2, 3]),
         """\
-TP not applied, FSDP over dp_shard x tp in its place: parameters are sharded over 4 ranks, asked for 2 and tp 2
+TP not applied, FSDP over dp_shard x tp in its place: parameters are sharded over 4 ranks, requested 2 and tp 2
   shard groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
   tp groups: expected [0,1] [2,3]   observed [0,1] [2,3]
   contents: 12 of 12 parameters; layers.0.attention.wo.weight on rank 0: expected 1/2 of dim 0 [0:8], 1/2 of dim 1 [0:8], observed 1/4 of dim 0 [0:4]
@@ -354,7 +354,7 @@ TP not applied, FSDP over dp_shard x tp in its place: parameters are sharded ove
 def test_tp_not_applied() -> None:
     expect_first(
         cut_as(dims(tp=2), dims(), [0, 0]),
-        """TP not applied: every rank of a tp group holds whole weights, asked for tp 2""",
+        """TP not applied: every rank of a tp group holds whole weights, requested tp 2""",
     )
 
 
@@ -362,7 +362,7 @@ def test_tp_not_applied_under_fsdp() -> None:
     expect(
         cut_as(dims(1, 2, 2), dims(1, 2), [0, 0, 1, 1]),
         """\
-TP not applied: every rank of a tp group holds whole weights, asked for tp 2
+TP not applied: every rank of a tp group holds whole weights, requested tp 2
   shard groups: expected [0,2] [1,3]   observed [0,2] [1,3]
   tp groups: expected [0,1] [2,3]   observed [0,1] [2,3]
   contents: 9 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/4 of dim 0 [0:4], observed 1/2 of dim 0 [0:8]
@@ -374,14 +374,14 @@ TP not applied: every rank of a tp group holds whole weights, asked for tp 2
 def test_neither_tp_nor_fsdp_applied() -> None:
     expect_first(
         cut_as(dims(1, 2, 2), dims(), [0, 0, 0, 0]),
-        """TP not applied: every rank of a tp group holds whole weights, asked for tp 2; FSDP ran as DDP: every dp rank holds whole parameters, asked for 2""",
+        """TP not applied: every rank of a tp group holds whole weights, requested tp 2; FSDP ran as DDP: every dp rank holds whole parameters, requested 2""",
     )
 
 
 def test_fsdp_left_out_under_tp() -> None:
     expect_first(
         cut_as(dims(1, 2, 2), dims(tp=2), [0, 1, 0, 1]),
-        """FSDP ran as DDP: every dp rank holds whole parameters, asked for 2""",
+        """FSDP ran as DDP: every dp rank holds whole parameters, requested 2""",
     )
 
 
@@ -406,7 +406,7 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], asked: ParallelDims) ->
         return
     trial = cut_as(asked, asked, place_in(order, asked))
     assert first_line(trial) == (
-        f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), asked for ({', '.join(wanted)})"
+        f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
     )
 
 
@@ -433,7 +433,7 @@ def test_uneven_shards_of_hsdp_that_ran_as_fsdp() -> None:
     asked, ran = (tiny_case(d, training, model=UNEVEN) for d in (dims(2, 8), dims(1, 16)))
     expect_first(
         trial_of(asked, ran),
-        """HSDP ran as FSDP: parameters are sharded over 16 ranks, asked for 8, replicated 2 times""",
+        """HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times""",
     )
 
 
@@ -501,35 +501,35 @@ training does not start from the seed weights in 1 of 12 parameters (norm.weight
     )
 
 
-def fed(trial: Trial, rank: int, step: int, ids: list[int]) -> Trial:
+def received(trial: Trial, rank: int, step: int, ids: list[int]) -> Trial:
     return with_step(trial, rank, step, microbatches=(microbatch_of(trial.reference, ids),))
 
 
 def test_ranks_fed_the_same_samples_although_loss_and_gradients_are_wrong_too() -> None:
     trial = with_scaled_samples(fsdp_4(), {id_: 4.0 if id_ < 2 else 0.0 for id_ in range(8)})
     for rank in range(4):
-        trial = fed(trial, rank, 1, [0, 1])
+        trial = received(trial, rank, 1, [0, 1])
     expect(
         trial,
         """\
-ranks [0-3] were fed the same samples, dp ranks must partition the global batch
-  samples: step 1: 2 fed more than once (0, 1); 6 fed to nobody (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] were fed the same""",
+ranks [0-3] received the same samples, dp ranks must partition the global batch
+  samples: step 1: 2 received more than once (0, 1); 6 received by nobody (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same""",
     )
 
 
 def test_two_of_four_ranks_fed_the_same_samples() -> None:
     expect_first(
-        fed(fsdp_4(), 3, 1, [4, 5]),
-        """ranks [2,3] were fed the same samples, dp ranks must partition the global batch""",
+        received(fsdp_4(), 3, 1, [4, 5]),
+        """ranks [2,3] received the same samples, dp ranks must partition the global batch""",
     )
 
 
 def test_overlapping_samples() -> None:
     expect(
-        fed(fsdp_4(), 3, 1, [5, 6]),
+        received(fsdp_4(), 3, 1, [5, 6]),
         """\
-dp ranks draw overlapping samples: some are fed twice and some to nobody
-  samples: step 1: 1 fed more than once (5); 1 fed to nobody (7)
+dp ranks draw overlapping samples: some are received twice and some by nobody
+  samples: step 1: 1 received more than once (5); 1 received by nobody (7)
   gradients: equal to the reference exactly""",
     )
 
@@ -537,19 +537,19 @@ dp ranks draw overlapping samples: some are fed twice and some to nobody
 def test_samples_of_another_step() -> None:
     trial = fsdp_4()
     for rank in range(4):
-        trial = fed(trial, rank, 2, [2 * rank, 2 * rank + 1])
-    expect_first(trial, """step 2 is fed samples of step 1: the sampler is at another place of the data""")
+        trial = received(trial, rank, 2, [2 * rank, 2 * rank + 1])
+    expect_first(trial, """step 2 receives samples of step 1: the sampler is at another place of the data""")
 
 
 def test_samples_fed_to_nobody() -> None:
-    expect_first(fed(fsdp_4(), 3, 1, [6]), """samples fed to nobody: 1 of 8""")
+    expect_first(received(fsdp_4(), 3, 1, [6]), """samples received by nobody: 1 of 8""")
 
 
 def test_tokens_of_no_sample() -> None:
     trial = fsdp_4()
     batch = trial.ranks[2].steps[0].microbatches[0]
     trial = with_step(trial, 2, 1, microbatches=(replace(batch, tokens=batch.tokens + 50),))
-    expect_first(trial, """fed tokens of no sample of the recipe's 3 steps on rank 2""")
+    expect_first(trial, """received tokens of no sample of the recipe's 3 steps on rank 2""")
 
 
 def test_ranks_that_each_shuffle_by_themselves() -> None:
@@ -559,14 +559,14 @@ def test_ranks_that_each_shuffle_by_themselves() -> None:
     trial = with_step(trial, 3, 1, microbatches=(replace(strange, tokens=strange.tokens + 50),))
     expect_first(
         trial,
-        """dp ranks draw overlapping samples, each by an order of its own: fed tokens of no sample of the recipe's 3 steps on rank 3""",
+        """dp ranks draw overlapping samples, each by an order of its own: received tokens of no sample of the recipe's 3 steps on rank 3""",
     )
 
 
 def test_tp_peers_fed_different_samples() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
     expect_first(
-        fed(trial, 1, 1, [4, 5, 6, 7]), """tp peers are fed different samples: rank 1 not what rank 0 is fed"""
+        received(trial, 1, 1, [4, 5, 6, 7]), """tp peers receive different samples: rank 1 not what rank 0 receives"""
     )
 
 
@@ -596,8 +596,8 @@ def test_accumulation_left_out() -> None:
     for rank, evidence in trial.ranks.items():
         for step in evidence.steps:
             ids = trial.reference.samples[step.step - 1][4 * rank : 4 * rank + 4]
-            trial = fed(trial, rank, step.step, list(ids))
-    expect_first(trial, """accumulation: rank 0 ran microbatches of [4] samples in step 1, asked for [2, 2]""")
+            trial = received(trial, rank, step.step, list(ids))
+    expect_first(trial, """accumulation: rank 0 ran microbatches of [4] samples in step 1, requested [2, 2]""")
 
 
 # ---- gradients
@@ -642,8 +642,8 @@ def test_gradient_reduction_missing_over_dp_replicate() -> None:
 gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]
   gradients: rank 0, step 1, tok_embeddings.weight: 3.24 times the reference's by best fit
   gradients: rank 1, step 1, tok_embeddings.weight: 2.528 times the reference's by best fit
-  samples: rank 0's gradient holds those fed to ranks [0,1], expected [0-3]
-  samples: rank 1's gradient holds those fed to ranks [0,1], expected [0-3]
+  samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
+  samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
   traffic: gradients: all_reduce over dp_replicate in backward: expected 944 B per step, observed 0 B
   loss: equal to the reference exactly: a loss-curve test passes here
   groups: every group of the plan exists: a listing of process groups passes here""",
@@ -675,8 +675,8 @@ def test_a_reduction_whose_result_is_dropped() -> None:
 gradient reduction without effect over dp_replicate: rank 0's gradient holds the samples of ranks [0,1] only, though collectives ran
   gradients: rank 0, step 1, tok_embeddings.weight: 3.24 times the reference's by best fit
   gradients: rank 1, step 1, tok_embeddings.weight: 2.528 times the reference's by best fit
-  samples: rank 0's gradient holds those fed to ranks [0,1], expected [0-3]
-  samples: rank 1's gradient holds those fed to ranks [0,1], expected [0-3]
+  samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
+  samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
   loss: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -936,7 +936,7 @@ gradients are wrong in 2 of 12 parameters (tok_embeddings.weight, norm.weight): 
 def test_gradients_off_by_the_rounding_of_float32() -> None:
     expect_first(
         jolted(fsdp_4(), 3e-8),
-        """gradients are off by 3e-08 in every parameter: as by arithmetic in float32, asked for float64""",
+        """gradients are off by 3e-08 in every parameter: as by arithmetic in float32, requested float64""",
     )
 
 
@@ -1044,7 +1044,7 @@ def with_losses_of_step_1(trial: Trial, ranks: tuple[int, ...], by_id: dict[int,
     """These ranks computed these losses of samples; gradients are wrong everywhere."""
     for rank in ranks:
         (batch,) = trial.ranks[rank].steps[0].microbatches
-        ids = [id_ for id_ in fed_samples(trial, 1)[rank] if id_ is not None]
+        ids = [id_ for id_ in received_samples(trial, 1)[rank] if id_ is not None]
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=sum(by_id[i] for i in ids)),))
     return with_step_1_gradients(trial, lambda rank, fqn: trial.reference.steps[0].gradients[fqn] ** 2)
 
@@ -1055,7 +1055,7 @@ def test_a_document_mask_that_is_lost(ranks: tuple[int, ...], where: str) -> Non
     unmasked = {id_: 3.0 + id_ / 7 for id_ in trial.reference.samples[0]}
     trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.array(list(unmasked.values()))))
     assert first_line(with_losses_of_step_1(trial, ranks, unmasked)) == (
-        f"documents see each other{where}: the losses of step 1 are those without a document mask, which is asked for"
+        f"documents see each other{where}: the losses of step 1 are those without a document mask, which is requested"
     )
 
 
@@ -1068,8 +1068,8 @@ def test_other_losses_are_not_blamed_on_the_document_mask() -> None:
 
 def test_a_mean_over_no_valid_token() -> None:
     trial = fsdp_4()
-    labels, fed = trial.reference.labels.copy(), fed_samples(trial, 1)[3]
-    labels[[trial.reference.sample_ids.index(i) for i in fed if i is not None]] = -100
+    labels, received = trial.reference.labels.copy(), received_samples(trial, 1)[3]
+    labels[[trial.reference.sample_ids.index(i) for i in received if i is not None]] = -100
     trial = replace(trial, reference=replace(trial.reference, labels=labels))
     (batch,) = trial.ranks[3].steps[0].microbatches
     silent = replace(batch, labels=np.full_like(batch.labels, -100), loss_sum=0.0, valid_tokens=0)
@@ -1084,14 +1084,14 @@ def test_a_mean_over_no_valid_token() -> None:
 def test_norm_weights_that_decay_although_only_matrices_should() -> None:
     expect_first(
         trained_as(ADAMW, asked=replace(ADAMW, decay="matrices")),
-        """weight decay is applied to norm weights as well, asked for matrices only""",
+        """weight decay is applied to norm weights as well, requested matrices only""",
     )
 
 
 def test_norm_weights_that_do_not_decay_although_all_should() -> None:
     expect_first(
         trained_as(replace(ADAMW, decay="matrices")),
-        """weight decay is applied to matrices only, asked for all parameters""",
+        """weight decay is applied to matrices only, requested all parameters""",
     )
 
 
@@ -1108,12 +1108,12 @@ def test_a_group_with_a_learning_rate_of_its_own(factor: float, hint: str) -> No
                 trial = with_value(trial, rank, 1, "parameters", tensor.fqn, scaled)
     assert first_line(trial) == (
         "the learning rate of 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more)"
-        f" is {factor * 0.025:.6g} in step 1{hint}, asked for 0.025"
+        f" is {factor * 0.025:.6g} in step 1{hint}, requested 0.025"
     )
 
 
 def trained_as(training, layout: str | ParallelDims = "fsdp_2", asked=ADAMW) -> Trial:
-    """What a run leaves whose optimizer had another recipe; gradients are those of the recipe asked for."""
+    """What a run leaves whose optimizer had another recipe; gradients are those of the recipe requested."""
     trial = trial_of(tiny_case(layout, asked))
     other = replace(trial, case=replace(trial.case, training=training))
     return replace(with_updates_that_follow(other), case=trial.case)
@@ -1174,18 +1174,18 @@ def test_each_rank_clips_by_the_norm_of_its_own_shards() -> None:
 
 
 def test_weight_decay_left_out() -> None:
-    expect_first(trained_as(replace(ADAMW, weight_decay=0.0)), """weight decay is not applied, asked for 0.1""")
+    expect_first(trained_as(replace(ADAMW, weight_decay=0.0)), """weight decay is not applied, requested 0.1""")
 
 
 def test_weight_decay_left_out_of_sgd() -> None:
     expect_first(
-        trained_as(replace(SGD, weight_decay=0.0), asked=SGD), """weight decay is not applied, asked for 0.1"""
+        trained_as(replace(SGD, weight_decay=0.0), asked=SGD), """weight decay is not applied, requested 0.1"""
     )
 
 
 def test_the_librarys_default_of_weight_decay() -> None:
     expect_first(
-        trained_as(replace(ADAMW, weight_decay=0.01)), """weight decay is 0.01 in the optimizer, asked for 0.1"""
+        trained_as(replace(ADAMW, weight_decay=0.01)), """weight decay is 0.01 in the optimizer, requested 0.1"""
     )
 
 
@@ -1193,14 +1193,14 @@ def test_the_librarys_default_of_beta2() -> None:
     expect(
         trained_as(replace(ADAMW, beta2=0.999)),
         """\
-beta2 is 0.999 in the optimizer, asked for 0.95
+beta2 is 0.999 in the optimizer, requested 0.95
   update: rank 0, step 2, tok_embeddings.weight: expected entry (2, 3) moved by -0.00336019, observed moved by -0.0033308 (ratio 0.9912529854); 16 of 16 entries wrong
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 
 
 def test_another_beta1() -> None:
-    expect_first(trained_as(replace(ADAMW, beta1=0.95)), """beta1 is 0.95 in the optimizer, asked for 0.9""")
+    expect_first(trained_as(replace(ADAMW, beta1=0.95)), """beta1 is 0.95 in the optimizer, requested 0.9""")
 
 
 def test_another_beta1_that_nobody_uses() -> None:
@@ -1215,13 +1215,13 @@ the optimizer step is wrong, the gradients are right: first at rank 0, step 2, t
 
 
 def test_another_eps() -> None:
-    expect_first(trained_as(replace(ADAMW, eps=1e-5)), """eps is 1e-05 in the optimizer, asked for 1e-08""")
+    expect_first(trained_as(replace(ADAMW, eps=1e-5)), """eps is 1e-05 in the optimizer, requested 1e-08""")
 
 
 def test_another_limit_of_the_norm() -> None:
     expect_first(
         trained_as(replace(LOW_CLIP, max_norm=0.5), asked=LOW_CLIP),
-        """the gradient norm's limit is 0.5 in the optimizer, asked for 0.25""",
+        """the gradient norm's limit is 0.5 in the optimizer, requested 0.25""",
     )
 
 
@@ -1241,14 +1241,14 @@ def with_rates(trial: Trial, *rates: float) -> Trial:
 def test_a_schedule_that_is_a_step_early() -> None:
     expect_first(
         with_rates(trained_as(replace(ADAMW, lr=0.02)), 0.01, 0.0075, 0.0075),
-        """learning rate of step 1 is 0.01, the schedule's of step 2, asked for 0.005""",
+        """learning rate of step 1 is 0.01, the schedule's of step 2, requested 0.005""",
     )
 
 
 def test_a_learning_rate_of_no_schedule() -> None:
     expect_first(
         with_rates(trained_as(replace(ADAMW, lr=0.02)), 0.01234, 0.02, 0.015),
-        """learning rate of step 1 is 0.01234, asked for 0.005""",
+        """learning rate of step 1 is 0.01234, requested 0.005""",
     )
 
 
@@ -1308,7 +1308,7 @@ def test_a_displayed_loss_that_is_each_ranks_own() -> None:
     expect(
         shows(fsdp_4(), "reported_loss", own),
         """\
-the displayed loss is wrong, the training itself is right: each rank shows the loss of its own samples
+the reported loss is wrong, the training itself is right: each rank shows the loss of its own samples
   reported_loss: rank 0, step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
@@ -1317,7 +1317,7 @@ the displayed loss is wrong, the training itself is right: each rank shows the l
 def test_a_displayed_loss_that_is_a_sum_over_ranks() -> None:
     expect_first(
         shows(fsdp_4(), "reported_loss", lambda step: 4 * step.reported_loss),
-        """the displayed loss is wrong, the training itself is right: each rank shows 4 times the right one: not divided by dp_shard (4)""",
+        """the reported loss is wrong, the training itself is right: each rank shows 4 times the right one: not divided by dp_shard (4)""",
     )
 
 
@@ -1327,14 +1327,14 @@ def test_a_displayed_norm_that_is_each_ranks_own() -> None:
 
     expect_first(
         shows(fsdp_4(), "grad_norm", own),
-        """the displayed gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards""",
+        """the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards""",
     )
 
 
 def test_displays_that_are_wrong_on_one_rank() -> None:
     expect_first(
         with_step(fsdp_4(), 3, 2, reported_loss=1.0, grad_norm=math.nan),
-        """the displayed loss and gradient norm are wrong, the training itself is right: loss: rank 3 shows 1 once, where 1.881 is right; gradient norm: rank 3 shows nan once, where 1.59477 is right""",
+        """the reported loss and gradient norm are wrong, the training itself is right: loss: rank 3 shows 1 once, where 1.881 is right; gradient norm: rank 3 shows nan once, where 1.59477 is right""",
     )
 
 
@@ -1351,18 +1351,18 @@ the reference moved, not the trainer: model, data, recipe or torch changed since
 
 def test_a_repeat_that_is_fed_its_samples_in_another_order() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
-    other = with_value(fed(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
+    other = with_value(received(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
     expect_first(
         replace(trial, repeat=other.run),
-        """the same case run twice gives different bytes, for the repeat is fed the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+        """the same case run twice gives different bytes, for the repeat receives the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
     )
 
 
 def test_a_repeat_that_is_fed_other_samples() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
     expect_first(
-        replace(trial, repeat=fed(trial, 0, 3, [16, 17, 18, 18]).run),
-        """the same case run twice gives different bytes, for the repeat is fed other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
+        replace(trial, repeat=received(trial, 0, 3, [16, 17, 18, 18]).run),
+        """the same case run twice gives different bytes, for the repeat receives other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
     )
 
 
@@ -1386,7 +1386,7 @@ def test_a_repeat_that_differs() -> None:
 )
 def test_a_feature_that_is_not_in_force(layout, key, asked, ran) -> None:
     trial = trial_of(tiny_case(layout, **{key: asked}), tiny_case(layout, **{key: ran}))
-    assert first_line(trial) == f"{key} {asked} is asked for, {ran} is in force: its traffic is what was seen"
+    assert first_line(trial) == f"{key} {asked} is requested, {ran} is observed: its traffic is what was seen"
 
 
 @pytest.mark.parametrize(
@@ -1398,7 +1398,7 @@ def test_a_feature_that_is_not_in_force(layout, key, asked, ran) -> None:
 )
 def test_what_stays_gathered_is_named_with_the_policy_in_force(asked: str, ran: str, units: str) -> None:
     trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=policy) for policy in (asked, ran)))
-    told = f"after forward: {units}; reshard_after_forward {asked} is asked for, {ran} is in force"
+    told = f"after forward: {units}; reshard_after_forward {asked} is requested, {ran} is observed"
     assert first_line(trial) == told
 
 
@@ -1407,7 +1407,7 @@ def test_a_reduction_after_every_microbatch() -> None:
         return [call, call] if call.op == "all_reduce" and call.phase == "backward" else [call]
 
     trial = with_every_rank(accumulating(), lambda t, rank: with_collectives(t, rank, twice))
-    expect_first(trial, """gradients are reduced after every microbatch (2 times a step), once a step is asked for""")
+    expect_first(trial, """gradients are reduced after every microbatch (2 times a step), once a step is requested""")
 
 
 def test_a_collective_that_one_rank_skips() -> None:

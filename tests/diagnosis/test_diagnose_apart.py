@@ -30,11 +30,11 @@ from test_diagnose import (
     LOW_CLIP,
     NORM,
     dims,
-    fed,
     first_line,
     fsdp_4,
     in_noise,
     ran_as,
+    received,
     reference_gradient,
     shows,
     told,
@@ -51,7 +51,7 @@ from harness.diagnosis.gradients import _lost_before, _mean_over_none, _missing_
 from harness.diagnosis.later import wrong_loss
 from harness.diagnosis.layout import wrong_contents
 from harness.diagnosis.processes import process_failed
-from harness.diagnosis.rest import out_of_order, wrong_display, wrong_structure
+from harness.diagnosis.rest import out_of_order, wrong_reports, wrong_structure
 from harness.diagnosis.words import groups_text
 from harness.evidence.records import Exit, HeldTensor
 from harness.judge.result import Finding, Result, Verdict
@@ -86,16 +86,16 @@ def test_blocks_recomputed_in_the_place_of_others_are_named_beside_those_asked_f
     told = "activation checkpointing layer is in the wrong place: recomputed are"
     assert (
         cause_of(wrong_features(recomputing(0, 2), broken("features")))
-        == f"{told} layers.0, layers.2, asked for layers.1"
+        == f"{told} layers.0, layers.2, requested layers.1"
     )
-    assert cause_of(wrong_features(recomputing(2), broken("features"))) == f"{told} layers.2, asked for layers.1"
+    assert cause_of(wrong_features(recomputing(2), broken("features"))) == f"{told} layers.2, requested layers.1"
 
 
 def test_a_rank_that_recomputes_other_blocks_than_its_peers_is_named() -> None:
     trial, odd = recomputing(1), recomputing(0)
     trial = with_rank(trial, 1, steps=odd.ranks[1].steps)
     assert cause_of(wrong_features(trial, broken("features"))) == (
-        "activation checkpointing layer is in the wrong place on rank 1: recomputed are layers.0, asked for layers.1"
+        "activation checkpointing layer is in the wrong place on rank 1: recomputed are layers.0, requested layers.1"
     )
 
 
@@ -210,7 +210,7 @@ def test_without_a_document_mask_nobody_is_said_to_look_past_it() -> None:
     assert documents_see_each_other(fsdp_4(), []) is None
 
 
-# ---- what is displayed, and the way to right numbers
+# ---- what is reported, and the way to right numbers
 
 
 def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry() -> None:
@@ -225,14 +225,14 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
     assert judged("gradients", trial).verdict is Verdict.PASS
     law = {"grad_norm": judged("grad_norm", trial)}
     told = "gradients are 1.02 times as long as the reference's, though no entry is beyond its noise"
-    assert cause_of(wrong_display(trial, law)) == told
+    assert cause_of(wrong_reports(trial, law)) == told
     shown = with_every_rank(trial, lambda t, rank: with_step(t, rank, 3, grad_norm=9.0))
-    assert cause_of(wrong_display(shown, law)).startswith("the displayed gradient norm is wrong")
+    assert cause_of(wrong_reports(shown, law)).startswith("the reported gradient norm is wrong")
 
 
 def shown_instead(trial: Trial, what: str) -> str:
-    found = wrong_display(trial, {what: judged(what, trial)})
-    return cause_of(found).removeprefix("the displayed ").partition(" is wrong, the training itself is right: ")[2]
+    found = wrong_reports(trial, {what: judged(what, trial)})
+    return cause_of(found).removeprefix("the reported ").partition(" is wrong, the training itself is right: ")[2]
 
 
 @pytest.mark.parametrize(("what", "kind"), [("reported_loss", "loss"), ("grad_norm", "grad_norm")])
@@ -252,7 +252,7 @@ def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(wh
 
 def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere() -> None:
     trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
-    told = "each rank shows the norm after clipping (0.25), asked for that before it"
+    told = "each rank shows the norm after clipping (0.25), requested that before it"
     assert shown_instead(shows(trial, "grad_norm", lambda s: min(s.grad_norm, 0.25)), "grad_norm") == told
     assert shown_instead(shows(trial, "grad_norm", lambda s: 0.25 * (1 - 1e-6)), "grad_norm") == told
     alone = with_every_rank(trial, lambda t, rank: with_step(t, 1, rank + 1, grad_norm=0.25))
@@ -264,11 +264,11 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
     assert shown_instead(rounded, "grad_norm") == "each rank shows it rounded to float32"
 
 
-# ---- what the optimizer is fed
+# ---- what the optimizer receives
 
 
 def optimizing(trial: Trial, feed: Any, training: TrainingConfig) -> Trial:
-    """What AdamW of that recipe leaves if it is fed feed(fqn, gradient, parameter before)."""
+    """What AdamW of that recipe leaves if it receives feed(fqn, gradient, parameter before)."""
     for rank, evidence in trial.ranks.items():
         starts = {t.fqn: t.value for t in evidence.parameters}
         given: dict[str, list[np.ndarray]] = {fqn: [] for fqn in starts}
@@ -295,7 +295,7 @@ def test_weight_decay_in_the_gradients_is_told_from_another_weight_decay() -> No
 
         return optimizing(trial, feed, NO_DECAY)
 
-    told = "weight decay is added to the gradients (L2, as Adam does), asked for decoupled (AdamW)"
+    told = "weight decay is added to the gradients (L2, as Adam does), requested decoupled (AdamW)"
     assert first_line(adding(0.1)) == told
     assert first_line(adding(0.05)).startswith("the optimizer step is wrong")
     asked = replace(trial.case, training=replace(ADAMW, decay="matrices"))
@@ -312,7 +312,7 @@ def test_a_coefficient_without_the_1e_6_is_told_from_no_clipping(limit: float) -
         return min(1.0, limit / norm) * gradient
 
     trial = trial_of(tiny_case("fsdp_2", training))
-    told = "clipping multiplies by max_norm / norm, asked for max_norm / (norm + 1e-6), as torch does"
+    told = "clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does"
     assert first_line(optimizing(trial, feed, training)) == told
 
 
@@ -324,7 +324,7 @@ def test_a_largest_second_moment_is_blamed_only_where_updates_are_wrong() -> Non
 
     right = trial_of(tiny_case("fsdp_2"))
     wrong = with_value(right, 1, 2, "parameters", NORM, lambda value: value + 1e-3)
-    told = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), asked for AdamW without it"
+    told = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), requested AdamW without it"
     assert first_line(keeping(wrong, "max_exp_avg_sq")) == told
     assert first_line(keeping(wrong, "exp_inf")).startswith("the optimizer step is wrong")
     assert diagnose(keeping(right, "max_exp_avg_sq"), judge(keeping(right, "max_exp_avg_sq"))) is None
@@ -415,7 +415,7 @@ def test_where_nobody_can_be_blamed_the_first_ones_stack_is_shown() -> None:
 
 def test_ranks_that_take_themselves_for_others_are_not_said_to_be_alone() -> None:
     trial = with_every_rank(fsdp_4(), lambda t, rank: with_rank(t, rank, rank=3 - rank))
-    assert first_line(trial) == "ranks do not know who they are: ranks [0-3] ran as rank 3 of 4, asked for 4 ranks"
+    assert first_line(trial) == "ranks do not know who they are: ranks [0-3] ran as rank 3 of 4, requested 4 ranks"
 
 
 def test_a_parameter_of_no_model_is_named() -> None:
@@ -429,8 +429,8 @@ def test_a_parameter_of_no_model_is_named() -> None:
 
 
 def test_what_is_fed_wrongly_in_a_later_step_is_told_with_the_step() -> None:
-    assert first_line(fed(fsdp_4(), 3, 3, [21, 22])) == (
-        "dp ranks draw overlapping samples in step 3: some are fed twice and some to nobody"
+    assert first_line(received(fsdp_4(), 3, 3, [21, 22])) == (
+        "dp ranks draw overlapping samples in step 3: some are received twice and some by nobody"
     )
 
 

@@ -173,7 +173,7 @@ def test_an_optimizer_that_stops_after_the_first_step() -> None:
 def test_a_first_step_without_a_learning_rate_is_named_by_it() -> None:
     still = trained_as(replace(trial_of(tiny_case("fsdp_2")).case.training, lr=0.0))
     rates = [step.lr for step in still.reference.steps]
-    expect_first(with_rates(still, 0.0, *rates[:-1]), """learning rate of step 1 is 0, asked for 0.005""")
+    expect_first(with_rates(still, 0.0, *rates[:-1]), """learning rate of step 1 is 0, requested 0.005""")
 
 
 # ---- weights

@@ -20,7 +20,7 @@ from literal import (
     with_step_1_gradients,
     without_rank,
 )
-from test_diagnose import NORM, dims, fed, first_line, fsdp_4, ran_as
+from test_diagnose import NORM, dims, first_line, fsdp_4, ran_as, received
 from test_diagnose_apart import broken, recomputing
 
 from harness.diagnosis import _what_weaker_tests_say
@@ -34,7 +34,7 @@ from harness.diagnosis.layout import Layout, _fsdp_over_tp, _name_partial, _part
 from harness.diagnosis.pipeline import _others
 from harness.diagnosis.processes import incomplete, process_failed
 from harness.diagnosis.reshard import _other_policies, wrong_resharding, wrong_wrapper
-from harness.diagnosis.rest import _reduced_too_often, not_deterministic, replicas_drift, wrong_display
+from harness.diagnosis.rest import _reduced_too_often, not_deterministic, replicas_drift, wrong_reports
 from harness.diagnosis.updates import _enlarged, _not_clipped, _wrong_lr
 from harness.evidence.records import Exit
 from harness.judge.result import Finding, Result, Verdict
@@ -96,8 +96,8 @@ def test_what_was_compiled_as_asked_is_not_blamed() -> None:
     trial = trial_of(tiny_case("ddp_2", compile=True))
     assert _compile(trial) is None
     alone = with_rank(trial, 1, compiler={})
-    assert _compile(alone) == "compile is asked for, no block ran compiled on rank 1"
-    assert _compile(replace(alone, case=DDP_2.case)) == "compiled code ran on rank 0, compile is not asked for"
+    assert _compile(alone) == "compile is requested, no block ran compiled on rank 1"
+    assert _compile(replace(alone, case=DDP_2.case)) == "compiled code ran on rank 0, compile is not requested"
 
 
 def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
@@ -109,11 +109,11 @@ def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
             five = with_step(five, rank, step.step, activity=replace(step.activity, calls=calls | again))
     told = cause_of(wrong_features(five, broken("features"))).partition("recomputed are ")[2]
     assert told == (
-        "layers.0, layers.2, layers.4, layers.6 and 1 more, asked for layers.1, layers.11, layers.3, layers.5 and 2 more"
+        "layers.0, layers.2, layers.4, layers.6 and 1 more, requested layers.1, layers.11, layers.3, layers.5 and 2 more"
     )
     nothing = with_rank(recomputing(1), 1, steps=recomputing().ranks[1].steps)
     told = cause_of(wrong_features(nothing, broken("features"))).partition("recomputed are ")[2]
-    assert told == "none, asked for layers.1"
+    assert told == "none, requested layers.1"
 
 
 # ---- gradients
@@ -151,7 +151,7 @@ def test_a_loss_and_gradients_off_by_little_are_told_with_both_numbers() -> None
         (batch,) = trial.ranks[rank].steps[0].microbatches
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=(1 + 3e-8) * batch.loss_sum),))
     told = "gradients are off by 1e-07 in every parameter, the loss of step 1 by 3e-08: as by arithmetic in float32"
-    assert cause_of(wrong_gradients(trial, broken("gradients"))) == f"{told}, asked for float64"
+    assert cause_of(wrong_gradients(trial, broken("gradients"))) == f"{told}, requested float64"
 
 
 def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf_everywhere() -> None:
@@ -236,7 +236,7 @@ def test_what_is_held_otherwise_by_some_parameters_only_is_named_by_what_was_lef
         (Layout(asked, sharded_by=("dp_shard", "tp")), f"{where} are sharded otherwise than all others"),
         (
             Layout(asked, order=("pp", "dp_replicate", "tp", "cp", "dp_shard")),
-            f"{where} are cut by dp_shard first and by tp inside, asked for tp first (strided shards)",
+            f"{where} are cut by dp_shard first and by tp inside, requested tp first (strided shards)",
         ),
     ):
         assert _name_partial(layout, trial, two).cause == told
@@ -254,7 +254,7 @@ def test_what_is_held_otherwise_by_some_parameters_only_is_named_by_what_was_lef
 )
 def test_what_was_asked_for_in_place_of_fsdp_over_tp(asked: ParallelDims, told: str) -> None:
     text = _fsdp_over_tp(Layout(asked, sharded_by=("dp_shard", "cp", "tp"), tensor_parallel=False))
-    assert text.endswith(f", asked for {told}")
+    assert text.endswith(f", requested {told}")
 
 
 def test_only_sums_of_gradients_in_backward_are_reductions() -> None:
@@ -271,7 +271,7 @@ def test_only_sums_of_gradients_in_backward_are_reductions() -> None:
 def test_a_wrapper_is_blamed_only_where_one_is_there_and_features_are_wrong() -> None:
     asked = tiny_case("fsdp_2", wrapper="fsdp1")
     other = replace(trial_of(tiny_case("fsdp_2")), case=asked)
-    assert cause_of(wrong_wrapper(other, broken("features"))) == "wrapper fsdp1 is asked for, fsdp2 is in force"
+    assert cause_of(wrong_wrapper(other, broken("features"))) == "wrapper fsdp1 is requested, fsdp2 is observed"
     assert wrong_wrapper(other, broken("traffic")) is None
     assert wrong_wrapper(trial_of(tiny_case("fsdp_2")), broken("features")) is None
     bare = trial_of(tiny_case("single"))
@@ -291,7 +291,7 @@ def test_a_model_that_is_one_unit_is_told_as_such() -> None:
         trial = with_rank(trial, rank, structure={"": next(iter(evidence.structure.values()))})
     assert cause_of(wrong_resharding(trial, broken("reshard"))) == (
         "after forward: tok_embeddings, layers.0 still gathered, should be freed: the whole model is one fsdp2 unit,"
-        " no block is one of its own; reshard_after_forward default is asked for, never is in force"
+        " no block is one of its own; reshard_after_forward default is requested, never is observed"
     )
 
 
@@ -321,7 +321,7 @@ def test_of_many_that_failed_four_are_told_and_of_a_stack_four_lines() -> None:
 def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_asked_for() -> None:
     trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
     short = with_rank(trial, 1, steps=trial.ranks[1].steps[:1])
-    assert cause_of(incomplete(short, broken("completed"))) == "rank 1 trained steps 2 only, asked for steps 2 to 3"
+    assert cause_of(incomplete(short, broken("completed"))) == "rank 1 trained steps 2 only, requested steps 2 to 3"
 
 
 def test_how_a_rank_ended_is_told_without_its_full_stop_and_first_what_it_issued() -> None:
@@ -359,8 +359,8 @@ def test_accumulation_left_out_of_one_step_is_told_with_it() -> None:
     trial = trial_of(tiny_case("ddp_2", accumulation=2))
     ids = trial.reference.samples[1]
     for rank in (0, 1):
-        trial = fed(trial, rank, 2, list(ids[4 * rank : 4 * rank + 4]))
-    assert first_line(trial) == "accumulation: rank 0 ran microbatches of [4] samples in step 2, asked for [2, 2]"
+        trial = received(trial, rank, 2, list(ids[4 * rank : 4 * rank + 4]))
+    assert first_line(trial) == "accumulation: rank 0 ran microbatches of [4] samples in step 2, requested [2, 2]"
 
 
 def test_four_ranks_that_start_from_one_shard_are_told_by_the_first_two() -> None:
@@ -387,9 +387,9 @@ def test_a_rate_is_told_with_the_ranks_that_have_it_in_that_step() -> None:
     trial = trial_of(tiny_case("ddp_2", SGD))
     rate = trial.reference.steps[2].lr
     late = with_step(with_step(trial, 1, 2, lr=0.1234), 0, 3, lr=rate)
-    assert _wrong_lr(late) == "learning rate of step 2 is 0.1234, asked for 0.05 on rank 1"
+    assert _wrong_lr(late) == "learning rate of step 2 is 0.1234, requested 0.05 on rank 1"
     near = with_step(trial, 1, 2, lr=rate * (1 + 1e-10))
-    assert _wrong_lr(near) == f"learning rate of step 2 is {rate:.6g}, asked for 0.05 on rank 1"
+    assert _wrong_lr(near) == f"learning rate of step 2 is {rate:.6g}, requested 0.05 on rank 1"
 
 
 # ---- the rest
@@ -407,21 +407,21 @@ def test_a_norm_that_nobody_shows_is_not_the_one_after_clipping() -> None:
     for rank, step in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 3)):
         silent = with_step(silent, rank, step, grad_norm=1.0)
     told = "rank 1 reports the gradient norm of steps 1, 3 only, that of step 2 is lacking"
-    assert cause_of(wrong_display(silent, broken("grad_norm"))) == told
+    assert cause_of(wrong_reports(silent, broken("grad_norm"))) == told
 
 
 def test_a_repeat_that_lacks_a_rank_is_fed_other_samples_there() -> None:
     trial = trial_of(tiny_case("ddp_2", runs=2))
     trial = replace(trial, repeat=without_rank(trial, 1).run)
-    told = "for the repeat is fed other samples (rank 1, step 1)"
+    told = "for the repeat receives other samples (rank 1, step 1)"
     assert told in cause_of(not_deterministic(trial, broken("determinism")))
 
 
 @pytest.mark.parametrize("law", ["loss", "gradients", "update"])
 def test_a_display_is_not_blamed_where_the_training_is_wrong(law: str) -> None:
     wrong = with_step(DDP_2, 1, 2, grad_norm=3.0)
-    assert wrong_display(wrong, broken("grad_norm")) is not None
-    assert wrong_display(wrong, broken("grad_norm", law)) is None
+    assert wrong_reports(wrong, broken("grad_norm")) is not None
+    assert wrong_reports(wrong, broken("grad_norm", law)) is None
 
 
 def test_reductions_after_every_microbatch_are_counted_on_rank_0_and_there_must_be_some() -> None:
@@ -430,7 +430,7 @@ def test_reductions_after_every_microbatch_are_counted_on_rank_0_and_there_must_
     def often(trial: Trial, rank: int) -> Trial:
         return with_collectives(trial, rank, lambda call: [call] * (2 if call.phase == "backward" else 1))
 
-    told = "gradients are reduced after every microbatch (2 times a step), once a step is asked for"
+    told = "gradients are reduced after every microbatch (2 times a step), once a step is requested"
     assert _reduced_too_often(often(trial, 0)) == told
     assert _reduced_too_often(often(trial, 1)) is None
     assert _reduced_too_often(trial_of(tiny_case("single", accumulation=2))) is None

@@ -62,7 +62,7 @@ def test_hsdp_run_as_fsdp_over_16_ranks_is_named_although_losses_gradients_and_g
     assert {"loss", "reported_loss", "gradients", "grad_norm", "update", "process_groups"} <= passed(judgement)
     report = case_report(judgement).splitlines()
     assert report[0] == (
-        "FAIL hsdp_2x8+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 16 ranks, asked for 8,"
+        "FAIL hsdp_2x8+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8,"
         " replicated 2 times"
     )
     assert report[1:3] == [

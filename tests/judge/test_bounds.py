@@ -27,7 +27,7 @@ from harness.spec.case import Case
 from reference.record import Noise, ReferenceRun, ReferenceStep
 
 U = 2.0**-53
-FORWARD = 8 * math.sqrt((7 * 1 + 1) * 8 * 4) * U  # 7 products in one layer and the output; 8 samples of 4 tokens
+FORWARD = 8 * math.sqrt((7 * 1 + 1) * 8 * 4) * U  # 7 matmuls in one layer and the output; 8 samples of 4 tokens
 BOTH = 8 * math.sqrt((21 * 1 + 3) * 8 * 4) * U
 GRADIENTS = ([3.0, -4.0, 0.0], [5.0, 2.0, -1.0], [1.0, 1.0, 2.0])
 PARAMETERS = ([1.0, 1.0, 1.0], [1.0, 3.0, 3.0], [9.0, 9.0, 9.0])

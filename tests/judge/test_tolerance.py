@@ -79,7 +79,7 @@ def test_the_clip_coefficient(norm: float, most: float | None, expected: float) 
 
 
 def test_gamma_of_the_tiny_model() -> None:
-    # longest sum: 8 samples x 4 positions = 32; products: 7 in the layer and 1 for the output, both ways three times
+    # longest sum: 8 samples x 4 positions = 32; matmuls: 7 in the layer and 1 for the output, both ways three times
     case = tiny_case("single")
     assert gamma(case, 7) == 8 * math.sqrt(8 * 32) * U == 128 * U
     assert gamma(case, 21) == 8 * math.sqrt(24 * 32) * U

@@ -25,7 +25,7 @@ from literal import (
 
 from harness.checks import judge, run_check
 from harness.evidence.records import Collective
-from harness.judge.fed_samples import fed_samples, shares_of_samples, ways_to_cut
+from harness.judge.received_samples import received_samples, shares_of_samples, ways_to_cut
 from harness.judge.result import Finding, Verdict
 from harness.judge.tolerance import Bounds
 from harness.judge.trial import Trial
@@ -100,17 +100,17 @@ def test_a_law_without_an_object_says_why() -> None:
         "positions": "the model is told none: it counts from 0, or reads them from a table",
         "resume": "nothing is resumed",
         "checkpoint": "this launch writes none",
-        "determinism": "the case asks for one run (runs: 2 repeats it)",
+        "determinism": "the case requests one run (runs: 2 repeats it)",
         "replica_agreement": "no two ranks hold the same slice of anything",
     }
 
 
 def test_a_trainer_that_displays_no_norm_claims_none() -> None:
-    trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_rank(t, rank, displays=("loss",)))
+    trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_rank(t, rank, reports=("loss",)))
     told = judged("grad_norm", trial)
-    note = "this trainer displays none; clipping by it is judged by the law update"
+    note = "this trainer reports none; clipping by it is judged by the law update"
     assert (told.verdict, told.note) == (Verdict.NOT_APPLICABLE, note)
-    assert judged("grad_norm", with_rank(trial, 1, displays=("grad_norm",))).verdict is Verdict.PASS
+    assert judged("grad_norm", with_rank(trial, 1, reports=("grad_norm",))).verdict is Verdict.PASS
 
 
 # ---- numbers
@@ -219,9 +219,9 @@ def test_memory_after_forward_is_told_as_a_range_where_padding_is_allowed() -> N
 
 def test_each_share_of_the_batch_is_told_by_its_first_rank() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
-    fed = fed_samples(trial, 1)
-    assert sorted(fed) == [0, 1, 2, 3]
-    assert shares_of_samples(trial, 1) == {0: fed[0], 2: fed[2]}
+    received = received_samples(trial, 1)
+    assert sorted(received) == [0, 1, 2, 3]
+    assert shares_of_samples(trial, 1) == {0: received[0], 2: received[2]}
 
 
 def test_a_cp_ranks_tokens_are_looked_for_where_anybody_would_cut_them() -> None:
@@ -245,7 +245,7 @@ def test_rows_of_no_sample_are_counted_by_rank() -> None:
     assert expected in told.findings
 
 
-# ---- what the mutants of the laws asked for
+# ---- what the mutants of the laws requested
 
 
 def test_a_gradient_is_off_by_a_share_of_the_whole_parameters_largest_entry_on_every_rank() -> None:
@@ -263,13 +263,13 @@ def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:
         tiny_case("fsdp_2", replace(ADAMW, quantize="float8_rowwise"), activation_checkpointing=kind, model=TWO)
     )
     assert trial.plan.quantized
-    products = {f"forward {fqn} float8_rowwise": 1 for fqn in trial.plan.quantized}
+    matmuls = {f"forward {fqn} float8_rowwise": 1 for fqn in trial.plan.quantized}
     for fqn in trial.plan.quantized:
         again = repeated and (kind == "full" or fqn.startswith("layers.1."))
-        products[f"backward {fqn} float8_rowwise"] = 3 if again else 2
+        matmuls[f"backward {fqn} float8_rowwise"] = 3 if again else 2
     for rank in trial.ranks:
         for step in trial.ranks[rank].steps:
-            trial = with_step(trial, rank, step.step, activity=replace(step.activity, quantized=products))
+            trial = with_step(trial, rank, step.step, activity=replace(step.activity, quantized=matmuls))
     return trial
 
 
@@ -277,7 +277,7 @@ TWO = replace(TINY, name="two", n_layers=2)
 
 
 def about_formats(trial: Trial) -> list[str]:
-    return [finding.where for finding in judged("features", trial).findings if "products of" in finding.where]
+    return [finding.where for finding in judged("features", trial).findings if "matmuls of" in finding.where]
 
 
 def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_nowhere_else() -> None:
@@ -285,9 +285,9 @@ def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_n
     assert about_formats(quantized_and_recomputed(True, kind="layer")) == []
     trial = quantized_and_recomputed(False, kind="none")
     step = trial.ranks[0].steps[0]
-    products = step.activity.quantized | {"backward layers.0.attention.wq float8_rowwise": 3}
-    more = with_step(trial, 0, 1, activity=replace(step.activity, quantized=products))
-    where = "rank 0, step 1, float8_rowwise products of layers.0.attention.wq in backward"
+    matmuls = step.activity.quantized | {"backward layers.0.attention.wq float8_rowwise": 3}
+    more = with_step(trial, 0, 1, activity=replace(step.activity, quantized=matmuls))
+    where = "rank 0, step 1, float8_rowwise matmuls of layers.0.attention.wq in backward"
     assert Finding(where, "2", "3") in judged("features", more).findings
 
 

@@ -117,7 +117,7 @@ def test_a_policy_that_is_requested_is_judged_though_units_are_left_open() -> No
     trial = open_trial(asked={"reshard_after_forward": "always"}, reshard_after_forward="never")
     assert judged("reshard", trial).verdict is judged("traffic", trial).verdict is Verdict.FAIL
     assert cause_of(diagnose(trial, judge(trial))).endswith(
-        "reshard_after_forward always is asked for, never is in force"
+        "reshard_after_forward always is requested, never is observed"
     )
 
 

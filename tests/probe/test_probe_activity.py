@@ -56,16 +56,18 @@ def test_a_block_that_is_computed_again_is_called_inside_backward(recorder: Acti
         **{"backward 1": 1, "backward 1.up": 1, "backward 1.down": 1},
     }
     # forward three; backward one for each weight and each input that needs a gradient, and `up` again
-    assert activity.products == {"forward float32": 3, "backward float32": 5 + 1}
+    assert activity.matmuls == {"forward float32": 3, "backward float32": 5 + 1}
     assert activity.random == {"forward": 1, "backward": 1}
 
 
-@pytest.mark.parametrize(("fed", "rows"), [(8, (2, 4)), (6, (1, 6))])
-def test_samples_that_lie_end_to_end_in_one_row_are_cut_at_the_recipes_length(fed: int, rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("received", "rows"), [(8, (2, 4)), (6, (1, 6))])
+def test_samples_that_lie_end_to_end_in_one_row_are_cut_at_the_recipes_length(
+    received: int, rows: tuple[int, int]
+) -> None:
     samples = SampleRecorder(Clock(), row_length=lambda step: 4 * step)
     embedding = nn.Embedding(8, 2)
     samples.attach([embedding])
-    embedding(torch.arange(fed))
+    embedding(torch.arange(received))
     samples.remove()
     (part,) = samples.microbatches(1)
     assert part.tokens is not None and part.tokens.shape == rows
@@ -86,9 +88,9 @@ def test_removed_it_sees_nothing_any_more(recorder: ActivityRecorder) -> None:
     model = nn.Sequential(Block())
     before = seen(recorder, model)
     recorder.remove()
-    told = dict(before.calls), dict(before.products)
+    told = dict(before.calls), dict(before.matmuls)
     model(torch.ones(2, 4)).sum().backward()
-    assert (recorder.of_step(1).calls, recorder.of_step(1).products) == told
+    assert (recorder.of_step(1).calls, recorder.of_step(1).matmuls) == told
 
 
 # ---- what belongs to a step
@@ -100,10 +102,10 @@ def test_a_pass_of_the_bare_model_between_steps_counts_only_if_it_records_gradie
     recorder._clock.leave_optimizer()
     with torch.no_grad():
         inner(torch.ones(2, 4))
-    assert not any(key.startswith("other") for key in recorder.of_step(1).calls | recorder.of_step(1).products)
+    assert not any(key.startswith("other") for key in recorder.of_step(1).calls | recorder.of_step(1).matmuls)
     inner(torch.ones(2, 4))
     activity = recorder.of_step(1)
-    assert (activity.calls["other 0"], activity.products["other float32"]) == (1, 2)
+    assert (activity.calls["other 0"], activity.matmuls["other float32"]) == (1, 2)
 
 
 def test_before_the_optimizer_a_pass_of_the_bare_model_counts_in_any_case(recorder: ActivityRecorder) -> None:
@@ -111,7 +113,7 @@ def test_before_the_optimizer_a_pass_of_the_bare_model_counts_in_any_case(record
     seen(recorder, nn.Sequential(inner))
     with torch.no_grad():
         inner(torch.ones(2, 4))
-    assert recorder.of_step(1).products["other float32"] == 2
+    assert recorder.of_step(1).matmuls["other float32"] == 2
 
 
 # ---- who hooks saved tensors

@@ -47,7 +47,7 @@ def validate(probe: Probe) -> None:
 
 
 def tokens_of(probe: Probe) -> dict[int, list[int]]:
-    """By step, the token that each pass was fed."""
+    """By step, the token that each pass received."""
     probe.trained()
     found = {s.step: s.microbatches for s in probe.evidence({}).steps}
     return {

@@ -83,7 +83,7 @@ def test_a_case_that_fails() -> None:
     assert_expected_inline(
         case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)),
         """\
-FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2, replicated 2 times
+FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
   shard groups      expected [0,1] [2,3]   observed [0-3]
   replicate groups  expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
   contents          12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
@@ -112,7 +112,7 @@ FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 r
   positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
-  determinism       NOT APPLICABLE  the case asks for one run (runs: 2 repeats it)
+  determinism       NOT APPLICABLE  the case requests one run (runs: 2 repeats it)
   golden            PASS            6 examined
   grad_norm         PASS            12 examined, largest difference 0.0e+00
   gradients         PASS            144 examined, largest difference 0.0e+00
@@ -197,7 +197,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   completed         FAIL            2 examined
   24 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
-  completed: Every rank exited by itself with code 0, and left evidence of every step and parameter asked for, and no process.
+  completed: Every rank exited by itself with code 0, and left evidence of every step and parameter requested, and no process.
     rank 1: expected exit code 0, observed raised: ValueError: no
       a.py:7 in f
       b.py:9 in g

@@ -48,7 +48,7 @@ def test_a_fault_under_torchrun_is_named_as_under_the_local_launcher(tmp_path: P
     case = case_of("hsdp_through_torchrun", dims={"dp_replicate": 2, "dp_shard": 2})
     judgement = run_case(case, Options(out=tmp_path, launcher="torchrun", fault="hsdp_runs_as_fsdp"))
     assert judgement.diagnosis is not None
-    assert judgement.diagnosis.cause.startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2")
+    assert judgement.diagnosis.cause.startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2")
 
 
 def test_a_rank_killed_under_torchrun_is_blamed(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ WRONG_LINES = {
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
     " variable_length, document_mask, masked_samples, all_valid, decay",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
-    " but world_size asks for 8",
+    " but world_size requests 8",
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16",
     "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8",
     "dims: {dp_replicate: 2, dp_shard: 2}\nfeatures: {accumulation: 3}": "global_batch 16 is not divisible by"
@@ -198,8 +198,8 @@ WRONG_LINES = {
     " has wrapper ddp; leave it out",
     "dims: {pp: 2}\nmodel: {tied_embeddings: true}": "tied_embeddings with pp 2: first and last stage would have to share"
     " a weight",
-    "dims: {pp: 2}\nfeatures: {stages_per_rank: 2}\nmodel: {n_layers: 4}": "schedule 1F1B has one stage a rank, asked"
-    " for stages_per_rank 2",
+    "dims: {pp: 2}\nfeatures: {stages_per_rank: 2}\nmodel: {n_layers: 4}": "schedule 1F1B has one stage a rank, requested"
+    " stages_per_rank 2",
     "features: {accumulation: 0}": "features: accumulation must be at least 1, got 0",
     "model: 80B": "model: unknown preset '80B'; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
     "model: {preset: [8B]}": "model: unknown preset ['8B']; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",

@@ -382,13 +382,13 @@ def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
     adapter = trainers.load(f"torchtitan@{middle}")
     accumulating = case(features=Features(accumulation=2, defer_sync=False))
     assert adapter.unsupported(accumulating) is None
-    assert (adapter.displays, adapter.own(case()).features.fsdp_units) == (("loss",), "root")
+    assert (adapter.reports, adapter.own(case()).features.fsdp_units) == (("loss",), "root")
     (middle / "torchtitan" / "train.py").write_text("class Trainer:\n    log(grad_norm.item())\n")
     units = middle / "torchtitan" / "models" / "llama3" / "infra" / "parallelize.py"
     units.parent.mkdir(parents=True)
     units.write_text("fully_shard([model.norm, model.output])\n")
     assert adapter.unsupported(accumulating) is not None
-    assert (adapter.displays, adapter.own(case()).features.fsdp_units) == (("loss", "grad_norm"), "apart")
+    assert (adapter.reports, adapter.own(case()).features.fsdp_units) == (("loss", "grad_norm"), "apart")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
@@ -408,7 +408,7 @@ def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
         (
             HSDP_IS_FSDP,
             Verdict.FAIL,
-            "HSDP ran as FSDP: parameters are sharded over 4 ranks, asked for 2, replicated 2 times",
+            "HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def case_of(layout: str, model: ModelConfig, **features: Any) -> Case:
 
 
 def run(case: Case, directory: Path, **options: Any) -> list[dict[str, Any]]:
-    """What every rank told, in order of rank. What is displayed must be equal on all of them."""
+    """What every rank told, in order of rank. What is reported must be equal on all of them."""
     options |= {"case": to_json(case), "out": str(directory)}
     exits = launch(Job(directory, case.dims.world_size, "trainer_entries:train", options=options))
     logs = "\n".join(log.read_text()[-2000:] for log in sorted(directory.glob("logs/*")))

@@ -38,7 +38,7 @@ def before_save(change: Callable[[State], None]) -> None:
 
 @fault(
     breaks="the optimizer's state is not read from the checkpoint",
-    bug="S01 pytorch/torchtitan #275: an item of the state is not in force after resuming",
+    bug="S01 pytorch/torchtitan #275: an item of the state has no effect after resuming",
     case="fsdp_4_to_hsdp_2x2",
     caught_by="resume update gradients",
     named="resumed without optimizer state: exp_avg and exp_avg_sq are zero in every parameter",
@@ -74,10 +74,10 @@ def schedule_starts_anew(fired: Fired) -> None:
 
 @fault(
     breaks="the data loader begins its epoch again",
-    bug="S01 pytorch/torchtitan #275: an item of the state is not in force after resuming",
+    bug="S01 pytorch/torchtitan #275: an item of the state has no effect after resuming",
     case="ddp_4_to_fsdp_2",
     caught_by="resume samples loss gradients",
-    named="the data position starts anew after resuming: step 3 is fed the samples of step 1",
+    named="the data position starts anew after resuming: step 3 receives the samples of step 1",
 )
 def data_position_starts_anew(fired: Fired) -> None:
     def change(load: Callable[[], None], state: State) -> None:
@@ -89,7 +89,7 @@ def data_position_starts_anew(fired: Fired) -> None:
 
 
 @fault(
-    breaks="a key that the checkpoint is not asked for stays as it was, and nobody is strict about it",
+    breaks="a key that the checkpoint is not requested stays as it was, and nobody is strict about it",
     bug="S05, S14: partial loads (strict=False) leave a parameter at its initial value",
     case="tp_2_to_fsdp_2",
     caught_by="resume loss gradients",
@@ -170,7 +170,7 @@ def checkpoint_ignored(fired: Fired) -> None:
     bug="S07 deepspeedai/DeepSpeed #5395: step 10 before step 2",
     case="twice_through_three_layouts",
     caught_by="completed resume samples",
-    named="resumed from the state after step 1, asked for the checkpoint of step 2",
+    named="resumed from the state after step 1, requested the checkpoint of step 2",
 )
 def older_checkpoint_read(fired: Fired) -> None:
     from harness.trainers.llama3 import checkpoint
@@ -289,7 +289,7 @@ def saving_rounds_the_live_weights(fired: Fired) -> None:
     bug="of the family of D08 pytorch/torchtitan #3023: later epochs read in the order of the first, here after a resume",
     case="fsdp_2_to_ddp_2_in_the_second_epoch",
     caught_by="resume samples loss",
-    named="the data position is wrong after resuming: step 66 is fed the samples of step 2",
+    named="the data position is wrong after resuming: step 66 receives the samples of step 2",
 )
 def later_epoch_resumed_in_the_order_of_the_first(fired: Fired) -> None:
     from harness.trainers.llama3 import data

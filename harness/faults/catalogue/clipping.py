@@ -70,11 +70,11 @@ def norm_of_own_shards_only(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the displayed gradient norm is that of the rank's own shards, clipping is right",
+    breaks="the reported gradient norm is that of the rank's own shards, clipping is right",
     bug="C02 pytorch/torchtitan #766, #769; pytorch #170862",
     case="fsdp_2",
     caught_by="grad_norm",
-    named="the displayed gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards",
+    named="the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards",
 )
 def displayed_norm_is_local(fired: Fired) -> None:
     from torch.distributed.tensor import DTensor
@@ -149,11 +149,11 @@ def overflow_goes_into_the_weights(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the displayed gradient norm is that after clipping",
-    bug="of the family of C02 pytorch/torchtitan #766: another norm is displayed than the one that is asked for",
+    breaks="the reported gradient norm is that after clipping",
+    bug="of the family of C02 pytorch/torchtitan #766: another norm is reported than the one that is requested",
     case="fsdp_2",
     caught_by="grad_norm",
-    named="each rank shows the norm after clipping (1), asked for that before it",
+    named="each rank shows the norm after clipping (1), requested that before it",
 )
 def displayed_norm_after_clipping(fired: Fired) -> None:
     from harness.trainers.llama3 import clip
@@ -174,7 +174,7 @@ def displayed_norm_after_clipping(fired: Fired) -> None:
     bug="of the family of C05 deepspeedai/DeepSpeed #5150: another coefficient than torch's",
     case="fsdp_2",
     caught_by="update",
-    named="clipping multiplies by max_norm / norm, asked for max_norm / (norm + 1e-6), as torch does",
+    named="clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does",
 )
 def clipped_without_the_1e_6(fired: Fired) -> None:
     import torch

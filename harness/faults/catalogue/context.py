@@ -1,4 +1,4 @@
-"""Mistakes of context parallel: who is fed which positions, what goes round, and what is reduced over cp."""
+"""Mistakes of context parallel: who receives which positions, what goes round, and what is reduced over cp."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def _shard_over(fired: Fired, choose: Any) -> None:
 
 
 @fault(
-    breaks="the displayed loss is summed over the dp ranks and not over cp",
+    breaks="the reported loss is summed over the dp ranks and not over cp",
     bug="M08 pytorch/torchtitan #761",
     case="fsdp_2_cp_2",
     caught_by="reported_loss",
-    named="the displayed loss is wrong, the training itself is right: it is not reduced over cp",
+    named="the reported loss is wrong, the training itself is right: it is not reduced over cp",
 )
 def displayed_loss_not_reduced_over_cp(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize, trainer
@@ -211,7 +211,7 @@ def _alter_parts(fired: Fired, change: Any) -> None:
     replace(context, "shard_sequence", make)
 
 
-# ---- what a cp rank is fed
+# ---- what a cp rank receives
 
 
 @fault(
@@ -219,7 +219,7 @@ def _alter_parts(fired: Fired, change: Any) -> None:
     bug="X01 pytorch/torchtitan #1880: the context is never entered (wrong indentation), cp silently off",
     case="cp_2",
     caught_by="samples traffic",
-    named="CP not in force: every cp rank is fed whole sequences",
+    named="CP not applied: every cp rank receives whole sequences",
 )
 def context_parallel_never_entered(fired: Fired) -> None:
     from harness.trainers.llama3 import context
@@ -233,11 +233,11 @@ def context_parallel_never_entered(fired: Fired) -> None:
 
 
 @fault(
-    breaks="load balancing is asked for and the sequence is cut contiguously, with attention to match: slow, not wrong",
+    breaks="load balancing is requested and the sequence is cut contiguously, with attention to match: slow, not wrong",
     bug="of the family of X01: a performance option without effect",
     case="cp_2",
     caught_by="samples positions",
-    named="cp_load_balance True is asked for, False is in force",
+    named="cp_load_balance True is requested, False is observed",
 )
 def load_balancer_not_applied(fired: Fired) -> None:
     from harness.trainers.llama3 import context
@@ -275,7 +275,7 @@ def ring_unaware_of_load_balancing(fired: Fired) -> None:
     bug="of the family of D06: the data loader's rank counts cp",
     case="fsdp_2_cp_2",
     caught_by="samples",
-    named="cp peers are fed different samples",
+    named="cp peers receive different samples",
 )
 def cp_ranks_read_different_samples(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize
@@ -310,11 +310,11 @@ def attention_stays_local(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the rotation asked for is never set, so torch's default is in force",
+    breaks="the rotation requested is never set, so torch's default is used",
     bug="of the family of X01: a performance option without effect",
     case="cp_2_alltoall",
     caught_by="traffic",
-    named="cp_rotation alltoall is asked for, allgather is in force",
+    named="cp_rotation alltoall is requested, allgather is observed",
 )
 def rotation_never_set(fired: Fired) -> None:
     from harness.trainers.llama3 import context
@@ -327,7 +327,7 @@ def rotation_never_set(fired: Fired) -> None:
     bug="of the family of N03: torch's default for ring attention (_cp_options.convert_to_f32), whatever the model's dtype",
     case="cp_2",
     caught_by="traffic loss gradients",
-    named="as by arithmetic in float32, asked for float64",
+    named="as by arithmetic in float32, requested float64",
 )
 def ring_merges_in_float32(fired: Fired) -> None:
     from harness.trainers.llama3 import context

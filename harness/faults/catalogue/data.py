@@ -33,7 +33,7 @@ def dp_ranks_shuffle_differently(fired: Fired) -> None:
     bug="D03 same stream on every rank: duplicates in a global batch",
     case="ddp_4",
     caught_by="samples loss gradients",
-    named="were fed the same samples",
+    named="received the same samples",
 )
 def dp_ranks_read_the_same_samples(fired: Fired) -> None:
     from harness.trainers.llama3 import data
@@ -76,7 +76,7 @@ def tp_shards_are_equal(fired: Fired) -> None:
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2_two_epochs",
     caught_by="samples",
-    named="step 65 is fed samples of step 1: the sampler is at another place of the data",
+    named="step 65 receives samples of step 1: the sampler is at another place of the data",
 )
 def second_epoch_replays_the_first(fired: Fired) -> None:
     from harness.trainers.llama3.data import ResumableSampler

@@ -29,11 +29,11 @@ def attention_computed_twice(fired: Fired) -> None:
 
 
 @fault(
-    breaks="activation checkpointing is asked for and no block is wrapped",
-    bug="O03 pytorch/torchtitan #3455: a pass that was asked for is silently skipped",
+    breaks="activation checkpointing is requested and no block is wrapped",
+    bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",
     case="fsdp_2_ac_full",
     caught_by="features",
-    named="activation checkpointing full is asked for, none took place",
+    named="activation checkpointing full is requested, none took place",
 )
 def checkpointing_not_applied(fired: Fired) -> None:
     from harness.trainers.llama3 import recompute
@@ -63,7 +63,7 @@ def checkpointing_on_the_wrong_blocks(fired: Fired) -> None:
     bug="of the family of A04 pytorch/torchtitan #820: the operators kept are not those meant",
     case="fsdp_2_ac_op",
     caught_by="features",
-    named="activation checkpointing op is asked for, full is in force",
+    named="activation checkpointing op is requested, full is observed",
 )
 def selective_checkpointing_keeps_nothing(fired: Fired) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
@@ -101,11 +101,11 @@ def random_state_not_restored(fired: Fired) -> None:
 
 
 @fault(
-    breaks="compile is asked for and no block is compiled",
-    bug="O03 pytorch/torchtitan #3455: a pass that was asked for is silently skipped",
+    breaks="compile is requested and no block is compiled",
+    bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",
     case="fsdp_2_compile",
     caught_by="features",
-    named="compile is asked for, no block ran compiled",
+    named="compile is requested, no block ran compiled",
 )
 def compile_not_applied(fired: Fired) -> None:
     from harness.trainers.llama3 import recompute
@@ -115,7 +115,7 @@ def compile_not_applied(fired: Fired) -> None:
 
 @fault(
     breaks="attention breaks the graph, and fullgraph, which would have raised, is off: blocks are compiled in pieces",
-    bug="O03: of the family of compiled regions that are not those asked for",
+    bug="O03: of the family of compiled regions that are not those requested",
     case="fsdp_2_compile",
     caught_by="features",
     named="compiled blocks break into pieces",

@@ -1,4 +1,4 @@
-"""Mistakes in what the loss is divided by, in its value, and in what is displayed of it."""
+"""Mistakes in what the loss is divided by, in its value, and in what is reported of it."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def padding_counted_as_tokens(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the displayed loss is averaged over the ranks although each one's is a share of a global mean already",
+    breaks="the reported loss is averaged over the ranks although each one's is a share of a global mean already",
     bug="L06 pytorch/torchtitan #2366, #4167, #2314",
     case="fsdp_4",
     caught_by="reported_loss",
-    named="the displayed loss is wrong, the training itself is right: each rank shows 0.25 times the right one",
+    named="the reported loss is wrong, the training itself is right: each rank shows 0.25 times the right one",
 )
 def displayed_loss_averaged_over_ranks(fired: Fired) -> None:
     from harness.trainers.llama3 import trainer
@@ -78,7 +78,7 @@ def displayed_loss_averaged_over_ranks(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the displayed loss is divided by the number of microbatches once more",
+    breaks="the reported loss is divided by the number of microbatches once more",
     bug="L05 pytorch/torchtitan #1758: a loss function that rescales, shared with what only looks",
     case="single_accum",
     caught_by="reported_loss",
@@ -98,8 +98,8 @@ def displayed_loss_divided_by_accumulation(fired: Fired) -> None:
 
 
 @fault(
-    breaks="each rank displays the mean loss of its own samples",
-    bug="of the family of M08 pytorch/torchtitan #761: the displayed loss is not reduced over an axis",
+    breaks="each rank reports the mean loss of its own samples",
+    bug="of the family of M08 pytorch/torchtitan #761: the reported loss is not reduced over an axis",
     case="fsdp_2",
     caught_by="reported_loss",
     named="each rank shows the loss of its own samples",
@@ -173,7 +173,7 @@ def prompt_mask_one_too_long(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the displayed loss is that of the step before, as by a display that does not wait for the device",
+    breaks="the reported loss is that of the step before, as by a display that does not wait for the device",
     bug="of the family of L10 pytorch/torchtitan #2990: what is logged is wrong beside a training that is right",
     case="fsdp_2",
     caught_by="reported_loss",
@@ -197,7 +197,7 @@ def displayed_loss_of_the_step_before(fired: Fired) -> None:
 
 
 @fault(
-    breaks="labels are smoothed by 0.1, which the recipe does not ask for",
+    breaks="labels are smoothed by 0.1, which the recipe does not request",
     bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
     case="fsdp_2",
     caught_by="loss gradients reported_loss",
@@ -217,11 +217,11 @@ def labels_smoothed(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the displayed learning rate is read after the scheduler has stepped, so it is that of the next step",
+    breaks="the reported learning rate is read after the scheduler has stepped, so it is that of the next step",
     bug="E07 huggingface/transformers #35942, #28124: logged after lr_scheduler.step()",
     case="fsdp_2",
     caught_by="reported_rate",
-    named="the displayed learning rate is wrong, the training itself is right: each rank shows that of the next step",
+    named="the reported learning rate is wrong, the training itself is right: each rank shows that of the next step",
 )
 def displayed_rate_of_the_next_step(fired: Fired) -> None:
     from harness.trainers.llama3.trainer import Trainer
@@ -238,11 +238,11 @@ def displayed_rate_of_the_next_step(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the learning rate displayed is the configured one, without warm-up and decay",
-    bug="of the family of L06: what is displayed is not what was done",
+    breaks="the learning rate reported is the configured one, without warm-up and decay",
+    bug="of the family of L06: what is reported is not what was done",
     case="fsdp_2_eight_steps",
     caught_by="reported_rate",
-    named="the displayed learning rate is wrong, the training itself is right: each rank shows another number",
+    named="the reported learning rate is wrong, the training itself is right: each rank shows another number",
 )
 def displayed_rate_as_configured(fired: Fired) -> None:
     from harness.trainers.llama3.trainer import Trainer
@@ -259,7 +259,7 @@ def displayed_rate_as_configured(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the loss is displayed in step 1 only",
+    breaks="the loss is reported in step 1 only",
     bug="of the family of L05: a display that is wrong where nobody looks, here by being left out",
     case="fsdp_2",
     caught_by="reported_loss",

@@ -52,7 +52,7 @@ def mesh_axes_reversed(fired: Fired) -> None:
 
 @fault(
     breaks="fully_shard is never applied: all data-parallel ranks hold whole parameters, as under DDP",
-    bug="of the family of M01: the strategy asked for is not the one in force",
+    bug="of the family of M01: another strategy ran than the one requested",
     case="hsdp_2x2",
     caught_by="shard_contents placements traffic memory",
     named="HSDP ran as DDP",
@@ -73,8 +73,8 @@ def hsdp_runs_as_ddp(fired: Fired) -> None:
 
 
 @fault(
-    breaks="FSDP is asked for and DDP wraps the model",
-    bug="of the family of M01: the strategy asked for is not the one in force",
+    breaks="FSDP is requested and DDP wraps the model",
+    bug="of the family of M01: another strategy ran than the one requested",
     case="fsdp_2",
     caught_by="shard_contents placements traffic memory",
     named="FSDP ran as DDP",
@@ -85,7 +85,7 @@ def fsdp_runs_as_ddp(fired: Fired) -> None:
 
 @fault(
     breaks="the tensor-parallel plan is never applied: tp ranks repeat each other's work on whole weights",
-    bug="of the family of X01 pytorch/torchtitan #1880: a parallelism asked for is silently off",
+    bug="of the family of X01 pytorch/torchtitan #1880: a parallelism requested is silently off",
     case="fsdp_2_tp_2",
     caught_by="shard_contents placements traffic memory",
     named="TP not applied",

@@ -62,7 +62,7 @@ def linear_decay(fired: Fired) -> None:
     bug="E02 pytorch/torchtitan #1284, #1010",
     case="fsdp_2",
     caught_by="update",
-    named="learning rate of step 1 is 0, asked for 0.0015",
+    named="learning rate of step 1 is 0, requested 0.0015",
 )
 def warmup_off_by_one(fired: Fired) -> None:
     from torch.optim.lr_scheduler import LambdaLR
@@ -85,7 +85,7 @@ def warmup_off_by_one(fired: Fired) -> None:
     bug="of the family of E01: the scheduler steps where it should not, or not where it should",
     case="ddp_2",
     caught_by="update replica_agreement",
-    named="learning rate of step 2 is 0.0015, the schedule's of step 1, asked for 0.003 on rank 1",
+    named="learning rate of step 2 is 0.0015, the schedule's of step 1, requested 0.003 on rank 1",
 )
 def one_rank_misses_a_scheduler_step(fired: Fired) -> None:
     import os
@@ -108,7 +108,7 @@ def one_rank_misses_a_scheduler_step(fired: Fired) -> None:
 
 @fault(
     breaks="after each step the weights pass through float32 (a logger, an average of weights), and come back rounded",
-    bug="of the family of N02 huggingface/accelerate #3979: small updates vanish, as weights are kept in less than asked for",
+    bug="of the family of N02 huggingface/accelerate #3979: small updates vanish, as weights are kept in less than requested",
     case="fsdp_2",
     caught_by="update",
     named="weights are changed between steps 1 and 2, when the optimizer is done: rounded to float32, in every parameter",
@@ -203,10 +203,10 @@ def optimizer_frozen_after_the_first_step(fired: Fired) -> None:
 
 @fault(
     breaks="weight decay is lost on its way to the optimizer",
-    bug="of the family of E04: parameter groups with another decay than asked for",
+    bug="of the family of E04: parameter groups with another decay than requested",
     case="fsdp_2",
     caught_by="update",
-    named="weight decay is not applied, asked for 0.1",
+    named="weight decay is not applied, requested 0.1",
 )
 def no_weight_decay(fired: Fired) -> None:
     from torch.optim import Optimizer
@@ -226,7 +226,7 @@ def no_weight_decay(fired: Fired) -> None:
     bug="of the family of S09 NVIDIA/Megatron-LM #4705: hyper-parameters of another group, or the library's",
     case="fsdp_2",
     caught_by="update",
-    named="beta2 is 0.999 in the optimizer, asked for 0.95",
+    named="beta2 is 0.999 in the optimizer, requested 0.95",
 )
 def default_betas(fired: Fired) -> None:
     import torch
@@ -279,7 +279,7 @@ def gradients_never_zeroed(fired: Fired) -> None:
 
 
 def _with_option(fired: Fired, **option: Any) -> None:
-    """AdamW is made with an option that nobody asked for."""
+    """AdamW is made with an option that nobody requested."""
     from torch.optim import AdamW
 
     def make(original: Any) -> Any:
@@ -299,7 +299,7 @@ def _with_option(fired: Fired, **option: Any) -> None:
     bug="of the family of E04 huggingface/transformers #35927: weight decay where it does not belong",
     case="fsdp_2",
     caught_by="update",
-    named="weight decay is added to the gradients (L2, as Adam does), asked for decoupled (AdamW)",
+    named="weight decay is added to the gradients (L2, as Adam does), requested decoupled (AdamW)",
 )
 def weight_decay_in_the_gradients(fired: Fired) -> None:
     _with_option(fired, decoupled_weight_decay=False)
@@ -310,7 +310,7 @@ def weight_decay_in_the_gradients(fired: Fired) -> None:
     bug="of the family of E04: an optimizer with another option than the recipe's",
     case="fsdp_2",
     caught_by="update memory",
-    named="the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), asked for AdamW without it",
+    named="the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), requested AdamW without it",
 )
 def amsgrad_not_asked_for(fired: Fired) -> None:
     _with_option(fired, amsgrad=True)

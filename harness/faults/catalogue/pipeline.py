@@ -9,11 +9,11 @@ from harness.faults import Fired, fault, replace
 
 
 @fault(
-    breaks="every pipeline runs GPipe, whatever schedule is asked for",
+    breaks="every pipeline runs GPipe, whatever schedule is requested",
     bug="of the family of P07: a schedule that is looked up by another name; numbers are the same, memory is not",
     case="pp_2",
     caught_by="schedule",
-    named="schedule GPipe ran, 1F1B is asked for",
+    named="schedule GPipe ran, 1F1B is requested",
 )
 def gpipe_whatever_is_asked(fired: Fired) -> None:
     from harness.trainers.llama3 import pipeline
@@ -29,11 +29,11 @@ def gpipe_whatever_is_asked(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the batch is cut into as many microbatches as there are stages, not into as many as asked for",
+    breaks="the batch is cut into as many microbatches as there are stages, not into as many as requested",
     bug="P07 pytorch/torchtitan #781: the default number of microbatches was pp",
     case="pp_2",
     caught_by="schedule samples",
-    named="2 microbatches went through the pipeline, 4 are asked for",
+    named="2 microbatches went through the pipeline, 4 are requested",
 )
 def as_many_microbatches_as_stages(fired: Fired) -> None:
     from harness.trainers.llama3 import pipeline

@@ -1,4 +1,4 @@
-"""Mistakes of precision: another dtype or format than the one asked for, and small errors in recipes with noise."""
+"""Mistakes of precision: another dtype or format than the one requested, and small errors in recipes with noise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from harness.faults import Fired, fault, replace
 
 
 @fault(
-    breaks="gradients are reduced in bfloat16 where float32 was asked for",
-    bug="N01 pytorch #190626, N05 deepspeedai/DeepSpeed #5170: a reduction before the cast to the dtype asked for",
+    breaks="gradients are reduced in bfloat16 where float32 was requested",
+    bug="N01 pytorch #190626, N05 deepspeedai/DeepSpeed #5170: a reduction before the cast to the dtype requested",
     case="bf16_fsdp_2",
     caught_by="traffic features",
-    named="gradients are reduced in bfloat16, asked for float32",
+    named="gradients are reduced in bfloat16, requested float32",
 )
 def reduced_in_bfloat16(fired: Fired) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,11 +30,11 @@ def reduced_in_bfloat16(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the conversion to float8 is asked for and silently not done",
+    breaks="the conversion to float8 is requested and silently not done",
     bug="F03 pytorch/torchtitan: the default filter skips the modules meant, silently",
     case="float8_gw_hp_fsdp_2",
     caught_by="features gradients loss",
-    named="float8_rowwise_with_gw_hp is asked for, no product ran in that format",
+    named="float8_rowwise_with_gw_hp is requested, no matmul ran in that format",
 )
 def float8_not_applied(fired: Fired) -> None:
     from harness.trainers.llama3 import quantize
@@ -47,7 +47,7 @@ def float8_not_applied(fired: Fired) -> None:
     bug="F01 pytorch/torchtitan #4008: the list of exceptions names a module that no longer exists",
     case="float8_gw_hp_fsdp_2",
     caught_by="features gradients",
-    named="float8_rowwise products of output, which nobody asked for",
+    named="float8_rowwise matmuls of output, which nobody requested",
 )
 def output_converted_too(fired: Fired) -> None:
     from harness.trainers.llama3 import quantize

@@ -248,7 +248,7 @@ def rank_exits_as_if_well(fired: Fired) -> None:
 
 
 @fault(
-    breaks="rank 1 reduces the loss that it displays only after the next step's token count, and gloo pairs the two",
+    breaks="rank 1 reduces the loss that it reports only after the next step's token count, and gloo pairs the two",
     bug="of the family of Z03: reductions of equal size in another order, which gloo pairs without an error",
     case="fsdp_2",
     caught_by="collective_order",

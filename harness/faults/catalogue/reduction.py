@@ -40,7 +40,7 @@ def last_microbatch_added_after_the_reduction(fired: Fired) -> None:
     bug="G06 huggingface/accelerate #3762; Titan #1929; VeOmni #1026",
     case="fsdp_4_accum",
     caught_by="traffic",
-    named="gradients are reduced after every microbatch (2 times a step), once a step is asked for",
+    named="gradients are reduced after every microbatch (2 times a step), once a step is requested",
 )
 def reduced_after_every_microbatch(fired: Fired) -> None:
     from torch.distributed.fsdp import FSDPModule
@@ -262,7 +262,7 @@ def group_left_out_of_the_token_count(fired: Fired) -> None:
 
 @fault(
     breaks="every rank gathers everybody's tokens in each block, and makes nothing of them",
-    bug="D-class: data is moved that nobody asked for",
+    bug="D-class: data is moved that nobody requested",
     case="fsdp_2",
     caught_by="traffic",
     named="bytes moved are not the plan's: rank 0, step 1, integers in forward and backward",

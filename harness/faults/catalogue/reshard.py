@@ -1,4 +1,4 @@
-"""Mistakes in which units FSDP frees after forward; FSDP1 and DDP in other forms than asked for. No number shows them."""
+"""Mistakes in which units FSDP frees after forward; FSDP1 and DDP in other forms than requested. No number shows them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.faults import Fired, fault, replace
 
 
 def _resharding_by(fired: Fired, choose: Any) -> None:
-    """fully_shard with another reshard_after_forward: choose(unit, the one asked for), None for the root."""
+    """fully_shard with another reshard_after_forward: choose(unit, the one requested), None for the root."""
     from harness.trainers.llama3 import parallelize
 
     def make(original: Any) -> Any:
@@ -41,10 +41,10 @@ def first_unit_kept_instead_of_last(fired: Fired) -> None:
 
 @fault(
     breaks="a number is taken for true: units are freed entirely, and gathered over the whole shard group again",
-    bug="of the family of M01: the smaller group asked for is made and not used",
+    bug="of the family of M01: the smaller group requested is made and not used",
     case="fsdp_4_reshard_2",
     caught_by="reshard traffic",
-    named="reshard_after_forward 2 is asked for, always is in force",
+    named="reshard_after_forward 2 is requested, always is observed",
 )
 def number_taken_for_true(fired: Fired) -> None:
     _resharding_by(fired, lambda unit, asked: None if asked is None else True)
@@ -55,7 +55,7 @@ def number_taken_for_true(fired: Fired) -> None:
     bug="H01 pytorch/torchtitan #822: under pp each microbatch gathered everything anew",
     case="pp_2_fsdp_2",
     caught_by="reshard traffic",
-    named="reshard_after_forward default is asked for, always is in force",
+    named="reshard_after_forward default is requested, always is observed",
 )
 def stages_resharded_after_each_microbatch(fired: Fired) -> None:
     _resharding_by(fired, lambda unit, asked: None if asked is None else True)
@@ -79,7 +79,7 @@ def freed_on_paper_only(fired: Fired) -> None:
     bug="of the family of H03 huggingface/accelerate #3999: the policy that wraps blocks finds other modules",
     case="fsdp_2",
     caught_by="placements",
-    named="fsdp2 units are finer than asked for: parameters are gathered in 18 pieces, asked for 4",
+    named="fsdp2 units are finer than requested: parameters are gathered in 18 pieces, requested 4",
 )
 def every_linear_is_a_unit(fired: Fired) -> None:
     from torch import nn
@@ -149,11 +149,11 @@ def whole_buffer_of_gradients(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the bucket size asked for is not passed on, so DDP reduces in buckets of its usual size",
+    breaks="the bucket size requested is not passed on, so DDP reduces in buckets of its usual size",
     bug="of the family of G11 NVIDIA/Megatron-LM #3023: buckets are not what they should be",
     case="ddp_2_bucket",
     caught_by="features",
-    named="bucket_mb 0.03125 is asked for",
+    named="bucket_mb 0.03125 is requested",
 )
 def bucket_size_ignored(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize
@@ -170,10 +170,10 @@ def bucket_size_ignored(fired: Fired) -> None:
 
 @fault(
     breaks="FSDP1 gets SHARD_GRAD_OP, which keeps parameters from forward to backward, for FULL_SHARD",
-    bug="of the family of M01: the strategy asked for is not the one in force",
+    bug="of the family of M01: another strategy ran than the one requested",
     case="fsdp1_4",
     caught_by="reshard traffic",
-    named="reshard_after_forward default is asked for, never is in force",
+    named="reshard_after_forward default is requested, never is observed",
 )
 def shard_grad_op_for_full_shard(fired: Fired) -> None:
     from torch.distributed.fsdp import ShardingStrategy
@@ -210,11 +210,11 @@ def fsdp1_hybrid_runs_as_full_shard(fired: Fired) -> None:
 
 
 @fault(
-    breaks="FSDP1 wraps the model where FSDP2 is asked for",
-    bug="of the family of M01: the strategy asked for is not the one in force",
+    breaks="FSDP1 wraps the model where FSDP2 is requested",
+    bug="of the family of M01: another strategy ran than the one requested",
     case="fsdp_2",
     caught_by="features shard_contents placements",
-    named="wrapper fsdp2 is asked for, fsdp1 is in force",
+    named="wrapper fsdp2 is requested, fsdp1 is observed",
 )
 def fsdp2_runs_as_fsdp1(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize

@@ -1,4 +1,4 @@
-"""Mistakes in which samples a rank is fed."""
+"""Mistakes in which samples a rank receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.faults import Fired, fault, replace
     bug="D06 huggingface/accelerate #3173, #3390; NVIDIA/Megatron-LM #3268",
     case="fsdp_2_tp_2",
     caught_by="samples loss",
-    named="tp peers are fed different samples",
+    named="tp peers receive different samples",
 )
 def tp_peers_read_different_samples(fired: Fired) -> None:
     from harness.trainers.llama3 import data
@@ -29,7 +29,7 @@ def tp_peers_read_different_samples(fired: Fired) -> None:
 
 
 @fault(
-    breaks="the loader's shuffle is seeded with 42, whatever seed was asked for",
+    breaks="the loader's shuffle is seeded with 42, whatever seed was requested",
     bug="D02 huggingface/accelerate #3459",
     case="fsdp_2",
     caught_by="samples loss",
@@ -102,7 +102,7 @@ def never_shuffled(fired: Fired) -> None:
     bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
     case="fsdp_2",
     caught_by="samples loss",
-    named="step 1 is fed samples of step 2: the sampler is at another place of the data",
+    named="step 1 receives samples of step 2: the sampler is at another place of the data",
 )
 def first_batch_skipped(fired: Fired) -> None:
     from harness.trainers.llama3 import data
@@ -123,7 +123,7 @@ def first_batch_skipped(fired: Fired) -> None:
     bug="of the family of P12 pytorch #126600: the tail of a batch that does not divide is dropped",
     case="fsdp_2",
     caught_by="samples gradients",
-    named="samples fed to nobody: 2 of 16",
+    named="samples received by nobody: 2 of 16",
 )
 def tail_of_the_batch_dropped(fired: Fired) -> None:
     from harness.trainers.llama3 import data

@@ -164,10 +164,10 @@ def gather_along_the_wrong_dim(fired: Fired) -> None:
 
 @fault(
     breaks="sequence parallelism is never applied: norms and residuals are whole on every tp rank",
-    bug="of the family of T01: tensor parallelism with another plan for the norms than asked for",
+    bug="of the family of T01: tensor parallelism with another plan for the norms than requested",
     case="fsdp_2_tp_2",
     caught_by="traffic",
-    named="sequence_parallel True is asked for, False is in force",
+    named="sequence_parallel True is requested, False is observed",
 )
 def sequence_parallel_not_applied(fired: Fired) -> None:
     import dataclasses

@@ -25,7 +25,7 @@ def _always_pass(fired: Fired, **options: Any) -> None:
     bug="H01 pytorch/torchtitan #1094, #1091, #822",
     case="fsdp_4",
     caught_by="reshard traffic",
-    named="reshard_after_forward default is asked for, always is in force",
+    named="reshard_after_forward default is requested, always is observed",
 )
 def last_unit_freed_after_forward(fired: Fired) -> None:
     _always_pass(fired, reshard_after_forward=True)
@@ -36,7 +36,7 @@ def last_unit_freed_after_forward(fired: Fired) -> None:
     bug="H02 pytorch/torchtitan #4143",
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
-    named="reshard_after_forward always is asked for, never is in force",
+    named="reshard_after_forward always is requested, never is observed",
 )
 def nothing_freed_after_forward(fired: Fired) -> None:
     _always_pass(fired, reshard_after_forward=False)
@@ -47,7 +47,7 @@ def nothing_freed_after_forward(fired: Fired) -> None:
     bug="H03 huggingface/accelerate #3999",
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
-    named="reshard_after_forward always is asked for, never is in force",
+    named="reshard_after_forward always is requested, never is observed",
 )
 def whole_model_is_one_unit(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize
@@ -69,7 +69,7 @@ def whole_model_is_one_unit(fired: Fired) -> None:
     bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered from forward to backward",
     case="fsdp_4_open_reshard_always",
     caught_by="reshard traffic",
-    named="reshard_after_forward always is asked for, never is in force",
+    named="reshard_after_forward always is requested, never is observed",
 )
 def units_of_its_own_are_kept(fired: Fired) -> None:
     _always_pass(fired, reshard_after_forward=False)

@@ -75,7 +75,7 @@ def replicated_parameters_drawn_by_each_tp_rank(fired: Fired) -> None:
 
 @fault(
     breaks="weights are drawn from a generator that nobody seeded",
-    bug="of the family of R01: initialisation by another stream of random numbers than asked for",
+    bug="of the family of R01: initialisation by another stream of random numbers than requested",
     case="fsdp_4_twice",
     caught_by="initial_weights determinism",
     named="training does not start from the seed weights",

@@ -79,4 +79,4 @@ SCALES_OVER_TP = {
 }
 
 
-"""By recipe and phase, how many products of a layer need the scales of all tokens, of all features, and one scale."""
+"""By recipe and phase, how many matmuls of a layer need the scales of all tokens, of all features, and one scale."""

@@ -7,7 +7,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     context.py       context parallel: attention over the ranks that share a sequence
     pipeline.py      the model in stages, and torch's schedules that run them
     data.py          which samples this rank reads
-    quantize.py      matrix products in 8 bits
+    quantize.py      matmuls in 8 bits
     recipe.py        optimizer and learning rate
     clip.py          the global gradient norm and clipping by it
     checkpoint.py    saving and resuming, also into another layout
@@ -40,7 +40,7 @@ class Llama3(Adapter):
 
     name = "llama3"
     preload: tuple[str, ...] = ()
-    displays: tuple[str, ...] = ("loss", "grad_norm", "lr")
+    reports: tuple[str, ...] = ("loss", "grad_norm", "lr")
 
     def own(self, case: Case) -> Case:
         return replace(case, features=replace(case.features, attention="fused"))
@@ -138,7 +138,7 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         yield f"compile with schedule {features.schedule}: torch cannot split the backward of compiled blocks"
     if case.training.quantize and features.schedule in ZERO_BUBBLE:
         yield (
-            f"quantize {case.training.quantize} with schedule {features.schedule}: a quantized product has one backward,"
+            f"quantize {case.training.quantize} with schedule {features.schedule}: a quantized matmul has one backward,"
             " which either half of a split one runs as a whole; how often is not planned"
         )
     if features.schedule in ZERO_BUBBLE and case.expected_failure is None:

@@ -93,8 +93,8 @@ def activation_shape(case: Case) -> tuple[int, int, int]:
 def run(schedule: Any, tokens: Tensor, labels: Tensor, **rest: Tensor | None) -> None:
     """Forward and backward of one batch, cut into microbatches along dim 0, what all its samples share included."""
     shared = {name: value.expand(len(tokens), -1) for name, value in rest.items() if value is not None}
-    fed = (tokens,) if has_first_stage(schedule) else ()
-    schedule.step(*fed, target=labels, return_outputs=False, **shared)  # or all logits would be kept
+    received = (tokens,) if has_first_stage(schedule) else ()
+    schedule.step(*received, target=labels, return_outputs=False, **shared)  # or all logits would be kept
 
 
 def has_first_stage(schedule: Any) -> bool:

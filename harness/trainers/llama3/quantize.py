@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, by torchao: modules are exchanged before anything else is done to the model."""
+"""Matmuls in 8 bits, by torchao: modules are exchanged before anything else is done to the model."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ KEPT = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
 )
-"""Costly operators, whose results "op" keeps. Of matrix products it keeps every second one: the 1st, 3rd, .. of a block."""
+"""Costly operators, whose results "op" keeps. Of matmuls it keeps every second one: the 1st, 3rd, .. of a block."""
 
 
 def apply_checkpointing(model: Llama, case: Case) -> None:
@@ -53,12 +53,12 @@ def checkpointed(block: nn.Module, case: Case) -> nn.Module:
 
 def kept_operators() -> Any:
     """Called for every forward pass of a block, so that counting begins anew. Recomputation counts by itself."""
-    products: Counter[bool] = Counter()
+    matmuls: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if str(operator) == "aten.mm.default":
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:
+            matmuls[context.is_recompute] += 1
+            if matmuls[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if str(operator) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -91,7 +91,7 @@ def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
 
 
 def pipeline_products_with_collectives(mesh: DeviceMesh) -> None:
-    """Async TP: a pass of inductor's fuses all-gathers and reduce-scatters with the products beside them. GPUs only."""
+    """Async TP: a pass of inductor's fuses all-gathers and reduce-scatters with the matmuls beside them. GPUs only."""
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -98,7 +98,7 @@ def build_model(
 
 
 def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
-    """Full tensors by fqn; from a file each is read when asked for. Raises ValueError if names or shapes do not fit."""
+    """Full tensors by fqn; from a file each is read when requested. Raises ValueError if names or shapes do not fit."""
     if weights is None:
         return initial_weights(case.model, case.training.seed)
     try:

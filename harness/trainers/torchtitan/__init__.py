@@ -3,8 +3,8 @@
 Its own mesh, data-parallel set-up, loop, clipping and optimizer are examined. Handed over as data are the model's sizes,
 the seed weights, the samples and the recipe's learning rates; nothing of torchtitan's sources is edited.
 
-    source.py     where torchtitan comes from, and what of it a case can ask for
-    handover.py   the data handed over, and what torchtitan displays
+    source.py     where torchtitan comes from, and what of it a case can request
+    handover.py   the data handed over, and what torchtitan reports
     job.py        configuration, sizes and TrainSpec in the words of the time up to 2026-02
     early.py      2024-09 to 2025-03: a script with one function `main`
     middle.py     2025-03 to 2026-02, with 0.1.0 to 0.2.2: a Trainer
@@ -51,8 +51,8 @@ class Torchtitan(Adapter):
         )
 
     @property
-    def displays(self) -> tuple[str, ...]:  # type: ignore[override]
-        return source.find(self.where).era.displays
+    def reports(self) -> tuple[str, ...]:  # type: ignore[override]
+        return source.find(self.where).era.reports
 
     def of(self, where: str) -> Torchtitan:
         return dataclasses.replace(self, where=where)

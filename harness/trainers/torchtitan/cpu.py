@@ -1,7 +1,7 @@
 """All that has to be arranged before torchtitan is imported on a machine without accelerator; never applied on GPUs.
 
 Nothing here changes what is computed or communicated: it answers questions about a device, and lends names that are
-only asked for by GPU code.
+only requested by GPU code.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def lend_memory_calls() -> None:
 
 
 def use_gloo() -> None:
-    """Whatever backend is asked for is gloo, whose barriers take no devices."""
+    """Whatever backend is requested is gloo, whose barriers take no devices."""
     init, barrier = dist.init_process_group, dist.barrier
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Late
         teach_cpu_attention(exact=(case.training.compute_dtype or case.training.dtype) == "float64")
     hand_over(train.train_spec_module, case, Inputs if source.era.inputs_by_name else handover.Samples)
     trainer = train.Trainer(job.configured(train.JobConfig(), case))
-    train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` asks for it
+    train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` requests it
     handover.give_weights(trainer.model_parts, case, weights, source.era.fqn)
     return LaterTrainer(trainer, case)
 

@@ -1,4 +1,4 @@
-"""Where torchtitan comes from, which era it is of, and what of a case that era can be asked for."""
+"""Where torchtitan comes from, which era it is of, and what of a case that era can be requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.spec.features import FEATURE_CHOICES, Features
 from reference.config import ModelConfig, TrainingConfig
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
-CHOSEN = ("attention", "loss_chunks", "keeps_loss_unit")  # what a version does, not what it is asked for
+CHOSEN = ("attention", "loss_chunks", "keeps_loss_unit")  # what a version does, not what it is requested
 LOSS_CHUNKS = 8  # torchtitan's own number
 HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
 
@@ -31,13 +31,13 @@ COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_ty
 
 @dataclass(frozen=True)
 class Era:
-    """What torchtitan of a time can be asked for, by the names of the case's keys; a key not listed must be as usual.
+    """What torchtitan of a time can be requested, by the names of the case's keys; a key not listed must be as usual.
 
     run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
     fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
     one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
-    resumes: it is asked for checkpoints. chooses: features that it has its own way with.
+    resumes: it is requested checkpoints. chooses: features that it has its own way with.
     chunks_loss: its loss applies the output, in chunks of the sequence.
     replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
     preload: packages that it imports.
@@ -52,7 +52,7 @@ class Era:
     chooses: dict[str, object]
     replicates_by: str
     wraps_alone: bool
-    displays: tuple[str, ...]
+    reports: tuple[str, ...]
     inputs_by_name: bool = False
     fed_microbatches: bool = False
     flat: bool = False
@@ -65,7 +65,7 @@ class Era:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def without(self, key: str) -> str:
-        """Why what a case asks for by this key is not done."""
+        """Why what a case requests by this key is not done."""
         if key in self.unasked:
             return f"{self.name} has such an option, which this adapter does not pass on"
         return f"{self.name} has no such option"
@@ -93,7 +93,7 @@ EARLY = Era(
     chooses={"fsdp_units": "root", "own_model": True},
     replicates_by="replicate",
     wraps_alone=False,
-    displays=("loss",),
+    reports=("loss",),
 )
 MIDDLE = dataclasses.replace(
     EARLY,
@@ -131,7 +131,7 @@ LATER = Era(
     chooses={"ac_early_stop": False, "cp_heads": "key_value", "own_model": True},
     replicates_by="fsdp2",
     wraps_alone=True,
-    displays=("loss", "grad_norm"),
+    reports=("loss", "grad_norm"),
     unasked=("async_tp", "quantize"),
     preload=(*DATA_AND_LOGS, *COMPILERS),
     model=(*MODEL, "rope_scaling", "tied_embeddings"),
@@ -167,7 +167,7 @@ TRAINERS = (
 
 @dataclass(frozen=True)
 class Change:
-    """What torchtitan can be asked for from the commit on that brought these words into this file of the package."""
+    """What torchtitan can be requested from the commit on that brought these words into this file of the package."""
 
     file: str
     words: str
@@ -184,7 +184,7 @@ CHANGES = (
         "gradient_accumulation_steps",
         features={"accumulation": tuple(range(1, 65)), "defer_sync": (False,)},
     ),
-    Change("train.py", "grad_norm.item()", {"displays": ("loss", "grad_norm")}),
+    Change("train.py", "grad_norm.item()", {"reports": ("loss", "grad_norm")}),
     Change(
         "models/llama3/infra/parallelize.py",
         "[model.norm, model.output]",

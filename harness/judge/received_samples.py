@@ -1,4 +1,4 @@
-"""Which samples each rank was fed, recognised by their tokens."""
+"""Which samples each rank received, recognised by their tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from harness.judge.trial import Trial
 from harness.plan.stages import positions
 
 
-def fed_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
-    """The sample ids each first stage was fed in a step, in order; None for tokens that are no sample of the recipe, or
+def received_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
+    """The sample ids each first stage received in a step, in order; None for tokens that are no sample of the recipe, or
     not those at this rank's positions."""
     found = {}
-    for rank, rows in fed(trial, step).items():
+    for rank, rows in rows_received(trial, step).items():
         known = rows_of(trial, rank, step)
         found[rank] = [known.get(row.tobytes()) for row in rows]
     return found
 
 
-def fed(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
+def rows_received(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
     """Rows of tokens, by first stage."""
     return {
         rank: [row for part in record.microbatches if part.tokens is not None for row in part.tokens]
@@ -31,14 +31,14 @@ def fed(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
 
 
 def rows_of(trial: Trial, rank: int, step: int) -> dict[bytes, int]:
-    """The sample id by the tokens at the positions that this rank is fed."""
+    """The sample id by the tokens at the positions that this rank receives."""
     reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
     return {row[at].tobytes(): id_ for id_, row in zip(reference.sample_ids, reference.tokens, strict=True)}
 
 
-def positions_fed(trial: Trial, rank: int, step: int) -> np.ndarray | None:
-    """At which positions the rows that a rank was fed stand in their samples; None if at none that somebody would feed."""
-    rows = fed(trial, step).get(rank, [])
+def positions_received(trial: Trial, rank: int, step: int) -> np.ndarray | None:
+    """At which positions the rows that a rank received stand in their samples; None if at none that somebody would feed."""
+    rows = rows_received(trial, step).get(rank, [])
     for at in ways_to_cut(trial, rank, step) if rows else ():
         known = {row[at].tobytes() for row in trial.reference.tokens}
         if all(row.tobytes() in known for row in rows):
@@ -57,6 +57,6 @@ def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
 
 
 def shares_of_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
-    """What each data-parallel share was fed, by the rank that stands for it."""
-    fed = fed_samples(trial, step)
-    return {rank: fed[rank] for rank in trial.one_rank_per_share() if rank in fed}
+    """What each data-parallel share received, by the rank that stands for it."""
+    received = received_samples(trial, step)
+    return {rank: received[rank] for rank in trial.one_rank_per_share() if rank in received}
