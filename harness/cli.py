@@ -246,8 +246,8 @@ def faults_code(done: Sequence[catalogue.Attempt], control: catalogue.Attempt) -
 def show_pairs(cases: Sequence[Case], trainer: str, *, accept: bool) -> int:
     """Every pair of options with its case or its reason; a pair with neither is a gap in the matrix."""
     if accept:
-        readme = ROOT / "README.md"
-        write_text(readme, coverage.with_table(readme.read_text(encoding="utf-8"), cases))
+        page = ROOT / "docs" / "coverage.md"
+        write_text(page, coverage.with_table(page.read_text(encoding="utf-8"), cases))
     found = coverage.pairs(cases, trainers.load(trainer).unsupported)
     say(coverage.pairs_text(found))
     return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
@@ -532,9 +532,7 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument(
         "--compose", action="store_true", help="only propose which cases to move into the default tier, and out of it"
     )
-    many.add_argument(
-        "--accept", action="store_true", help="with --all: make the README's table of what is covered anew"
-    )
+    many.add_argument("--accept", action="store_true", help="with --all: make the table of docs/coverage.md anew")
     _how_to_run(many)
     wrong = _command(
         commands, "faults", run_faults, "make every deliberate mistake of the catalogue: which are caught?"
@@ -593,7 +591,7 @@ def _how_to_run(command: argparse.ArgumentParser) -> None:
         "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
     command.add_argument("--launcher", default="local", choices=("local", "torchrun"))
-    command.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see the README")
+    command.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see docs/running.md")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     command.add_argument(
         "--out", type=Path, default=Path("out"), metavar="DIR", help="where evidence goes; default out"

@@ -1,4 +1,4 @@
-"""The README says what is: the laws, the commands, the example."""
+"""The README and the pages of docs/ say what is: laws, commands, examples, tables; their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -20,22 +20,38 @@ from harness.spec import coverage
 from harness.spec.loading import find_case, load_all
 
 README = (ROOT / "README.md").read_text()
+PAGES = {page.name: page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]}
 
 
 def test_the_table_of_laws_is_theirs() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGES["laws.md"], re.MULTILINE)
     assert rows == [(name, law(name)) for name in all_checks()]
 
 
 def test_the_table_of_what_is_covered_is_the_matrix() -> None:
-    assert coverage.with_table(README, load_all()) == README, "make it anew: harness matrix --all --accept"
+    assert coverage.with_table(PAGES["coverage.md"], load_all()) == PAGES["coverage.md"], (
+        "make it anew: harness matrix --all --accept"
+    )
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"(?:^    (?:\$ )?|`)harness (\w+)", README, re.MULTILINE))))
+@pytest.mark.parametrize(
+    "command", sorted(set(re.findall(r"(?:^    (?:\$ )?|`)harness (\w+)", "\n".join(PAGES.values()), re.MULTILINE)))
+)
 def test_a_command_that_it_names_exists(command: str) -> None:
     with pytest.raises(SystemExit) as stop:
         parser().parse_args([command, "--help"])
     assert stop.value.code == 0
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_its_links_and_the_files_that_it_names_are_there(page: str) -> None:
+    beside = ROOT if page == "README.md" else ROOT / "docs"
+    links = re.findall(r"\]\(([^)#:]+)\)", PAGES[page])
+    files = re.findall(
+        r"`((?:harness|tests|reference|cases|golden|docs|benchmarks|upstream_bugs)/[\w/.-]*)", PAGES[page]
+    )
+    assert [link for link in links if not (beside / link).exists()] == []
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_the_failing_output_at_the_top_is_the_real_one(tmp_path: Path) -> None:
@@ -49,7 +65,7 @@ def test_the_table_of_what_is_noticed_is_made_from_what_was_measured() -> None:
 
 
 def test_the_line_of_what_the_default_tier_notices_is_made_from_what_was_measured() -> None:
-    assert unaimed_faults.with_line(README) == README, "make it anew: harness faults --accept"
+    assert unaimed_faults.with_line(PAGES["faults.md"]) == PAGES["faults.md"], "make it anew: harness faults --accept"
 
 
 def _without_noise(text: str) -> str:
@@ -60,7 +76,9 @@ def _without_noise(text: str) -> str:
 
 def test_the_example_of_a_fault_works_and_is_named(tmp_path: Path) -> None:
     code = re.search(
-        r"^    from harness\.faults import fault.*?^        replace\(.*?\)$", README, re.MULTILINE | re.DOTALL
+        r"^    from harness\.faults import fault.*?^        replace\(.*?\)$",
+        PAGES["faults.md"],
+        re.MULTILINE | re.DOTALL,
     )
     assert code is not None
     (tmp_path / "own.py").write_text("\n".join(line[4:] for line in code.group().splitlines()))

@@ -24,6 +24,7 @@ from harness.spec.composition import ranks, values
 from harness.spec.loading import load_all
 
 STORED = ROOT / "harness" / "faults" / "unaimed.json"
+PAGE = ROOT / "docs" / "faults.md"
 MOST = 12  # cases that are tried
 
 
@@ -109,16 +110,16 @@ def line(done: Sequence[catalogue.Attempt], cases: Sequence[Case], found: Sequen
 
 
 def with_line(text: str) -> str:
-    """The README with its line made anew."""
+    """The page with its line made anew."""
     head, _, rest = text.partition(BEGIN)
     told = line(catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8")), load_all(), load())
     return head + BEGIN + told + "\n" + END + rest.partition(END)[2]
 
 
 def accept(found: Sequence[Searched] = ()) -> None:
-    """Stores what was searched, and makes the README's line of all that is stored."""
+    """Stores what was searched, and makes the line of docs/faults.md of all that is stored."""
     store(found)
-    write_text(catalogue.README, with_line(catalogue.README.read_text(encoding="utf-8")))
+    write_text(PAGE, with_line(PAGE.read_text(encoding="utf-8")))
 
 
 def report(done: Sequence[catalogue.Attempt], cases: Sequence[Case], found: Sequence[Searched]) -> str:

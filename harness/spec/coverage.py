@@ -47,7 +47,7 @@ class Pair:
 
 
 def options() -> list[Option]:
-    """In the order of the README's table."""
+    """In the order of the table in docs/coverage.md."""
     return [*_layouts(), *_of_features(), *_of_training(), *_of_model(), *_of_runs()]
 
 
@@ -258,7 +258,7 @@ def _state(pair: Pair) -> str:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """The README's: every option by its kind, and in how many cases it is. One that is in none is refused here."""
+    """Of docs/coverage.md: every option by its kind, and in how many cases it is. One that is in none is refused here."""
     rows = ["| kind | options, and in how many cases each is |", "|---|---|"]
     kinds = dict.fromkeys(option.kind for option in options())
     for kind in kinds:
@@ -271,6 +271,6 @@ BEGIN, END = "<!-- table: harness matrix --all --accept -->\n", "<!-- end of wha
 
 
 def with_table(text: str, cases: Sequence[Case]) -> str:
-    """The README with its table made anew."""
+    """The page with its table made anew."""
     head, _, rest = text.partition(BEGIN)
     return head + BEGIN + table(cases) + END + rest.partition(END)[2]

@@ -15,7 +15,7 @@ from harness.spec.features import FEATURE_CHOICES, Features
 from reference.config import ModelConfig, TrainingConfig
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
-CHOSEN = ("attention", "loss_chunks", "keeps_loss_unit")  # what a version does, not what it is requested
+CHOSEN = ("attention", "loss_chunks", "keeps_loss_unit")  # what a version does, whatever is requested
 LOSS_CHUNKS = 8  # torchtitan's own number
 HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
 
@@ -37,7 +37,7 @@ class Era:
     fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
     one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
-    resumes: it is requested checkpoints. chooses: features that it has its own way with.
+    resumes: whether checkpoints can be requested of it. chooses: features that it has its own way with.
     chunks_loss: its loss applies the output, in chunks of the sequence.
     replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
     preload: packages that it imports.
