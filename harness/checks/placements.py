@@ -20,8 +20,6 @@ from harness.plan.observed_units import Unit, units_text
 from harness.plan.slices import tp_dim
 
 STAGE = "structure"
-
-
 Claim = set[tuple[str, tuple[int, ...]]]
 
 

@@ -222,8 +222,6 @@ class RankEvidence:
 
 
 AT_WORK = "still at work"
-
-
 """In the error of ranks killed at the time limit while collectives went on: the job was slow, and none of them hung."""
 
 

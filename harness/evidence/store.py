@@ -132,8 +132,6 @@ def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
 
 
 RUN_FILE = "run.json"
-
-
 CHECKPOINT_FILE = "checkpoint.npz"
 
 

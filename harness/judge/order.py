@@ -12,8 +12,6 @@ from harness.judge.trial import Trial
 from reference.record import ReferenceRun, ReferenceStep
 
 Step = TypeVar("Step", StepEvidence, ReferenceStep)
-
-
 State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
 
 

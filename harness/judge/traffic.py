@@ -11,8 +11,6 @@ from harness.plan.slices import BYTES, numel
 from harness.plan.traffic.flow import Flow
 
 INSIDE = ("forward", "backward", "pipeline")
-
-
 Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 

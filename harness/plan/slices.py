@@ -13,11 +13,7 @@ from harness.spec.dims import ParallelDims
 from reference.config import ModelConfig
 
 Interval = tuple[int, int]
-
-
 Slice = tuple[Interval, ...]
-
-
 """Half-open intervals of the full tensor, one a dim. A slice with an empty interval holds nothing."""
 
 
@@ -34,7 +30,6 @@ TP_DIM = {
     "feed_forward.w2": 1,
     "feed_forward.w3": 0,
 }
-
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 

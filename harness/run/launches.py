@@ -19,17 +19,9 @@ from harness.run.reference_cache import reference_folder
 from harness.spec.case import Case, to_json
 
 RANK_ENTRY = "harness.run.rank_main:rank"
-
-
 CHECKPOINT = "checkpoint"
-
-
 UNWATCHED_ENTRY = "harness.run.rank_main:unwatched"
-
-
 CHECKPOINT_ENTRY = "harness.run.rank_main:checkpoint"
-
-
 PATIENCE = 5  # with ranks that have to compile before their first step ends: times the time limit
 
 

@@ -16,8 +16,6 @@ from harness.run.run_case import run_case
 from harness.spec.case import Case, CaseError
 
 PROBLEMS = (CaseError, EvidenceError, LaunchError)
-
-
 """What a case can meet that is no verdict on the trainer. The message says what to do."""
 
 

@@ -20,8 +20,6 @@ from harness.spec.case import Case, to_json
 from reference.record import ReferenceRun
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
-
-
 ORACLE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
-
-
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
 
 FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "wrapper": (None, *WRAPPERS),

@@ -34,7 +34,6 @@ def from_json(record: Mapping[str, Any]) -> Case:
 
 _BEFORE = "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it"
 
-
 UNWRITTEN = {
     "name": ": its key is its name",
     "file": ": it is the file's path",

@@ -77,6 +77,4 @@ SCALES_OVER_TP = {
     "float8_rowwise": {"forward": (2, 2, 0), "backward": (5, 5, 0)},
     "float8_rowwise_with_gw_hp": {"forward": (2, 2, 0), "backward": (5, 0, 7)},
 }
-
-
 """By recipe and phase, how many matmuls of a layer need the scales of all tokens, of all features, and one scale."""
