@@ -13,11 +13,10 @@ from harness.cli import parser
 from harness.faults import load_fault
 from harness.judge.result import Verdict
 from harness.report.text import case_report, headline
-from harness.run import catalogue, unaimed_faults
 from harness.run.options import Options
 from harness.run.run_case import run_case
-from harness.spec import coverage
 from harness.spec.loading import find_case, load_all
+from tools.tables import PARTS
 
 README = (ROOT / "README.md").read_text()
 PAGES = {page.name: page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]}
@@ -28,10 +27,10 @@ def test_the_table_of_laws_is_theirs() -> None:
     assert rows == [(name, law(name)) for name in all_checks()]
 
 
-def test_the_table_of_what_is_covered_is_the_matrix() -> None:
-    assert coverage.with_table(PAGES["coverage.md"], load_all()) == PAGES["coverage.md"], (
-        "make it anew: harness matrix --all --accept"
-    )
+@pytest.mark.parametrize("page", PARTS, ids=lambda page: page.name)
+def test_its_table_is_made_from_the_cases_and_from_what_was_measured(page: Path) -> None:
+    text = page.read_text()
+    assert PARTS[page](text) == text, "make it anew: python -m tools.tables"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_its_links_and_the_files_that_it_names_are_there(page: str) -> None:
     beside = ROOT if page == "README.md" else ROOT / "docs"
     links = re.findall(r"\]\(([^)#:]+)\)", PAGES[page])
     files = re.findall(
-        r"`((?:harness|tests|reference|cases|golden|docs|benchmarks|upstream_bugs)/[\w/.-]*)", PAGES[page]
+        r"`((?:harness|tools|tests|reference|cases|golden|docs|benchmarks|upstream_bugs)/[\w/.-]*)", PAGES[page]
     )
     assert [link for link in links if not (beside / link).exists()] == []
     assert [file for file in files if not (ROOT / file).exists()] == []
@@ -58,14 +57,6 @@ def test_the_failing_output_at_the_top_is_the_real_one(tmp_path: Path) -> None:
     judgement = run_case(find_case("hsdp_2x8", load_all()), Options(out=tmp_path, fault="hsdp_runs_as_fsdp"))
     shown = case_report(judgement).split("\n\n")[0]
     assert _without_noise(shown) in _without_noise(README)
-
-
-def test_the_table_of_what_is_noticed_is_made_from_what_was_measured() -> None:
-    assert catalogue.with_table(README, catalogue.from_json(catalogue.STORED.read_text())) == README
-
-
-def test_the_line_of_what_the_default_tier_notices_is_made_from_what_was_measured() -> None:
-    assert unaimed_faults.with_line(PAGES["faults.md"]) == PAGES["faults.md"], "make it anew: harness faults --accept"
 
 
 def _without_noise(text: str) -> str:

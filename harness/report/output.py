@@ -23,6 +23,11 @@ def say(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\
         raise OutputError(f"what was found cannot be shown: {error.strerror}") from error
 
 
+def complain(text: str) -> None:
+    """Why something could not be done, for the person who typed it."""
+    say(f"harness: {text}", to=sys.stderr)
+
+
 def any_letters() -> None:
     """A terminal or locale that lacks a letter shows its number."""
     for stream in (sys.stdout, sys.stderr):

@@ -13,18 +13,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness import ROOT
 from harness.checks import all_checks
-from harness.evidence.store import write_text
-from harness.faults import FAMILIES, Fault, FaultError, all_faults, load_fault
+from harness.faults import Fault, FaultError, load_fault
+from harness.faults.attempt import STEPS, Attempt, Outcome
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.launch import default_server
@@ -37,49 +35,8 @@ from harness.run.selection import holds
 from harness.spec.case import Case, CaseError
 from harness.spec.loading import find_case
 
-STEPS = 10
 HANG_LIMIT = 15.0  # seconds for a launch that only the time limit can end
 HANGING_AT_ONCE = 3  # such launches cost no core while they wait
-STORED = ROOT / "harness" / "faults" / "results.json"
-README = ROOT / "README.md"
-
-
-class Outcome(StrEnum):
-    CAUGHT = "CAUGHT"
-    OTHERWISE = "CAUGHT OTHERWISE"
-    MISSED = "MISSED"
-    UNFIRED = "UNFIRED"
-    TIMEOUT = "TIMEOUT"
-    NOT_TRIED = "NOT TRIED"
-
-
-METHODS = {
-    "exit_code": "exit code only",
-    "within_1_percent": f"loss curve within 1% over {STEPS} steps",
-    "within_1e_5": f"loss curve within 1e-5 over {STEPS} steps",
-    "process_groups": "listing of process groups",
-}
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What became of one fault. cause: the diagnosis' first line, without verdict and names. broken: the laws that fail.
-
-    weaker: by method, whether it noticed; empty if not measured. off: by how much the reported loss is off at worst over
-    ten steps, None if the faulty trainer did not get that far. note: why it was not tried, or what is lacking.
-    """
-
-    fault: str
-    bug: str
-    family: str
-    real: bool
-    case: str
-    outcome: Outcome
-    cause: str = ""
-    broken: tuple[str, ...] = ()
-    weaker: dict[str, bool] | None = None
-    off: float | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,31 +56,9 @@ def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
     return chosen
 
 
-def known() -> list[Fault]:
-    return all_faults()
-
-
 def control() -> Fault:
     """What fires and changes nothing: were it CAUGHT, a catch would prove nothing."""
     return load_fault(f"{ROOT / 'harness' / 'faults' / 'control.py'}:nothing_is_wrong")
-
-
-def listing(faults: Sequence[Fault], stored: Path = STORED) -> str:
-    """By kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
-    named = (
-        {attempt.fault: attempt.cause for attempt in from_json(stored.read_text(encoding="utf-8"))}
-        if stored.exists()
-        else {}
-    )
-    width = {key: max(len(getattr(fault, key)) for fault in faults) for key in ("name", "case")}
-    lines = []
-    for family in [*FAMILIES.values(), ""]:
-        some = [fault for fault in faults if fault.family == family]
-        lines += [family or "others"] if some else []
-        for f in some:
-            lines.append(f"  {f.name:<{width['name']}}  {f.case:<{width['case']}}  {f.breaks} [{f.bug}]")
-            lines += [f"    -> {named[f.name]}"] if f.name in named else []
-    return "\n".join(lines)
 
 
 # ---- running
@@ -306,81 +241,3 @@ def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
     pairs = zip(seen, right, strict=True)
     differences = [abs(a - b) / abs(b) if a is not None and math.isfinite(a) else math.inf for a, b in pairs]
     return float(f"{max(differences):.1e}")
-
-
-# ---- what is shown and stored
-
-
-def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
-    """All first lines in one list, what is not as it should be, the table of methods, and one line that counts."""
-    counts = Counter(attempt.outcome for attempt in done)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    lines = [f"{len(done)} fault{'s' * (len(done) != 1)} in {seconds:.1f} s: {said}"]
-    if control:
-        right = control.outcome is Outcome.MISSED
-        told = f"{control.outcome}, as it must be" if right else f"{control.outcome}, it must be MISSED: {control.note}"
-        lines.append(f"control, which changes nothing: {told}")
-    parts = [
-        first_lines(done),
-        table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",
-        "\n".join(lines),
-    ]
-    return "\n\n".join(filter(None, parts))
-
-
-def first_lines(done: Sequence[Attempt]) -> str:
-    """A row a fault: outcome, which weaker tests notice it, name, case, the diagnosis' first line."""
-    width = {key: max(len(getattr(a, key)) for a in done) for key in ("fault", "case", "outcome")}
-    letters = dict(zip(METHODS, "abcd", strict=True))
-    legend = "noticed by: " + ", ".join(f"{letters[key]} {text}" for key, text in METHODS.items())
-    rows = []
-    for a in done:
-        noticed = "".join(letters[key] if (a.weaker or {}).get(key) else "-" for key in METHODS) if a.weaker else "    "
-        rows.append(
-            f"{a.outcome:<{width['outcome']}}  {noticed}  {a.fault:<{width['fault']}}  {a.case:<{width['case']}}  {a.cause}"
-        )
-        rows += [f"{'':<{width['outcome']}}        {a.note}"] if a.note and a.outcome is not Outcome.CAUGHT else []
-    return "\n".join([legend, *rows] if any(a.weaker for a in done) else rows)
-
-
-def table(done: Sequence[Attempt]) -> str:
-    """Of how many bugs each method notices how many. Faults of a family, modelled on no single bug, do not count here."""
-    real = [attempt for attempt in done if attempt.real and attempt.weaker]
-    rows = [(text, sum((attempt.weaker or {})[key] for attempt in real)) for key, text in METHODS.items()]
-    rows += [("this harness, cause named", sum(attempt.outcome is Outcome.CAUGHT for attempt in real))]
-    lines = [f"| of {len(real)} real bugs, re-created | notices |", "|---|---|"]
-    return "\n".join(lines + [f"| {text} | {count} |" for text, count in rows])
-
-
-def to_json(done: Sequence[Attempt]) -> str:
-    return json.dumps([asdict(attempt) for attempt in done], indent=1) + "\n"
-
-
-def from_json(text: str) -> list[Attempt]:
-    records = json.loads(text)
-    return [
-        Attempt(**{**record, "outcome": Outcome(record["outcome"]), "broken": tuple(record["broken"])})
-        for record in records
-    ]
-
-
-BEGIN, END = "<!-- table: harness faults --accept -->\n", "<!-- end of table -->\n"
-
-
-def accept(done: Sequence[Attempt], known: Sequence[Fault], stored: Path = STORED, readme: Path = README) -> str:
-    """Puts what was measured in the place of what is stored of the same faults, and the table into the README."""
-    before = {
-        attempt.fault: attempt for attempt in (from_json(stored.read_text(encoding="utf-8")) if stored.exists() else [])
-    }
-    now = before | {attempt.fault: attempt for attempt in done}
-    told = [(fault, now[fault.name]) for fault in known if fault.name in now]
-    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in told]
-    write_text(stored, to_json(kept))
-    write_text(readme, with_table(readme.read_text(encoding="utf-8"), kept))
-    return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
-
-
-def with_table(text: str, done: Sequence[Attempt]) -> str:
-    """The README with its table made anew."""
-    head, _, rest = text.partition(BEGIN)
-    return head + BEGIN + table(done) + "\n" + END + rest.partition(END)[2]

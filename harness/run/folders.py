@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,15 @@ def trainer_label(spec: str) -> str:
 def without_source(name: str) -> str:
     """The same folder's name for whatever source of the trainer."""
     return re.sub(r"@[^+]*", "", name)
+
+
+def case_folders(folders: Sequence[Path]) -> list[Path]:
+    """The folders themselves, or for a folder of such folders those in it."""
+    found = []
+    for folder in folders:
+        inside = sorted(path.parent for path in folder.glob("*/case.json"))
+        found += inside if inside and not (folder / "case.json").exists() else [folder]
+    return found
 
 
 def fresh_folder(folder: Path) -> Path:

@@ -18,7 +18,6 @@ from reference.config import ModelConfig
 
 Unsupported = Callable[[Case], str | None]
 
-REFUSED = "(refused on CPU)"
 MISSING = "MISSING: neither a case nor a reason"
 
 
@@ -255,22 +254,3 @@ def _state(pair: Pair) -> str:
         return pair.reason if pair.missing else f"refused: {pair.reason}"
     more = f" and {len(pair.cases) - 1} more" if len(pair.cases) > 1 else ""
     return pair.cases[0] + more
-
-
-def table(cases: Sequence[Case]) -> str:
-    """Of docs/coverage.md: every option by its kind, and in how many cases it is. One that is in none is refused here."""
-    rows = ["| kind | options, and in how many cases each is |", "|---|---|"]
-    kinds = dict.fromkeys(option.kind for option in options())
-    for kind in kinds:
-        counts = [(o.name, sum(map(o.holds, cases))) for o in options() if o.kind == kind]
-        rows.append(f"| {kind} | {'; '.join(f'{name} {count or REFUSED}' for name, count in counts)} |")
-    return "\n".join(rows) + "\n"
-
-
-BEGIN, END = "<!-- table: harness matrix --all --accept -->\n", "<!-- end of what is covered -->"
-
-
-def with_table(text: str, cases: Sequence[Case]) -> str:
-    """The page with its table made anew."""
-    head, _, rest = text.partition(BEGIN)
-    return head + BEGIN + table(cases) + END + rest.partition(END)[2]

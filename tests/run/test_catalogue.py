@@ -13,13 +13,16 @@ import pytest
 
 from harness import cli
 from harness.checks import all_checks
+from harness.cli.faults import faults_code
 from harness.evidence.records import Exit, Run
 from harness.evidence.store import save_run
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
+from harness.faults.attempt import METHODS, Attempt, Outcome, accepted, from_json, to_json
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
+from harness.report import catalogue as shown
 from harness.run import catalogue as lot
-from harness.run.catalogue import Attempt, Baseline, Outcome
+from harness.run.catalogue import Baseline
 from harness.run.options import Options
 from harness.spec.case import Case
 from tests.literal import tiny_case
@@ -89,7 +92,7 @@ def test_a_fault_that_hangs_although_it_should_not_is_a_timeout(tmp_path: Path) 
 def test_what_weaker_tests_notice(seen: tuple[float, ...], noticed: str) -> None:
     said = lot.what_weaker_tests_say(ATTEMPT, CURVE, seen)
     assert {method for method, yes in said.items() if yes} == set(noticed.split())
-    assert set(said) == set(lot.METHODS)
+    assert set(said) == set(METHODS)
 
 
 def test_a_listing_of_groups_notices_what_breaks_the_law_of_groups() -> None:
@@ -102,7 +105,7 @@ def test_a_curve_that_lacks_steps_is_not_close_to_any() -> None:
 
 
 def told(**noticed: bool) -> dict[str, bool]:
-    return dict.fromkeys(lot.METHODS, False) | noticed
+    return dict.fromkeys(METHODS, False) | noticed
 
 
 def test_the_table_counts_real_bugs_only() -> None:
@@ -111,7 +114,7 @@ def test_the_table_counts_real_bugs_only() -> None:
         replace(ATTEMPT, weaker=told(), outcome=Outcome.OTHERWISE),
         replace(ATTEMPT, weaker=told(exit_code=True), real=False),
     ]
-    assert lot.table(done).splitlines() == [
+    assert shown.table(done).splitlines() == [
         "| of 2 real bugs, re-created | notices |",
         "|---|---|",
         "| exit code only | 0 |",
@@ -124,10 +127,10 @@ def test_the_table_counts_real_bugs_only() -> None:
 
 def test_the_listing_says_what_breaks_and_below_it_what_it_was_named(tmp_path: Path) -> None:
     stored = tmp_path / "results.json"
-    alone = lot.listing([FAULT], stored)
+    alone = shown.listing([FAULT], accepted(stored))
     assert alone.splitlines() == ["gradient reduction", "  halved  tiny  halves [G01 a/b #1]"]
-    stored.write_text(lot.to_json([ATTEMPT]))
-    assert lot.listing([FAULT], stored) == alone + "\n    -> gradients are 0.5 times"
+    stored.write_text(to_json([ATTEMPT]))
+    assert shown.listing([FAULT], accepted(stored)) == alone + "\n    -> gradients are 0.5 times"
 
 
 def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
@@ -142,7 +145,7 @@ def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
         note="not broken: memory",
     )
     control = replace(ATTEMPT, fault="control", outcome=Outcome.MISSED)
-    text = lot.report([replace(ATTEMPT, weaker=told()), missed], control, 12.34)
+    text = shown.report([replace(ATTEMPT, weaker=told()), missed], control, 12.34)
     assert text.splitlines()[1:4] == [
         "CAUGHT  ----  halved  tiny  gradients are 0.5 times",
         "MISSED  a---  other   tiny  ",
@@ -159,27 +162,16 @@ def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
 )
 def test_exit_codes(outcome: str, code: int) -> None:
     control = replace(ATTEMPT, outcome=Outcome.MISSED)
-    assert cli.faults_code([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
+    assert faults_code([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
 
 
 def test_a_control_that_is_caught_makes_all_worthless() -> None:
-    assert cli.faults_code([ATTEMPT], ATTEMPT) == 2
+    assert faults_code([ATTEMPT], ATTEMPT) == 2
 
 
 def test_results_are_read_back_as_they_were() -> None:
     done = [replace(ATTEMPT, weaker=told(), off=1e-3, broken=("loss",)), ATTEMPT]
-    assert lot.from_json(lot.to_json(done)) == done
-
-
-def test_accepting_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path: Path) -> None:
-    stored, readme = tmp_path / "results.json", tmp_path / "README.md"
-    gone, old = replace(ATTEMPT, fault="gone"), replace(ATTEMPT, outcome=Outcome.MISSED)
-    kept = replace(ATTEMPT, fault="kept", weaker=told())
-    stored.write_text(lot.to_json([gone, old, kept]))
-    readme.write_text(f"before\n{lot.BEGIN}old\n{lot.END}after\n")
-    lot.accept([ATTEMPT], [FAULT, replace(FAULT, name="kept")], stored, readme)
-    assert lot.from_json(stored.read_text()) == [ATTEMPT, kept]
-    assert readme.read_text() == f"before\n{lot.BEGIN}{lot.table([kept])}\n{lot.END}after\n"
+    assert from_json(to_json(done)) == done
 
 
 # ---- on real ranks, through the command line
@@ -268,8 +260,8 @@ def test_every_law_of_the_trainer_is_tripped_by_two_faults() -> None:
 
 
 def test_what_was_measured_is_of_the_faults_there_are() -> None:
-    """`harness faults -k NAME --accept` measures a new one."""
-    assert [attempt.fault for attempt in lot.from_json(lot.STORED.read_text())] == [f.name for f in all_faults()]
+    """`harness faults -k NAME` measures a new one, `python -m tools.tables out/faults.json` stores it."""
+    assert [attempt.fault for attempt in accepted()] == [f.name for f in all_faults()]
 
 
 def test_laws_that_faults_name_exist() -> None:

@@ -11,13 +11,15 @@ import pytest
 from literal import SGD, tiny_case
 
 from harness.faults import fault
+from harness.faults.attempt import Attempt, Outcome, accepted
 from harness.judge.judgement import Judgement
 from harness.judge.result import Finding, Result, Verdict
-from harness.run import unaimed_faults
-from harness.run.catalogue import Attempt, Outcome
 from harness.run.options import Options
-from harness.run.unaimed_faults import Searched, likeliest, line, noticed, search
 from harness.spec.case import Case
+from harness.spec.loading import load_all
+from tools import unaimed_faults
+from tools.noticed import Searched, line, load, noticed, store
+from tools.unaimed_faults import likeliest, search
 
 
 def case(name: str, layout: str, tier: str = "default", **changes: Any) -> Case:
@@ -76,7 +78,7 @@ def test_only_faults_that_can_fire_in_the_default_tier_are_counted() -> None:
     assert dict(noticed(done, CASES, found)) == every
     assert line(done, CASES, found) == (
         "`make matrix`, told neither fault nor case, notices 50% of the faults of the catalogue that fire in it"
-        " (`harness faults --unaimed`)."
+        " (`python -m tools.unaimed_faults`)."
     )
 
 
@@ -88,14 +90,10 @@ def test_a_case_that_has_left_the_tier_notices_nothing_there() -> None:
 def test_what_was_searched_is_stored_in_the_place_of_what_was(tmp_path: Path) -> None:
     stored = tmp_path / "unaimed_faults.json"
     for case_name in ("alike", "other"):
-        unaimed_faults.store([Searched("one", case_name, ("loss",), (), True)], stored)
-    assert unaimed_faults.load(stored) == [Searched("one", "other", ("loss",), (), True)]
+        store([Searched("one", case_name, ("loss",), (), True)], stored)
+    assert load(stored) == [Searched("one", "other", ("loss",), (), True)]
 
 
 def test_the_default_tier_notices_nearly_every_fault_that_fires_in_it() -> None:
-    from harness.run import catalogue
-    from harness.spec.loading import load_all
-
-    stored = catalogue.from_json(catalogue.STORED.read_text(encoding="utf-8"))
-    seen = [case for _, case in noticed(stored, load_all(), unaimed_faults.load())]
+    seen = [case for _, case in noticed(accepted(), load_all(), load())]
     assert sum(map(bool, seen)) >= 0.95 * len(seen)

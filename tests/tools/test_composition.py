@@ -7,9 +7,9 @@ from dataclasses import replace
 from literal import SGD, tiny_case
 
 from harness.spec.case import Case, Saved
-from harness.spec.composition import joins, missing, proposal_text, propose, ranks
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import load_all
+from tools.composition import joins, missing, proposal_text, propose, ranks
 
 
 def case(name: str, tier: str = "default", /, **dims: int) -> Case:
@@ -21,7 +21,7 @@ WITH_SGD = replace(case("with_sgd", "nightly", dp_shard=2), training=SGD)
 
 
 def test_the_default_tier_joins_every_kind_of_parallelism_with_every_feature() -> None:
-    assert missing(load_all()) == {}, "harness matrix --compose proposes which cases to promote"
+    assert missing(load_all()) == {}, "python -m tools.composition proposes which cases to promote"
 
 
 def test_a_case_joins_its_kinds_of_parallelism_with_its_options_and_with_each_other() -> None:

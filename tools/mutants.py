@@ -46,27 +46,12 @@ COPIED = (
 )
 MODULES = ("harness/checks/*.py", "harness/plan/*.py", "harness/plan/traffic/*.py", "harness/judge/tolerance.py")
 SLOW = (  # tests of seconds, which alone notice hardly anything
-    "tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
-    "plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",
-    "plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
-    "plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
+    "judge/test_tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
+    "plan/test_plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",
+    "plan/test_plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
+    "plan/test_plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
 )
-TESTS = (
-    "checks_*",
-    "plan",
-    "plans",
-    "schedule",
-    "tolerance",
-    "bounds",
-    "rotten_comparators",
-    "verdicts",
-    "context",
-    "diagnose*",
-    "first_wrong_input",
-    "golden",
-    "trial",
-    "attribution",
-)
+TESTS = ("checks", "diagnosis", "judge", "plan", "spec/test_schedule.py")
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 CPU_SECONDS = 8  # of tests that one mutant gets: what lives on after that has survived
 ENDLESS = 60  # and what has not come to an end by then never will: it was noticed
@@ -225,7 +210,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-j", type=int, default=os.cpu_count(), help="so many at once")
     parser.add_argument("-k", default="", help="only mutants whose name holds this")
-    parser.add_argument("--tests", nargs="*", default=TESTS, help="files of tests, as tests/test_NAME.py")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="folders and files of tests/")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
@@ -254,13 +239,13 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
         found = [mutant for mutant in found if asked.k in mutant.name]
         counts[str(module)] = len(found)
         mutants += draw.sample(found, asked.n) if 0 < asked.n < len(found) else found
-    if all(module.parent.name in ("checks", "diagnose") or module.stem == "attribution" for module in chosen):
+    if all(module.parent.name in ("checks", "diagnosis") or module.stem == "attribution" for module in chosen):
         keep_trials()
     runner = Runner(mutants, asked.j)
-    tests = [str(path) for name in asked.tests for path in sorted(Path("tests").glob(f"test_{name}.py"))]
+    tests = [f"tests/{name}" for name in asked.tests]
     sys.dont_write_bytecode = True
     options = ["-q", "-s", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += [f"--deselect=tests/test_{name}" for name in SLOW]
+    options += [f"--deselect=tests/{name}" for name in SLOW]
     code = pytest.main([*options, *tests], plugins=[runner])
     if code:
         raise SystemExit(code)

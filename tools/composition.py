@@ -1,19 +1,26 @@
 """Which cases the default tier needs: the fewest ranks that join every kind of parallelism with every feature once.
 
 A join is a kind of parallelism (or resuming) with an option of another kind, or two of those kinds with each other. What a
-case joins is read from it as in coverage.py. A greedy cover takes the case that adds the most joins for its ranks; the
-cases of deliberate faults are taken before, for a fault is only noticed where it fires. What is left of the ranks that the
-tier may take goes to cases that are in it already, those with the most pairs of options first.
+case joins is read from it as coverage.py of harness/spec does. A greedy cover takes the case that adds the most joins for
+its ranks; the cases of deliberate faults are taken before, for a fault is only noticed where it fires. What is left of the
+ranks that the tier may take goes to cases that are in it already, those with the most pairs of options first.
+
+    python -m tools.composition    proposes which cases to move into the default tier, and out of it; moves nothing
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 
+from harness.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.faults.attempt import accepted
 from harness.spec.case import Case
 from harness.spec.coverage import Option, options
+from harness.spec.loading import load_all
+from tools.noticed import load, noticed
 
 KINDS = ("data parallel", "tp", "cp", "pp", "checkpoint")
 RANKS = 520
@@ -132,3 +139,15 @@ def proposal_text(cases: Sequence[Case], proposal: Proposal) -> str:
     lines += [f"promote   {case.name} ({ranks(case)} ranks, {case.file})" for case in proposal.promote]
     lines += [f"demote    {case.name} ({ranks(case)} ranks, {case.file})" for case in proposal.demote]
     return "\n".join([*lines, f"the default tier starts {now} ranks; as proposed, {proposal.ranks}"])
+
+
+def main() -> int:
+    """The exit code is 2 where the default tier lacks a join. Cases that notice faults are needed."""
+    cases = load_all()
+    demanded = {case for _, case in noticed(accepted(), cases, load())}
+    print(proposal_text(cases, propose(cases, demanded)))
+    return NOT_JUDGED if missing(cases) else PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

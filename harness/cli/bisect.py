@@ -1,0 +1,53 @@
+"""`harness bisect`: what broke a law."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness.bisect import commits, versions
+from harness.bisect.side_by_side import bisect_report
+from harness.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, options_of
+from harness.report.output import say
+from harness.run.selection import matching
+from harness.spec.loading import load_all
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "bisect", command, "find what broke a law: a commit of a trainer, or a version of a package"
+    )
+    add_cases(parser)
+    parser.add_argument("--repo", type=Path, metavar="PATH", help="a clone of the trainer; only read")
+    parser.add_argument("--good", metavar="COMMIT")
+    parser.add_argument("--bad", metavar="COMMIT")
+    parser.add_argument(
+        "--over",
+        metavar="PACKAGE==GOOD,..,BAD",
+        help="versions instead, each made with pip, or VERSION@PYTHON that has it",
+    )
+    add_selection(parser)
+    add_how_to_run(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    """0: the first bad commit or version is found. 2: skipped ones hide it."""
+    tell = functools.partial(say, to=sys.stderr)
+    cases = matching(load_all(args.cases), args.expression)
+    range_of_commits = (args.repo, args.good, args.bad)
+    if args.over is None and None in range_of_commits:
+        raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
+    if args.over is not None and any(range_of_commits):
+        raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
+    args.source = args.source if args.over is not None else str(args.repo)
+    options = options_of(args, several_nodes=False)
+    if args.over is not None:
+        found = versions.search(versions.versions(args.over), cases, args.cases, options, tell)
+    else:
+        found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
+    say(bisect_report(found))
+    return PASSED if found.first_bad else NOT_JUDGED

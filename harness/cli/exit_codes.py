@@ -1,0 +1,32 @@
+"""What the process says to scripts. A broken law outweighs what could not be judged, which outweighs a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+
+PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
+
+SAID = """\
+exit codes:
+  0    every law holds
+  1    a law is broken
+  2    something could not be judged: bad input, UNKNOWN, all cases skipped,
+       a fault that never fired. With --bisect it is 125, which
+       `git bisect run` takes as: skip this commit
+  130  interrupted
+"""
+
+
+def exit_code(judgement: Judgement) -> int:
+    if judgement.fired is False:
+        return NOT_JUDGED
+    return {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}.get(judgement.verdict, NOT_JUDGED)
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Of no code at all: nothing was judged."""
+    found = set(codes)
+    return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in found), NOT_JUDGED)

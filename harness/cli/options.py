@@ -1,0 +1,133 @@
+"""What several commands let a person type, and what it means."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, trainers
+from harness.faults import FaultError, load_fault
+from harness.launch import preload
+from harness.run.options import Options
+from harness.spec import random_cases
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
+from reference.config import DTYPES
+
+JOBS = {"cpu": 2, "cuda": 1}  # by device; on two cores 2 took 10 to 20 % less time than 1, and 4 no less than 2
+USUAL_JOBS = "default " + ", ".join(f"{count} on {device}" for device, count in JOBS.items())
+
+Command = Callable[[argparse.Namespace], int]
+
+
+class BadInput(Exception):
+    """What was typed cannot be done. The message is for the person who typed it."""
+
+
+# ---- what can be typed
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are typed in full: another may begin like them one day, and main() looks for --bisect."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(allow_abbrev=False, **how)
+
+
+def add_command(commands: Any, name: str, command: Command, help: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=Path, default=ROOT / "cases", metavar="DIR", help="folder of YAML files")
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-k", dest="expression", default="", metavar="EXPR", help='as in pytest: "hsdp and not sgd"')
+
+
+def add_jobs(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("-j", "--jobs", type=positive_int, metavar="N", help=f"{what}; {USUAL_JOBS}")
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """What a case's recipe may be changed in."""
+    parser.add_argument("--seed", type=int, metavar="N", help="another seed; goldens do not apply")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"judge by the recipe in {', '.join(DTYPES)}, for a trainer that computes in no other",
+    )
+
+
+def add_how_to_run(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("how ranks are started")
+    how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
+    how.add_argument(
+        "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
+    )
+    how.add_argument("--launcher", default="local", choices=("local", "torchrun"))
+    how.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see docs/running.md")
+    how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    add_out(how, help="where evidence goes; default out")
+    how.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one launch; default 120")
+
+
+def add_out(parser: Any, help: str) -> None:
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=help)
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    return int(positive(str(int(text))))
+
+
+# ---- what it means
+
+
+def case_of(args: argparse.Namespace) -> Case:
+    return random_cases.named(args.case) or find_case(args.case, load_all(args.cases))
+
+
+def jobs_of(args: argparse.Namespace) -> int:
+    return args.jobs or JOBS[args.device]
+
+
+def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
+    """Raises BadInput and FaultError, before anything is started."""
+    try:
+        trainer = trainers.spec(args.trainer, args.source, args.out)
+        preload(trainers.load(trainer).preload)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+    fault = _checked_fault(args.fault) if getattr(args, "fault", None) else None
+    torchrun_args = tuple(shlex.split(args.torchrun_args))
+    if torchrun_args and args.launcher != "torchrun":
+        raise BadInput("--torchrun-args: they are for --launcher torchrun only")
+    if torchrun_args and not several_nodes:
+        raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
+    return Options(args.out, trainer, args.launcher, args.device, args.timeout, fault, torchrun_args)
+
+
+def _checked_fault(spec: str) -> str:
+    """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
+    try:
+        load_fault(spec)
+    except FaultError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise FaultError(f"--fault {spec}: cannot be loaded: {error!r}") from error
+    file, _, name = spec.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if file else name

@@ -1,0 +1,40 @@
+"""`harness run CASE`: one case, judged."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from typing import Any
+
+from harness.cli.exit_codes import exit_code
+from harness.cli.options import add_cases, add_command, add_how_to_run, add_recipe, case_of, options_of
+from harness.report.output import say
+from harness.report.text import case_report
+from harness.run.folders import folder_of
+from harness.run.run_case import run_case
+from harness.spec.variants import in_dtype, reseeded
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "run", command, "run one case and judge it")
+    parser.add_argument("case", metavar="CASE", help="its name; `harness matrix --list` lists them")
+    add_cases(parser)
+    parser.add_argument(
+        "--fault", metavar="FILE.py:NAME", help="a deliberate mistake to make, or a NAME of the catalogue"
+    )
+    parser.add_argument(
+        "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
+    )
+    add_recipe(parser)
+    add_how_to_run(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    case, options = case_of(args), options_of(args)
+    case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
+    if options.torchrun_args:
+        say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
+    judgement = run_case(case, options)
+    say(case_report(judgement))
+    return exit_code(judgement)

@@ -1,0 +1,34 @@
+"""`harness --version`: what a report of a mistake begins with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from typing import Any
+
+from harness import ROOT
+from harness.evidence.format import FORMAT
+from harness.report.output import say
+from harness.run.launches import commit_of
+
+
+class Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        say(version_text())
+        parser.exit()
+
+
+def version_text() -> str:
+    commit = commit_of(str(ROOT)) or "unknown"
+    return (
+        f"harness {_installed('harness')}, commit {commit}, records {FORMAT}, torch {_installed('torch')},"
+        f" Python {sys.version.split()[0]}"
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,91 @@
+"""Tables of the README and docs/, made anew from the cases and from what was last measured of the faults.
+
+    python -m tools.tables                    makes them anew
+    python -m tools.tables out/faults.json    first puts what `harness faults` measured into tools/results.json
+
+What was measured takes the place of what is stored of the same faults. Nothing is judged here: review `git diff`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness import ROOT
+from harness.evidence.store import write_text
+from harness.faults import Fault, all_faults
+from harness.faults.attempt import ACCEPTED, Attempt, accepted, from_json, to_json
+from harness.report import catalogue
+from harness.spec.case import Case
+from harness.spec.coverage import options
+from harness.spec.loading import load_all
+from tools import noticed
+
+END = "<!-- end -->"
+REFUSED = "(refused on CPU)"
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """The page with what stands between the marks of this name made anew. Raises ValueError where it has none."""
+    begin = f"<!-- {name}: python -m tools.tables -->\n"
+    head, mark, rest = page.partition(begin)
+    _, end, tail = rest.partition(END)
+    if not (mark and end):
+        raise ValueError(f"no {begin.strip()} .. {END}")
+    return f"{head}{begin}{text}\n{END}{tail}"
+
+
+def methods(page: str) -> str:
+    return with_part(page, "methods", catalogue.table(accepted()))
+
+
+def default_tier(page: str) -> str:
+    return with_part(page, "default tier", noticed.line(accepted(), load_all(), noticed.load()))
+
+
+def covered(page: str) -> str:
+    return with_part(page, "covered", options_table(load_all()))
+
+
+PARTS: dict[Path, Callable[[str], str]] = {
+    ROOT / "README.md": methods,
+    ROOT / "docs" / "faults.md": default_tier,
+    ROOT / "docs" / "coverage.md": covered,
+}
+
+
+def options_table(cases: Sequence[Case]) -> str:
+    """Every option by its kind, and in how many cases it is. One that is in none is refused here."""
+    rows = ["| kind | options, and in how many cases each is |", "|---|---|"]
+    for kind in dict.fromkeys(option.kind for option in options()):
+        counts = [(o.name, sum(map(o.holds, cases))) for o in options() if o.kind == kind]
+        rows.append(f"| {kind} | {'; '.join(f'{name} {count or REFUSED}' for name, count in counts)} |")
+    return "\n".join(rows)
+
+
+def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = ACCEPTED) -> str:
+    """Puts what was measured in the place of what is stored of the same faults; faults that are gone go from there."""
+    now = {attempt.fault: attempt for attempt in (*accepted(stored), *measured)}
+    told = [(fault, now[fault.name]) for fault in known if fault.name in now]
+    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in told]
+    write_text(stored, to_json(kept))
+    return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measured", metavar="OUT/faults.json", nargs="*", type=Path, help="what `harness faults` left")
+    for file in parser.parse_args(argv).measured:
+        print(accept(from_json(file.read_text(encoding="utf-8")), all_faults()))
+    for page, made_anew in PARTS.items():
+        write_text(page, made_anew(page.read_text(encoding="utf-8")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
