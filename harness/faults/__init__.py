@@ -60,7 +60,7 @@ class Fault:
     """breaks: what goes wrong, in one sentence. bug: the entry it is modelled on, and where that happened.
 
     case: the smallest case that shows it. caught_by: the laws that must fail. named: part of the diagnosis' first line.
-    hangs: only the harness's time limit ends it.
+    hangs: only a time limit of the harness's ends it, that of the launch or that of what a rank leaves behind.
     """
 
     name: str

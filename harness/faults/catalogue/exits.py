@@ -53,6 +53,7 @@ def thread_keeps_the_rank(fired: Fired) -> None:
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left a process behind: sleep 600",
+    hangs=True,
 )
 def process_outlives_its_rank(fired: Fired) -> None:
     def start() -> None:
@@ -68,6 +69,7 @@ def process_outlives_its_rank(fired: Fired) -> None:
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left a process behind: forked from the rank",
+    hangs=True,
 )
 def daemon_outlives_its_rank(fired: Fired) -> None:
     def fork() -> None:
