@@ -43,6 +43,7 @@ from harness.plan.units import units_of_rank
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.spec.traits import TrainerTraits
 from reference.config import ModelConfig, TrainingConfig
 from reference.record import ReferenceRun, ReferenceStep
 
@@ -50,6 +51,8 @@ TINY = ModelConfig(name="tiny", dim=4, n_layers=1, n_heads=2, n_kv_heads=2, voca
 UNEVEN = replace(TINY, vocab_size=7, ffn_dim=5)  # no degree divides them
 ADAMW = TrainingConfig(steps=3, global_batch=8, seq_len=4, optimizer="adamw", lr=0.01)
 SGD = replace(ADAMW, optimizer="sgd", lr=0.05)
+
+APART = TrainerTraits(fsdp_units="apart")
 
 LAYOUTS = {
     "single": ParallelDims(),
@@ -171,8 +174,9 @@ def _average(values: list[np.ndarray], beta: float) -> np.ndarray:
 # ---- what a correct run leaves
 
 
-def trial_of(asked: Case, ran: Case | None = None) -> Trial:
-    """A correct run of `ran`, judged as `asked`. The groups of both exist: meshes are made, then not used.
+def trial_of(asked: Case, ran: Case | None = None, *, traits: TrainerTraits = APART) -> Trial:
+    """A correct run of `ran`, judged as `asked` of a trainer with these traits. The groups of both exist: meshes are made, then
+    not used.
 
     Of a case that resumes: what its last launch left, and in `saved` what the earlier ones did.
     """
@@ -183,8 +187,8 @@ def trial_of(asked: Case, ran: Case | None = None) -> Trial:
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
     repeat = run if asked.runs > 1 else None
-    saved = tuple(trial_of(launch) for launch in asked.launches.values() if launch is not asked)
-    plan = make_plan(asked, observed_units(asked, ranks))
+    saved = tuple(trial_of(launch, traits=traits) for launch in asked.launches.values() if launch is not asked)
+    plan = make_plan(asked, traits, observed_units(asked, traits, ranks))
     trial = Trial(asked, plan, run, reference, repeat, golden.from_reference(reference), saved=saved)
     return as_planned(trial)
 
@@ -261,7 +265,7 @@ def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
     used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
     claim: dict[str, Any] = {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used
-    ways = {fqn: unit.ways for unit in units_of_rank(case, rank, None) for fqn in unit.parameters}
+    ways = {fqn: unit.ways for unit in units_of_rank(case, APART, rank, None) for fqn in unit.parameters}
     units = {
         ",".join(unit): claim | {"parameters": list(unit), "ranks_after_forward": ways[unit[0]]}
         for unit in plan.units[rank]
@@ -323,7 +327,7 @@ def _activity(case: Case) -> Activity:
     calls |= {} if compiled else {"forward layers.0": passes, "forward layers.0.attention.wq": passes}
     recomputed = kind in ("full", "op")
     calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
-    again = {"full": 6 if case.features.ac_early_stop else 7, "op": 3}.get(kind, 0)
+    again = {"full": 6, "op": 3}.get(kind, 0)
     matmuls = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
     attention = {"forward attention": passes, "backward attention_backward": passes}
     attention |= {"backward attention": passes} if kind == "full" else {}

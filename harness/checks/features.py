@@ -144,7 +144,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     each, rest = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
     if rest or each < 1:
         return None
-    last = 1 if case.features.ac_early_stop and not case.model.dropout else 0
+    last = 1 if trial.traits.ac_early_stop and not case.model.dropout else 0
     needless = int(case.features.compile and case.dims.tp > 1)
     again = each // 2 - needless if case.features.activation_checkpointing == "op" else each - last
     return again * case.passes * len(recomputed_layers(case, rank))
@@ -197,11 +197,11 @@ def batched_matmuls(step: StepEvidence) -> int:
 
 
 def attention_is_fused(trial: Trial) -> bool:
-    """Requested, where there is a kernel; else seen anywhere, for a trainer that has it has it in all layers and steps.
+    """The trainer says so, where there is a kernel; else seen anywhere: a trainer has it in all layers and steps.
 
     What is not fused, or is one kernel of a compiler's (flex attention), cannot be told from what else is done.
     """
-    if trial.case.features.attention == "fused" and has_fused_kernel(trial):
+    if trial.traits.attention == "fused" and has_fused_kernel(trial):
         return True
     return any(step.activity.attention.get("forward attention") for _, step, _ in trial.steps())
 
@@ -249,7 +249,7 @@ def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
 
 def outputs(trial: Trial, rank: int) -> int:
     """Products of the output projection in forward passes, which the last stage has."""
-    return trial.case.passes * trial.case.features.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
+    return trial.case.passes * trial.traits.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:

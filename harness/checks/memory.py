@@ -51,7 +51,7 @@ def check(trial: Trial) -> Result:
 
 
 def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
-    return allowed(trial.case.allow, what, trial.plan.parameter_bytes[rank][1])
+    return allowed(trial.allow, what, trial.plan.parameter_bytes[rank][1])
 
 
 def most_kept(trial: Trial, rank: int) -> int:
@@ -68,7 +68,7 @@ def _allowances_text(trial: Trial) -> str:
             for _, phase, size in copied_at_once(evidence)
         ),
     }
-    told = [(one, "" if used[one.what] else ", not used") for one in trial.case.allow if one.what in used]
+    told = [(one, "" if used[one.what] else ", not used") for one in trial.allow if one.what in used]
     return "; ".join(f"allowed: {one.what} {one.bytes} ({one.reason}){stale}" for one, stale in told)
 
 

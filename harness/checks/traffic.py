@@ -61,7 +61,7 @@ def check(trial: Trial) -> Result:
 def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
     """Of each collective that is allowed besides the plan's, the most bytes in a step."""
     most: dict[Key, int] = defaultdict(int)
-    for one in trial.case.allow:
+    for one in trial.allow:
         if one.what == "moved":
             world = tuple(range(trial.plan.dims.world_size))
             ranks = world if one.axis == "world" else trial.plan.peers(rank, one.axis)
@@ -71,7 +71,7 @@ def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
 
 def _allowances_text(trial: Trial, used: set[Key]) -> str:
     told = []
-    for one in trial.case.allow:
+    for one in trial.allow:
         if one.what == "moved":
             stale = "" if any(key[1:] == (one.op, one.phase) for key in used) else ", not used"
             told.append(f"allowed: {one.op} over {one.axis} in {one.phase} {one.bytes} ({one.reason}){stale}")

@@ -16,7 +16,6 @@ from harness.judge.traffic import still_gathered
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
 from harness.plan.make_plan import make_plan
-from harness.spec.case import Case
 
 
 def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -65,7 +64,7 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     if _is_one_unit(trial):
         told = [f"{told[0]}: the whole model is one {trial.case.wrapper} unit, no block is one of its own"]
     policy = trial.case.features.reshard_after_forward
-    other = next((value for value in _other_policies(trial.case) if _fits(trial, value)), None)
+    other = next((value for value in _other_policies(trial) if _fits(trial, value)), None)
     force = f"reshard_after_forward {policy} is requested" + (f", {other} is observed" if other else "")
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
@@ -123,10 +122,10 @@ def _kept_otherwise(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _other_policies(case: Case) -> Iterator[str | int]:
+def _other_policies(trial: Trial) -> Iterator[str | int]:
     """Where units are the trainer's choice the default is whatever it does, and explains nothing."""
-    policies: list[str | int] = ["always", "never"]
-    policies[:0] = [] if case.features.fsdp_units == "observed" else ["default"]
+    case, policies = trial.case, list[str | int](["always", "never"])
+    policies[:0] = [] if trial.plan.observed is not None else ["default"]
     if case.wrapper == "fsdp2":
         policies += [ways for ways in range(2, case.shards) if case.shards % ways == 0]
     yield from (policy for policy in policies if policy != case.features.reshard_after_forward)
@@ -134,5 +133,5 @@ def _other_policies(case: Case) -> Iterator[str | int]:
 
 def _fits(trial: Trial, policy: str | int) -> bool:
     other = replace(trial.case, features=replace(trial.case.features, reshard_after_forward=policy))
-    plan = make_plan(other, trial.plan.observed, torch=trial.plan.torch)
+    plan = make_plan(other, trial.traits, trial.plan.observed, torch=trial.plan.torch)
     return reshard.check(replace(trial, case=other, plan=plan)).verdict is Verdict.PASS

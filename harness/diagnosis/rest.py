@@ -265,7 +265,7 @@ STRUCTURE = {
 def _features_in_force(trial: Trial) -> str | None:
     """The features whose plan the traffic is."""
     for key, asked, other, case in _other_cases(trial.case):
-        plan = make_plan(case, trial.plan.observed, torch=trial.plan.torch)
+        plan = make_plan(case, trial.traits, trial.plan.observed, torch=trial.plan.torch)
         if check(replace(trial, case=case, plan=plan)).verdict is Verdict.PASS:
             return f"{key} {asked} is requested, {other} is observed: its traffic is what was seen"
     return None

@@ -132,6 +132,8 @@ def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
 
 
 RUN_FILE = "run.json"
+CASE_FILE = "case.json"
+TRAITS_FILE = "traits.json"
 CHECKPOINT_FILE = "checkpoint.npz"
 
 

@@ -35,7 +35,7 @@ class GoldenError(Exception):
 class Golden:
     """Loss and gradient norm (before clipping) of every step, and the environment that made them.
 
-    noise: by Case.noise_key, how far repeats of the reference lie from it; empty for exact recipes.
+    noise: by TrainerTraits.noise_key, how far repeats of the reference lie from it; empty for exact recipes.
     """
 
     losses: tuple[float, ...]

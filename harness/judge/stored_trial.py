@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from harness.evidence.records import Run
-from harness.evidence.store import EvidenceError, load, load_run
+from harness.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load, load_run
 from harness.judge import golden
 from harness.judge.clipping import before_clipping
 from harness.judge.order import as_planned
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.observed_units import observed_units
-from harness.spec.case import CaseError
-from harness.spec.loading import from_json
+from harness.spec import loading, traits
+from harness.spec.case import Case, CaseError
+from harness.spec.traits import TrainerTraits
 from reference.record import ReferenceRun
+
+T = TypeVar("T")
 
 
 def load_trial(folder: Path) -> Trial:
     """Raises EvidenceError if the folder is not one that `harness run` wrote."""
-    path = folder / "case.json"
-    try:
-        case = from_json(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
-    except CaseError as error:
-        raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
-    except (OSError, ValueError) as error:
-        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    case, chosen = load_case(folder)
     accepted, problem = None, ""
     try:
         accepted = golden.load(case)
@@ -38,9 +35,10 @@ def load_trial(folder: Path) -> Trial:
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
+        observed = observed_units(launched, chosen[name], run.ranks)
         trial = Trial(
             case=launched,
-            plan=make_plan(launched, observed_units(launched, run.ranks), torch=torch_of(run)),
+            plan=make_plan(launched, chosen[name], observed, torch=torch_of(run)),
             run=run,
             reference=reference,
             repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
@@ -50,6 +48,30 @@ def load_trial(folder: Path) -> Trial:
         )
         trials.append(before_clipping(as_planned(trial)))
     return trials[-1]
+
+
+def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
+    """What was requested, and by launch what the trainer chose. Raises EvidenceError."""
+    case = _read(folder / CASE_FILE, loading.from_json)
+
+    def of_every_launch(record: dict[str, Any]) -> dict[str, TrainerTraits]:
+        if missing := sorted(case.launches.keys() - record.keys()):
+            raise ValueError(f"nothing of {', '.join(missing)}")
+        return {name: traits.from_json(record[name]) for name in case.launches}
+
+    return case, _read(folder / TRAITS_FILE, of_every_launch)
+
+
+def _read(path: Path, build: Callable[[Any], T]) -> T:
+    """What `harness run` wrote beside the launches. Raises EvidenceError."""
+    try:
+        return build(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
+    except CaseError as error:
+        raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
 
 
 def torch_of(run: Run) -> str:

@@ -19,7 +19,9 @@ from harness.judge.tolerance import Bounds
 from harness.plan.grid import coordinate
 from harness.plan.plan import Plan
 from harness.plan.slices import Slice
+from harness.spec.allowance import Allowance
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 from reference.record import ReferenceRun, ReferenceStep
 
 
@@ -45,7 +47,17 @@ class Trial:
     def bounds(self) -> Bounds:
         """How close is close, by step. Raises tolerance.NoBound."""
         noise = self.reference.noise or (self.golden.noise if self.golden else {})
-        return tolerance.bounds(self.case, self.reference, noise.get(self.case.noise_key))
+        return tolerance.bounds(self.case, self.reference, noise.get(self.traits.noise_key(self.case)))
+
+    @property
+    def traits(self) -> TrainerTraits:
+        """What the trainer of this launch chose."""
+        return self.plan.traits
+
+    @property
+    def allow(self) -> tuple[Allowance, ...]:
+        """What the case allows, and what the trainer declares in every case."""
+        return self.case.allow + self.traits.allow
 
     @property
     def ranks(self) -> dict[int, RankEvidence]:

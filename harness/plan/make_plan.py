@@ -27,12 +27,13 @@ from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.plan.traffic.ranks import flows_of_ranks, integer_bytes, outside_bytes, used_bytes
 from harness.plan.units import held_units, units_of_rank
 from harness.spec.case import Case
+from harness.spec.traits import USUAL, TrainerTraits
 from reference.config import quantized_modules
 
 
-def make_plan(case: Case, observed: Observed | None = None, *, torch: str = "") -> Plan:
-    """observed: FSDP's units where the case leaves them open; without evidence of them, those of a trainer that requests
-    none. torch: the release that the ranks ran; empty for the oldest supported."""
+def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:
+    """traits: what the trainer chose. observed: FSDP's units where case and traits leave them open; without evidence of them,
+    "apart". torch: the release that the ranks ran; empty for the oldest supported."""
     dims = case.dims
     flat = flat_units(case) if case.wrapper == "fsdp1" else ()
     shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
@@ -43,8 +44,8 @@ def make_plan(case: Case, observed: Observed | None = None, *, torch: str = "") 
         slices = {rank: flat_slices(flat, held[rank], *shard_place(dims, rank)) for rank in held}
     else:
         slices = {rank: slices_of_rank(dims, rank, held[rank]) for rank in held}
-    units = {rank: units_of_rank(case, rank, observed) for rank in held}
-    flows = flows_of_ranks(case, case.seq_len(1), units, torch)
+    units = {rank: units_of_rank(case, traits, rank, observed) for rank in held}
+    flows = flows_of_ranks(case, traits, case.seq_len(1), units, torch)
     return Plan(
         dims=dims,
         first_step=case.steps.start,
@@ -54,16 +55,19 @@ def make_plan(case: Case, observed: Observed | None = None, *, torch: str = "") 
         stages=stages,
         slices=slices,
         flows=flows,
-        even_flows=flows_of_ranks(case, case.seq_len(2), units, torch) if case.training.variable_length else flows,
+        even_flows=flows_of_ranks(case, traits, case.seq_len(2), units, torch)
+        if case.training.variable_length
+        else flows,
         outside_bytes={rank: outside_bytes(case, rank, flows[rank]) for rank in slices},
         integer_bytes=integer_bytes(case),
         used_bytes=used_bytes(case),
         parameter_bytes={rank: parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
         units={rank: held_units(case, slices[rank], units[rank]) for rank in slices},
+        traits=traits,
         observed=observed,
         table_bytes=table_bytes(case),
-        spare_bytes={rank: spare_bytes(case, rank, slices[rank]) for rank in slices},
-        gradient_spare={rank: gradient_spare(case, rank) for rank in slices},
+        spare_bytes={rank: spare_bytes(case, traits, rank, slices[rank]) for rank in slices},
+        gradient_spare={rank: gradient_spare(case, traits, rank) for rank in slices},
         torch=torch,
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,

@@ -9,6 +9,7 @@ from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, par
 from harness.plan.stages import stages_of_rank
 from harness.plan.units import fsdp2_units
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 
 
 def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
@@ -26,20 +27,20 @@ def table_bytes(case: Case) -> int:
     return 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
 
 
-def spare_bytes(case: Case, rank: int, held: dict[str, Slice]) -> int:
+def spare_bytes(case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice]) -> int:
     """A cosine and a sine for each position and entry of a head, with DDP one copy of the gradients, in buckets, and what
     FSDP2 gathered for a loss in chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
     unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
-    kept = case.features.keeps_loss_unit and case.features.loss_chunks > 1 and case.shards > 1
+    kept = traits.keeps_loss_unit and traits.loss_chunks > 1 and case.shards > 1
     return table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0) + (unit if kept else 0)
 
 
-def gradient_spare(case: Case, rank: int) -> int:
+def gradient_spare(case: Case, traits: TrainerTraits, rank: int) -> int:
     """In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, into one that is there
     already: what it was reduced in last stays, because the final norm's gradient lies there too."""
     last = case.n_stages - 1 in stages_of_rank(case, rank)
-    if not (case.features.loss_chunks > 1 and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
+    if not (traits.loss_chunks > 1 and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
         return 0
     return BYTES[case.training.dtype] * _padded_last_unit(case, rank)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from harness.evidence.records import RankEvidence
 from harness.spec.case import Case
+from harness.spec.traits import OBSERVED, TrainerTraits
 
 
 class Unit(NamedTuple):
@@ -24,8 +25,8 @@ Observed = Mapping[int, tuple[Unit, ...]]
 """By rank. None where the case requests units, an empty tuple for a rank whose wrappers tell of none."""
 
 
-def observed_units(case: Case, ranks: Mapping[int, RankEvidence]) -> Observed | None:
-    if case.features.fsdp_units != "observed" or case.wrapper != "fsdp2":
+def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEvidence]) -> Observed | None:
+    if traits.units_of(case) != OBSERVED or case.wrapper != "fsdp2":
         return None
     return {rank: claimed_units(evidence) for rank, evidence in sorted(ranks.items())}
 

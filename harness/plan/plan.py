@@ -8,6 +8,7 @@ from harness.plan.observed_units import Observed
 from harness.plan.slices import FlatUnit, Slice
 from harness.plan.traffic.flow import Flow
 from harness.spec.dims import ParallelDims
+from harness.spec.traits import USUAL, TrainerTraits
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """groups: by axis of degree above 1, its groups' ranks. slices[rank][fqn]: what each rank must hold.
+    """traits: of the trainer that it is the plan for. groups: by axis of degree above 1, its groups' ranks.
+    slices[rank][fqn]: what each rank must hold.
 
     shapes: of every parameter; where FSDP1 cuts flattened ones (`flat`: its units), of the vector: all is judged flattened.
     shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
@@ -32,7 +34,7 @@ class Plan:
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
     used_bytes: later.
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
-    wrappers tell of, for the case leaves them open.
+    wrappers tell of, for case and traits leave them open.
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
     gradient_spare[rank]: of gradients, beyond those of its parameters.
@@ -54,6 +56,7 @@ class Plan:
     spare_bytes: dict[int, int]
     units: dict[int, tuple[tuple[str, ...], ...]]
     table_bytes: int = 0
+    traits: TrainerTraits = USUAL
     observed: Observed | None = None
     gradient_spare: dict[int, int] = field(default_factory=dict)
     torch: str = ""

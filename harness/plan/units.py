@@ -5,16 +5,17 @@ from __future__ import annotations
 from harness.plan.observed_units import Observed, Unit, as_requested
 from harness.plan.slices import Slice, flat_units
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 
 
-def units_of_rank(case: Case, rank: int, observed: Observed | None) -> list[Unit]:
+def units_of_rank(case: Case, traits: TrainerTraits, rank: int, observed: Observed | None) -> list[Unit]:
     """What wrappers tell of, where the case leaves units open and they tell of any; else what the case requests."""
     seen = observed.get(rank, ()) if observed is not None else ()
-    return [as_requested(case, unit) for unit in seen] or fsdp_units(case)
+    return [as_requested(case, unit) for unit in seen] or fsdp_units(case, traits)
 
 
-def fsdp_units(case: Case) -> list[Unit]:
-    """Those that a case requests, and that are assumed where nobody chose and nobody looked.
+def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
+    """Those that a case requests or the trainer chose, and that are assumed where nobody chose and nobody looked.
 
     The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
     the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
@@ -27,10 +28,10 @@ def fsdp_units(case: Case) -> list[Unit]:
     if isinstance(policy, int):
         return [Unit(unit, policy) for unit in fsdp2_units(case)]
     *most, last = fsdp2_units(case)
-    if case.features.fsdp_units == "root":
+    if traits.units_of(case) == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
-    freed = policy == "always" or case.features.loss_chunks > 1
+    freed = policy == "always" or traits.loss_chunks > 1
     return [*(Unit(unit, 1 if kept else ways) for unit in most), Unit(last, ways if freed else 1)]
 
 

@@ -62,10 +62,11 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
     trials = {name: load_trial(folder) for name, folder in folders.items()}
     name, trial = next(iter(trials.items()))
     bounds, case = trial.bounds, trial.case
+    key = trial.traits.noise_key(case)
     reference = load(folders[name] / "reference.npz", ReferenceRun)  # the trial's is laid out as its plan
     return Margin(
-        name=f"{golden.recipe_name(case)} {case.noise_key}",
-        recipe=_said(case),
+        name=f"{golden.recipe_name(case)} {key}",
+        recipe=_said(case, key),
         bound={name: list(getattr(bounds, name).values()) for name in NUMBERS[:3]}
         | {"parameter": [1.0] * len(reference.steps)},
         correct={name: _distances(one) for name, one in trials.items()},
@@ -73,13 +74,13 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
     )
 
 
-def _said(case: Case) -> str:
+def _said(case: Case, key: str) -> str:
     """The recipe as what differs from the defaults, and how the reference was cut to measure its noise."""
     told = case.training.quantize or case.training.compute_dtype or case.training.dtype
     told += " compiled" if case.features.compile else ""
     others = {**golden.recipe(case)["model"], **golden.recipe(case)["training"]}
     shown = [f"{key} {value}" for key, value in others.items() if key not in ("quantize", "compute_dtype", "dtype")]
-    return ", ".join([told, case.noise_key, *shown])
+    return ", ".join([told, key, *shown])
 
 
 def _distances(trial: Trial) -> Distances:

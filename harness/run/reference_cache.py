@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import ROOT
+from harness import ROOT, trainers
 from harness.evidence.format import version_of
 from harness.evidence.store import EvidenceError
 from harness.judge import golden
@@ -34,7 +34,7 @@ def hard_link(source: Path, target: Path) -> None:
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
     """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions.
 
-    noise: what to measure besides, by Case.noise_key; None: what this case needs and no golden can tell.
+    noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden can tell.
     """
     noise = _unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
@@ -47,14 +47,18 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
     """Goldens hold the noise of the recipes in cases/ on CPU; another recipe, seed or device has its own, measured once."""
-    known = options.device == "cpu" and (case.file or _golden_knows(case))
-    return () if case.exact or known else (case.noise_key,)
+    known = options.device == "cpu" and (case.file or _golden_knows(case, options))
+    return () if case.exact or known else (_noise_key(case, options),)
 
 
-def _golden_knows(case: Case) -> bool:
+def _noise_key(case: Case, options: Options) -> str:
+    return trainers.load(options.trainer).traits(case).noise_key(case)
+
+
+def _golden_knows(case: Case, options: Options) -> bool:
     """A recipe of no file may be that of one all the same."""
     try:
-        noise = golden.load(case).noise.get(case.noise_key)
+        noise = golden.load(case).noise.get(_noise_key(case, options))
     except golden.GoldenError:
         return False
     return noise is not None and set(noise.distance) == set(case.model.parameter_shapes())

@@ -3,6 +3,7 @@
 One folder holds all that is known of one run of a case and can be judged anywhere, later:
 
     case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
+    traits.json      what the trainer chose in each launch
     reference.npz    the oracle          repeat/      the second launch, where the case requests one
     report.txt       what was found      verdict.json the same, for programs
     saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz)
@@ -16,7 +17,7 @@ import shutil
 import time
 
 from harness import trainers
-from harness.evidence.store import write_text
+from harness.evidence.store import CASE_FILE, TRAITS_FILE, write_text
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.plan.make_plan import make_plan
@@ -27,8 +28,10 @@ from harness.run.launches import CHECKPOINT, launch_all
 from harness.run.locks import only_one
 from harness.run.options import Options, Unsupported
 from harness.run.reference_cache import hard_link, reference_folder
-from harness.run.supported import owned, unsupported
-from harness.spec.case import Case, to_json
+from harness.run.supported import unsupported
+from harness.spec import case as requested
+from harness.spec import traits
+from harness.spec.case import Case
 
 
 def run_case(case: Case, options: Options) -> Judgement:
@@ -36,15 +39,17 @@ def run_case(case: Case, options: Options) -> Judgement:
     reason = unsupported(case, options)
     if reason:
         raise Unsupported(reason)
-    case = owned(case, trainers.load(options.trainer))
-    for launched in case.launches.values():
-        make_plan(launched)
+    chosen = trainers.traits_by_launch(case, options.trainer)
+    case = traits.settled(case, chosen)
+    for name, launched in case.launches.items():
+        make_plan(launched, chosen[name])
     started = time.monotonic()
     cached = reference_folder(case, options)
     folder = folder_of(case, options)
     with only_one(options.out / ".locks" / f"{folder.name}.lock"):
         fresh_folder(folder)
-        write_text(folder / "case.json", json.dumps(to_json(case), indent=1))
+        write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
+        write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in chosen.items()}, indent=1))
         hard_link(cached / "reference.npz", folder / "reference.npz")
         launch_all(case, folder, cached / "weights.npz", options)
         judgement = judge_folder(folder, seconds=time.monotonic() - started)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 
 from harness import trainers
 from harness.run.options import Options
 from harness.spec.case import Case
 from harness.spec.limits import too_much_memory
-
-
-def owned(case: Case, trainer: trainers.Adapter) -> Case:
-    """The case with the trainer's choices in every launch."""
-    earlier = (trainer.own(launched).features for launched in case.launches.values())
-    resume = tuple(
-        dataclasses.replace(saved, features=features) for saved, features in zip(case.resume, earlier, strict=False)
-    )
-    return dataclasses.replace(trainer.own(case), resume=resume)
 
 
 def unsupported(case: Case, options: Options) -> str | None:

@@ -159,7 +159,7 @@ class Case:
     def noise_key(self) -> str:
         """Under which the reference's noise is kept: how gradients are added over ranks, and whether matmuls are rounded
         as on one device."""
-        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile or self.features.own_model
+        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile
         return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")
 
     @property

@@ -12,8 +12,6 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "schedule": ("GPipe", "1F1B", *LOOPED),
     "cp_rotation": ("allgather", "alltoall"),
     "fsdp_units": (None, "apart", "root", "observed"),
-    "cp_heads": ("query", "key_value"),
-    "attention": (None, "fused"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
 }
@@ -31,15 +29,8 @@ class Features:
     unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
     schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
     activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
-    compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block: "apart", the embedding,
-    and norm with output; "root", all the rest, and by default only the last block stays whole after forward; "observed", what
-    the trainer wraps, which is then its choice, as is what it keeps by default; None: the adapter says which. cp_heads: keys
-    and values go round repeated for each "query" head, or as they are. ac_early_stop: a block runs again only until backward
-    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. attention:
-    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
-    parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
-    last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
-    the next forward pass. Trainers choose these seven, cases need not.
+    compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block, as TrainerTraits names
+    it; "observed", whatever the trainer wraps; None: its traits say which.
     """
 
     wrapper: str | None = None
@@ -60,15 +51,9 @@ class Features:
     compile: bool = False
     reduce_dtype: str | None = None
     fsdp_units: str | None = None
-    cp_heads: str = "query"
-    ac_early_stop: bool = True
-    own_model: bool = False
-    attention: str | None = None
-    loss_chunks: int = 1
-    keeps_loss_unit: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("accumulation", "microbatches", "stages_per_rank", "loss_chunks"):
+        for key in ("accumulation", "microbatches", "stages_per_rank"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         if self.bucket_mb is not None and self.bucket_mb <= 0:

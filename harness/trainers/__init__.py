@@ -62,15 +62,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from harness.spec.traits import OBSERVED, USUAL, TrainerTraits
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
     from harness.spec.case import Case
-
-
-OPEN = "observed"
-"""Of an option: the case leaves it to the trainer, and asks nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,10 @@ class Adapter(Protocol):
     reports_every: int = 1
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
-    def own(self, case: Case) -> Case:
-        """The case with this trainer's choice where the case leaves one; the plan is made of that. Who says nothing has
-        FSDP2's units taken as they are observed, and what the attribute `allow` declares."""
-        return dataclasses.replace(observing(case), allow=case.allow + getattr(self, "allow", ()))
+    def traits(self, case: Case) -> TrainerTraits:
+        """What this trainer chose where the case leaves the choice to it, and what it keeps, copies or moves besides what the
+        plan knows: the plan is made of both. Who says nothing has FSDP2's units taken as they are observed."""
+        return USUAL
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         """What of the trainer does not run as its users run it, each as "part: what by what (why)": said with every verdict.
@@ -172,17 +170,10 @@ def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
     for record in (case.dims, case.features, case.training, case.model):
         for field in dataclasses.fields(record):
             value, values = getattr(record, field.name), known.get(field.name, ())
-            if value not in (field.default, OPEN) and values is not ... and value not in values:
+            if value not in (field.default, OBSERVED) and values is not ... and value not in values:
                 yield f"{field.name} {value}: {who} has no such option, or this adapter does not pass it on"
     if case.resume or case.last_step:
         yield f"resume: this adapter does not let {who} write checkpoints"
-
-
-def observing(case: Case) -> Case:
-    """FSDP2's units are the trainer's choice, unless the case requests some: they are judged as they are observed."""
-    if case.wrapper != "fsdp2" or case.features.fsdp_units is not None:
-        return case
-    return dataclasses.replace(case, features=dataclasses.replace(case.features, fsdp_units="observed"))
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -211,6 +202,12 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
 
         source = str(release(name, source, out / ".environments"))
     return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"
+
+
+def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
+    """What a trainer chose in each launch of a case."""
+    adapter = load(spec)
+    return {name: adapter.traits(launched) for name, launched in case.launches.items()}
 
 
 def load(spec: str) -> Adapter:
@@ -242,6 +239,10 @@ def _of_file(path: Path) -> Adapter:
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: cannot be loaded: {error!r}") from error
     adapter: Any = getattr(module, "adapter", None)
+    if hasattr(adapter, "own") or hasattr(adapter, "allow"):
+        raise ValueError(
+            f"{path}: its `adapter` has `own` or `allow`: it says that in `traits`; see harness/spec/traits.py"
+        )
     if lacking := [
         name for name in ("name", "unsupported", "start", "stop", "fqn", "rows") if not hasattr(adapter, name)
     ]:

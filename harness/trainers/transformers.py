@@ -6,7 +6,6 @@ as data are sizes, seed weights, samples and the recipe's rates.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, halves, pairs
 
 NAMES = pairs("""embed_tokens=tok_embeddings lm_head=output input_layernorm=attention_norm self_attn=attention q_proj=wq
@@ -38,9 +38,9 @@ class Transformers(Adapter):
     name = "transformers"
     preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
 
-    def own(self, case: Case) -> Case:
+    def traits(self, case: Case) -> TrainerTraits:
         """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged. So is attention."""
-        return dataclasses.replace(case, features=dataclasses.replace(case.features, attention="fused"))
+        return TrainerTraits(fsdp_units="apart", attention="fused")
 
     def unsupported(self, case: Case) -> str | None:
         if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):

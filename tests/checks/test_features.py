@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from literal import ADAMW, TINY, cause_of, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
+from literal import ADAMW, APART, TINY, cause_of, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 
 from harness.checks.features import QUANTIZED_PRODUCTS
 from harness.diagnosis import diagnose
@@ -50,11 +50,21 @@ def test_checkpointing_asked_for_and_never_seen_is_named() -> None:
 
 def test_a_trainer_that_recomputes_to_the_end_of_a_block_is_told_so() -> None:
     """The last matmul of a block, w2's, is needed by no gradient."""
-    to_the_end = {"activation_checkpointing": "full", "ac_early_stop": False}
-    assert found(ran({"activation_checkpointing": "full"}, to_the_end))[0] == Finding(
-        "rank 0, step 1, matmuls recomputed in backward", "6", "7"
-    )
-    assert found(ran(to_the_end, to_the_end)) == []
+    case = tiny_case("fsdp_2", activation_checkpointing="full")
+    early, late = (to_the_end(trial_of(case, traits=replace(APART, ac_early_stop=early))) for early in (True, False))
+    assert found(early)[0] == Finding("rank 0, step 1, matmuls recomputed in backward", "6", "7")
+    assert found(late) == []
+
+
+def to_the_end(trial: Trial) -> Trial:
+    """One matmul more in every backward."""
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            seen = step.activity.matmuls
+            trial = with_activity(
+                trial, rank, step.step, matmuls=seen | {"backward float64": seen["backward float64"] + 1}
+            )
+    return trial
 
 
 def test_checkpointing_that_nobody_asked_for_is_named() -> None:
@@ -290,7 +300,7 @@ def test_a_trainer_whose_attention_is_plain_matmuls_everywhere_is_right() -> Non
 
 
 def test_fused_attention_that_was_requested_and_fell_back_to_matmuls_is_named() -> None:
-    trial = all_attend(trial_of(tiny_case("fsdp_2", attention="fused")), MATMULS)
+    trial = all_attend(trial_of(tiny_case("fsdp_2"), traits=replace(APART, attention="fused")), MATMULS)
     assert found(trial)[:3] == [
         Finding("rank 0, step 1, attention in forward", "1", "0"),
         Finding("rank 0, step 1, attention's gradients", "1", "0"),
@@ -307,7 +317,7 @@ def test_attention_that_falls_back_in_one_step_of_one_rank_is_named_whoever_chos
 
 
 def test_gpus_have_no_fused_attention_in_float64() -> None:
-    trial = all_attend(trial_of(tiny_case("fsdp_2", attention="fused")), MATMULS)
+    trial = all_attend(trial_of(tiny_case("fsdp_2"), traits=replace(APART, attention="fused")), MATMULS)
     for rank in trial.ranks:
         trial = with_rank(trial, rank, environment={"device": "NVIDIA H200"})
     assert found(trial) == []

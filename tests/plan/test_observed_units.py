@@ -28,10 +28,6 @@ FSDP_4 = ParallelDims(dp_shard=4)
 TWO = replace(tiny_case("single").model, n_layers=2)
 
 
-def own(case):
-    return Adapter.own(None, case).features.fsdp_units  # type: ignore[arg-type]
-
-
 def open_trial(*, layout="fsdp_2", asked=None, **ran) -> Trial:
     """Units are left open; the trainer that ran wraps and keeps as these features say."""
     ran_case = tiny_case(layout, **ran)
@@ -41,15 +37,18 @@ def open_trial(*, layout="fsdp_2", asked=None, **ran) -> Trial:
 def planned_again(units: tuple[Unit, ...], **features) -> set[Flow]:
     """What rank 0 of four gathers again in backward."""
     case = tiny_case(FSDP_4, fsdp_units="observed", **features)
-    flows = make_plan(case, dict.fromkeys(range(4), units)).flows[0]
+    flows = make_plan(case, observed=dict.fromkeys(range(4), units)).flows[0]
     return {flow for flow in flows if (flow.role, flow.phase) == ("parameters", "backward")}
 
 
 def test_an_adapter_that_says_nothing_leaves_units_open_and_a_case_that_asks_for_some_does_not() -> None:
-    assert own(tiny_case("fsdp_2")) == "observed"
-    assert own(tiny_case("fsdp_2", fsdp_units="root")) == "root"
-    assert own(tiny_case("ddp_2")) is None
-    assert own(tiny_case("fsdp_2", wrapper="fsdp1")) is None
+    def observed(case):
+        return observed_units(case, Adapter.traits(None, case), {})  # type: ignore[arg-type]
+
+    assert observed(tiny_case("fsdp_2")) == {}
+    for requested in ({"fsdp_units": "root"}, {"fsdp_units": "apart"}, {"wrapper": "fsdp1"}):
+        assert observed(tiny_case("fsdp_2", **requested)) is None
+    assert observed(tiny_case("ddp_2")) is None
 
 
 def test_units_left_open_ask_nothing_of_a_trainer_and_others_do() -> None:
@@ -86,7 +85,7 @@ def test_units_of_a_pipeline_are_planned_like_a_policy_that_says_the_same(policy
     case = tiny_case(layout, model=TWO, fsdp_units="observed", schedule="GPipe")
     units = tuple(Unit((fqn,), ways) for fqn in case.model.parameter_shapes())
     requested = make_plan(tiny_case(layout, model=TWO, reshard_after_forward=policy, schedule="GPipe"))
-    observed = make_plan(case, dict.fromkeys(range(4), units))
+    observed = make_plan(case, observed=dict.fromkeys(range(4), units))
     assert [moved(observed, rank) for rank in range(4)] == [moved(requested, rank) for rank in range(4)]
     assert observed.after_forward == requested.after_forward
 
@@ -134,8 +133,8 @@ def test_a_unit_that_keeps_what_its_wrapper_says_it_frees_is_found() -> None:
 def test_replicas_that_keep_different_units_are_found_and_named() -> None:
     trial, other = (open_trial(layout="hsdp_2x2", reshard_after_forward=policy) for policy in ("default", "always"))
     ranks = {rank: (other if rank > 1 else trial).ranks[rank] for rank in range(4)}
-    observed = observed_units(trial.case, ranks)
-    trial = replace(trial, run=replace(trial.run, ranks=ranks), plan=make_plan(trial.case, observed))
+    observed = observed_units(trial.case, trial.traits, ranks)
+    trial = replace(trial, run=replace(trial.run, ranks=ranks), plan=make_plan(trial.case, trial.traits, observed))
     finding = Finding("ranks [2,3], FSDP units", "those of [0,1]: norm, output (2) kept", "norm, output (2) freed")
     assert judged("placements", trial).findings == (finding,)
     assert {judged(law, trial).verdict for law in ("reshard", "traffic")} == {Verdict.PASS}
@@ -148,7 +147,9 @@ def with_structure(trial: Trial, change) -> Trial:
     for rank, evidence in trial.ranks.items():
         structure = {module: change(claim) for module, claim in evidence.structure.items()}
         trial = with_rank(trial, rank, structure=structure)
-    return replace(trial, plan=make_plan(trial.case, observed_units(trial.case, trial.ranks)))
+    return replace(
+        trial, plan=make_plan(trial.case, trial.traits, observed_units(trial.case, trial.traits, trial.ranks))
+    )
 
 
 def test_a_parameter_of_no_unit_is_found() -> None:

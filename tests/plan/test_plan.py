@@ -16,6 +16,7 @@ from harness.plan.stages import positions
 from harness.plan.traffic.flow import Flow
 from harness.spec.case import Case
 from harness.spec.dims import AXES, ParallelDims
+from harness.spec.traits import TrainerTraits
 from reference.config import PRESETS
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
@@ -245,15 +246,15 @@ def test_accumulation_gathers_for_every_microbatch_and_reduces_once() -> None:
 
 
 def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_backward() -> None:
-    case = tiny_case(ParallelDims(dp_shard=2), loss_chunks=8)
-    plain, plan = make_plan(tiny_case(ParallelDims(dp_shard=2))), make_plan(case)
+    case, chunks = tiny_case(ParallelDims(dp_shard=2)), TrainerTraits(loss_chunks=8)
+    plain, plan = make_plan(case), make_plan(case, chunks)
     last = 8 * (4 + 8 * 4)  # norm and output
     gathered = [[f.bytes for f in plan.flows_of(0, step) if f.op == "all_gather"] for step in (1, 2)]
     forward, backward = (f.bytes for f in plain.flows_of(0, 1) if f.op == "all_gather")
     assert gathered == [[forward, backward + last], [forward, backward + last, last]]
     assert {plan.after_forward[0][fqn].ways for fqn in ("norm.weight", "output.weight")} == {2}
     assert plan.spare_bytes == plain.spare_bytes
-    kept = make_plan(tiny_case(ParallelDims(dp_shard=2), loss_chunks=8, keeps_loss_unit=True))
+    kept = make_plan(case, replace(chunks, keeps_loss_unit=True))
     assert kept.spare_bytes[0] == plain.spare_bytes[0] + last
 
 
@@ -384,14 +385,13 @@ def test_a_cp_rank_is_fed_a_chunk_from_the_front_and_one_from_the_back() -> None
 def test_keys_and_values_that_are_not_repeated_for_query_heads_move_fewer_bytes() -> None:
     case = tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=8), activation_checkpointing="full")
     model = replace(case.model, dim=8, n_heads=4, n_kv_heads=2)
-    repeated = replace(case, model=model)
-    as_they_are = replace(repeated, features=replace(case.features, cp_heads="key_value"))
 
-    def moved(asked: Case) -> dict[tuple[str, str], int]:
-        return {(f.role, f.phase): f.bytes for f in make_plan(asked).flows[0] if "keys" in f.role}
+    def moved(heads: str) -> dict[tuple[str, str], int]:
+        plan = make_plan(replace(case, model=model), TrainerTraits(cp_heads=heads))
+        return {(f.role, f.phase): f.bytes for f in plan.flows[0] if "keys" in f.role}
 
-    assert moved(as_they_are) == {key: count // 2 for key, count in moved(repeated).items()}
-    assert len(moved(repeated)) == 4  # forward, backward, recomputed, and the gradients
+    assert moved("key_value") == {key: count // 2 for key, count in moved("query").items()}
+    assert len(moved("query")) == 4  # forward, backward, recomputed, and the gradients
 
 
 def test_fsdp_shards_over_dp_shard_and_cp_folded_into_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from literal import judged, tiny_case, trial_of, with_rank, with_step
+from literal import APART, judged, tiny_case, trial_of, with_rank, with_step
 
 from harness.evidence.records import Collective, HeldTensor
 from harness.judge.result import Finding, Verdict
@@ -13,7 +13,6 @@ from harness.judge.trial import Trial
 from harness.spec.allowance import Allowance
 from harness.spec.case import CaseError, to_json
 from harness.spec.loading import from_json
-from harness.trainers import Adapter
 
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
 LOGGED = Allowance("moved", 8, "the loss is logged", op="all_reduce", phase="forward", axis="world")
@@ -75,16 +74,9 @@ def test_a_logging_all_reduce_inside_forward_is_moved_where_that_is_allowed_and_
 
 
 def test_an_adapter_declares_its_own_beside_those_of_the_case() -> None:
-    class Mine(Adapter):
-        allow = (AVERAGE,)
-
-        def unsupported(self, case):
-            return None
-
-        def start(self, case, weights, device):
-            raise NotImplementedError
-
-    assert Mine().own(replace(tiny_case("fsdp_2"), allow=(LOGGED,))).allow == (LOGGED, AVERAGE)
+    trial = trial_of(replace(tiny_case("fsdp_2"), allow=(LOGGED,)), traits=replace(APART, allow=(AVERAGE,)))
+    assert trial.allow == (LOGGED, AVERAGE)
+    assert judged("memory", trial).note == "allowed: kept 1 x parameters (a moving average of the weights), not used"
 
 
 def test_allowances_are_stored_with_the_case() -> None:

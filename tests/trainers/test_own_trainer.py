@@ -86,7 +86,7 @@ def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) -> None:
-    empty, three, broken = (tmp_path / name for name in ("empty.py", "three.py", "broken.py"))
+    empty, three, own, broken = (tmp_path / name for name in ("empty.py", "three.py", "own.py", "broken.py"))
     empty.touch()
     three.write_text("adapter = 3")
     broken.write_text("import nonsense")
@@ -96,6 +96,9 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
         ValueError, match=r"three.py: its `adapter` has no name, unsupported, start, stop, fqn, rows; see"
     ):
         trainers.load(str(three))
+    own.write_text("from harness.trainers import Adapter\nclass Old(Adapter):\n    allow = ()\nadapter = Old()")
+    with pytest.raises(ValueError, match=r"own.py: its `adapter` has `own` or `allow`: it says that in `traits`; see"):
+        trainers.load(str(own))
     with pytest.raises(ValueError, match=r"broken.py: cannot be loaded: ModuleNotFoundError"):
         trainers.load(str(broken))
     with pytest.raises(ValueError, match=r"missing.py: cannot be loaded: FileNotFoundError"):

@@ -20,11 +20,11 @@ from harness.judge.result import Verdict
 from harness.plan.units import fsdp_units
 from harness.run.options import Options
 from harness.run.run_case import run_case
-from harness.run.supported import owned
 from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
+from harness.spec.traits import settled
 from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.job import configured, stages
 from reference.config import ModelConfig, RopeScaling, TrainingConfig
@@ -161,8 +161,8 @@ def test_a_loss_is_noted_once_whoever_computes_it() -> None:
 
 def test_its_own_choices_are_the_plans(checkout: Path) -> None:
     adapter = trainers.load(f"torchtitan@{checkout}")
-    assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
-    (root, after_root), *blocks = fsdp_units(adapter.own(case()))
+    assert adapter.traits(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
+    (root, after_root), *blocks = fsdp_units(case(), adapter.traits(case()))
     assert (root, after_root) == (("tok_embeddings.weight", "norm.weight", "output.weight"), 4)
     assert [after for _, after in blocks] == [4, 1]
 
@@ -189,11 +189,11 @@ def release(tmp_path: Path) -> Path:
 def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
     adapter, replicas = trainers.load(f"torchtitan@{release}"), case(ParallelDims(dp_replicate=2))
     (release / "torchtitan" / "trainer.py").write_text("")
-    assert adapter.own(replicas).wrapper == "replicate"
+    assert adapter.traits(replicas).wrapper == "replicate"
     parallelize = release / "torchtitan" / "models" / "llama3" / "parallelize.py"
     for words in ("        apply_replicate(\n", "\n    # Always run apply_fsdp\n", "    apply_fsdp_to_decoder(\n"):
         parallelize.write_text(words)
-        assert adapter.own(replicas).wrapper == "fsdp2"
+        assert adapter.traits(replicas).wrapper == "fsdp2"
         assert adapter.unsupported(replicas) is None
 
 
@@ -263,10 +263,10 @@ def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> No
 
 def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
     adapter = trainers.load(f"torchtitan@{release}")
-    assert adapter.own(case(ParallelDims(dp_replicate=2))).wrapper == "fsdp2"
-    assert adapter.own(case(ParallelDims(tp=2))).wrapper == "fsdp2"
-    features = adapter.own(case(ParallelDims(cp=2))).features
-    assert (features.cp_heads, features.ac_early_stop) == ("key_value", False)
+    assert adapter.traits(case(ParallelDims(dp_replicate=2))).wrapper == "fsdp2"
+    assert adapter.traits(case(ParallelDims(tp=2))).wrapper == "fsdp2"
+    traits = adapter.traits(case(ParallelDims(cp=2)))
+    assert (traits.wrapper, traits.cp_heads, traits.ac_early_stop) == (None, "key_value", False)
 
 
 @pytest.fixture
@@ -279,18 +279,18 @@ def release_in_chunks(release: Path) -> Path:
 
 def test_its_loss_runs_in_the_chunks_that_its_users_run(release_in_chunks: Path) -> None:
     adapter = trainers.load(f"torchtitan@{release_in_chunks}")
-    features = adapter.own(case()).features
-    assert (features.loss_chunks, features.keeps_loss_unit) == (8, False)
+    traits = adapter.traits(case())
+    assert (traits.loss_chunks, traits.keeps_loss_unit) == (8, False)
     assert adapter.unsupported(case()) is None
-    assert not any(text.startswith("loss:") for text in adapter.replaced(adapter.own(case()), "cpu"))
+    assert not any(text.startswith("loss:") for text in adapter.replaced(case(), "cpu"))
     (release_in_chunks / "torchtitan" / "components" / "loss.py").write_text("num_chunks: int = 8\n")
-    assert adapter.own(case()).features.keeps_loss_unit
+    assert adapter.traits(case()).keeps_loss_unit
 
 
 def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) -> None:
     adapter = trainers.load(f"torchtitan@{release_in_chunks}")
-    staged = adapter.own(case(ParallelDims(pp=2, dp_shard=2)))
-    assert staged.features.loss_chunks == 1
+    staged = case(ParallelDims(pp=2, dp_shard=2))
+    assert adapter.traits(staged).loss_chunks == 1
     assert adapter.replaced(staged, "cpu") == (
         "loss: chunked cross entropy by whole cross entropy (what FSDP2 gathers for it in a pipeline is not planned)",
         "attention: SDPA, whose samples lie each in a row of their own",
@@ -336,9 +336,11 @@ def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
 
 def test_earlier_launches_have_its_choices_too(release: Path) -> None:
     saved = Saved(after=1, dims=ParallelDims(dp_replicate=2), features=Features())
-    chosen = owned(case(resume=(saved,)), trainers.load(f"torchtitan@{release}"))
-    assert [launched.wrapper for launched in chosen.launches.values()] == ["fsdp2", "fsdp2"]
-    assert chosen.launches["saved_1"].features.ac_early_stop is False
+    asked = case(resume=(saved,))
+    chosen = trainers.traits_by_launch(asked, f"torchtitan@{release}")
+    assert [launched.wrapper for launched in asked.launches.values()] == ["ddp", "fsdp2"]
+    assert [launched.wrapper for launched in settled(asked, chosen).launches.values()] == ["fsdp2", "fsdp2"]
+    assert chosen["saved_1"].ac_early_stop is False
 
 
 RESUMED = case(resume=(Saved(after=1, dims=FSDP, features=Features()),))
@@ -362,7 +364,7 @@ def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
 
 def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(release: Path) -> None:
     adapter, recipe = trainers.load(f"torchtitan@{release}"), case(training=TrainingConfig(dtype="float32"))
-    assert (recipe.noise_key, adapter.own(recipe).noise_key) == ("float32 shares", "float32 parts")
+    assert (recipe.noise_key, adapter.traits(recipe).noise_key(recipe)) == ("float32 shares", "float32 parts")
 
 
 @pytest.fixture
@@ -382,13 +384,13 @@ def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
     adapter = trainers.load(f"torchtitan@{middle}")
     accumulating = case(features=Features(accumulation=2, defer_sync=False))
     assert adapter.unsupported(accumulating) is None
-    assert (adapter.reports, adapter.own(case()).features.fsdp_units) == (("loss",), "root")
+    assert (adapter.reports, adapter.traits(case()).fsdp_units) == (("loss",), "root")
     (middle / "torchtitan" / "train.py").write_text("class Trainer:\n    log(grad_norm.item())\n")
     units = middle / "torchtitan" / "models" / "llama3" / "infra" / "parallelize.py"
     units.parent.mkdir(parents=True)
     units.write_text("fully_shard([model.norm, model.output])\n")
     assert adapter.unsupported(accumulating) is not None
-    assert (adapter.reports, adapter.own(case()).features.fsdp_units) == (("loss", "grad_norm"), "apart")
+    assert (adapter.reports, adapter.traits(case()).fsdp_units) == (("loss", "grad_norm"), "apart")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")

@@ -8,9 +8,10 @@ from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage, stages_of_rank
 from harness.plan.traffic.flow import Flow
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 
 
-def context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length: int) -> Iterable[Flow]:
     """In every layer each rank needs the keys and values of all cp ranks, once forward and once more backward.
 
     They are of all heads that tp left here (of which ones: `cp_heads`). all_gather brings them at once; alltoall passes
@@ -24,7 +25,8 @@ def context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow]
     again = not case.features.compile
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
     dtype = training.compute_dtype or training.dtype
-    passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * cp_width(case) // dims.tp
+    width = cp_width(case, traits)
+    passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * width // dims.tp
     if case.features.cp_rotation == "allgather":
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
         yield Flow("cp", "keys and values", "all_gather", "backward", again * dims.cp * passed * BYTES[dtype])
@@ -35,6 +37,6 @@ def context_parallel_flows(case: Case, rank: int, length: int) -> Iterable[Flow]
     yield Flow("cp", "gradients of keys and values", "all_to_all", "backward", dims.cp * passed * summed)
 
 
-def cp_width(case: Case) -> int:
+def cp_width(case: Case, traits: TrainerTraits) -> int:
     """Of the keys that go round for a token, and of the values."""
-    return (case.model.n_heads if case.features.cp_heads == "query" else case.model.n_kv_heads) * case.model.head_dim
+    return (case.model.n_heads if traits.cp_heads == "query" else case.model.n_kv_heads) * case.model.head_dim

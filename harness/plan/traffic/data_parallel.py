@@ -12,9 +12,10 @@ from harness.plan.traffic.flow import Flow
 from harness.spec import schedule
 from harness.spec.case import Case
 from harness.spec.features import LOOPED
+from harness.spec.traits import TrainerTraits
 
 
-def data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Flow]:
+def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
     if case.wrapper == "fsdp1":
         yield from _fsdp1_flows(case)
         return
@@ -33,7 +34,8 @@ def data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Fl
             )
             yield Flow(gathered_over(case, ways), "parameters", "all_gather", "backward", times * again)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
-        yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
+        if traits.loss_chunks > 1:
+            yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
@@ -44,11 +46,10 @@ def data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Fl
 def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
     """Final norm and output are a unit. A loss in chunks calls the output without the norm, so that from the second pass on
     FSDP2 takes the norm's call for the unit's last, frees it, and gathers it once more for the loss."""
-    if case.features.loss_chunks > 1:
-        size = BYTES[case.training.compute_dtype or case.training.dtype]
-        once = sum(padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
-        yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
-        yield Flow(axis, "parameters", "all_gather", "forward", once, later=True)
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    once = sum(padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
+    yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
+    yield Flow(axis, "parameters", "all_gather", "forward", once, later=True)
 
 
 def reductions_per_step(case: Case) -> int:

@@ -15,20 +15,26 @@ from harness.plan.traffic.recomputation import recomputed_flows
 from harness.plan.traffic.tensor_parallel import scale_flows, tensor_parallel_flows
 from harness.spec.case import Case
 from harness.spec.dims import AXES
+from harness.spec.traits import TrainerTraits
 
 
-def flows_of_ranks(case: Case, length: int, units: dict[int, list[Unit]], torch: str) -> dict[int, tuple[Flow, ...]]:
-    return {rank: flows_of_rank(case, rank, length, units[rank], torch) for rank in range(case.dims.world_size)}
+def flows_of_ranks(
+    case: Case, traits: TrainerTraits, length: int, units: dict[int, list[Unit]], torch: str
+) -> dict[int, tuple[Flow, ...]]:
+    return {rank: flows_of_rank(case, traits, rank, length, units[rank], torch) for rank in range(case.dims.world_size)}
 
 
-def flows_of_rank(case: Case, rank: int, length: int, units: list[Unit], torch: str) -> tuple[Flow, ...]:
-    data_parallel = data_parallel_flows if case.dims.pp == 1 else pipelined_data_parallel_flows
+def flows_of_rank(
+    case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit], torch: str
+) -> tuple[Flow, ...]:
+    pipelined = case.dims.pp > 1
     flows = (
-        *data_parallel(case, rank, units),
+        *(pipelined_data_parallel_flows(case, rank, units) if pipelined else ()),
+        *(data_parallel_flows(case, traits, rank, units) if not pipelined else ()),
         *tensor_parallel_flows(case, stages_of_rank(case, rank), length, torch),
         *scale_flows(case, rank, length),
-        *context_parallel_flows(case, rank, length),
-        *recomputed_flows(case, rank, length),
+        *context_parallel_flows(case, traits, rank, length),
+        *recomputed_flows(case, traits, rank, length),
         *pipeline_flows(case, rank, length),
     )
     return tuple(flow for flow in flows if flow.bytes)

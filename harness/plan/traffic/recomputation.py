@@ -9,9 +9,10 @@ from harness.plan.stages import recomputed_layers
 from harness.plan.traffic.context_parallel import cp_width
 from harness.plan.traffic.flow import Flow
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 
 
-def recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+def recomputed_flows(case: Case, traits: TrainerTraits, rank: int, length: int) -> Iterable[Flow]:
     """What activation checkpointing issues again in backward. Of FSDP nothing: it gathers once for all of backward.
 
     A block runs again only until the last activation that backward needs has come by, the input of w2. So the residual
@@ -27,10 +28,10 @@ def recomputed_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
         yield Flow("tp", "recomputed activations", "all_gather", "backward", 2 * activation)
     if dims.tp > 1 and not kept:
         op = "reduce_scatter" if case.features.sequence_parallel else "all_reduce"
-        to_the_end = model.dropout or not case.features.ac_early_stop
+        to_the_end = model.dropout or not traits.ac_early_stop
         yield Flow("tp", "recomputed activations", op, "backward", (2 if to_the_end else 1) * activation)
     if dims.cp > 1 and not kept:
         gathered = case.features.cp_rotation == "allgather"
         op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)
-        passed = 2 * activation * cp_width(case) // model.dim // dims.tp
+        passed = 2 * activation * cp_width(case, traits) // model.dim // dims.tp
         yield Flow("cp", "recomputed keys and values", op, "backward", times * passed)

@@ -20,12 +20,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.spec.case import Case
 from harness.spec.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
+from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class Llama3(Adapter):
     preload: tuple[str, ...] = ()
     reports: tuple[str, ...] = ("loss", "grad_norm", "lr")
 
-    def own(self, case: Case) -> Case:
-        return replace(case, features=replace(case.features, attention="fused"))
+    def traits(self, case: Case) -> TrainerTraits:
+        return TrainerTraits(fsdp_units="apart", attention="fused")
 
     def unsupported(self, case: Case) -> str | None:
         return next(_obstacles(case), None)
@@ -79,14 +79,6 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy: they need wrapper fsdp2"
     if features.wrapper == "fsdp2" and dims.dp * dims.cp == 1:
         yield "wrapper fsdp2 without data ranks: this trainer then wraps nothing"
-    if features.cp_heads != "query":
-        yield f"cp_heads {features.cp_heads}: this trainer repeats keys and values for all query heads before attention"
-    if features.own_model:
-        yield "own_model: this trainer's model is the reference's"
-    if features.loss_chunks > 1:
-        yield "loss_chunks: this trainer's model applies the output to the whole sequence"
-    if not features.ac_early_stop:
-        yield "ac_early_stop False: this trainer recomputes a block only until backward has all it needs"
     if features.fsdp_units == "root":
         yield f"fsdp_units {features.fsdp_units}: this trainer gathers embedding, blocks, and norm with output, apart"
     if case.wrapper == "fsdp1":

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.torchtitan import source
 
@@ -57,8 +58,8 @@ class Torchtitan(Adapter):
     def of(self, where: str) -> Torchtitan:
         return dataclasses.replace(self, where=where)
 
-    def own(self, case: Case) -> Case:
-        return source.find(self.where).own(case)
+    def traits(self, case: Case) -> TrainerTraits:
+        return source.find(self.where).traits(case)
 
     def unsupported(self, case: Case) -> str | None:
         try:

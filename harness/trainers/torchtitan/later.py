@@ -20,7 +20,7 @@ from harness.spec.features import LOOPED
 from harness.trainers import Metrics
 from harness.trainers.llama3.context import teach_cpu_attention
 from harness.trainers.torchtitan import cpu, handover, precise, sizes
-from harness.trainers.torchtitan.source import Era, Source
+from harness.trainers.torchtitan.source import Era, Source, chunks_of
 
 NORMS = r"norm\.weight$"
 
@@ -106,7 +106,7 @@ def configuration(case: Case, era: Era) -> Any:
     config = llama3_debugmodel()
     config.model_spec.model = sizes.model(case, flat=era.flat)
     if hasattr(config, "loss"):
-        if case.features.loss_chunks == 1:
+        if chunks_of(case, era) == 1:
             config.loss = loss.CrossEntropyLoss.Config()
         sizes.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
     adamw = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.spec.case import Case
-from harness.trainers.torchtitan.source import EARLY, Source, why_whole
+from harness.trainers.torchtitan.source import EARLY, Source, chunks_of, why_whole
 
 
 def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
     """Each as "part: what by what (why)"."""
     era = source.era
-    if era.chunks_loss and case.features.loss_chunks == 1:
+    if era.chunks_loss and chunks_of(case, era) == 1:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
     if era.run_by == "later":
         yield from _of_configurations(source, device)

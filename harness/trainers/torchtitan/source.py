@@ -8,14 +8,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import FEATURE_CHOICES, Features
+from harness.spec.traits import TrainerTraits, with_wrapper
 from reference.config import ModelConfig, TrainingConfig
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
-CHOSEN = ("attention", "loss_chunks", "keeps_loss_unit")  # what a version does, whatever is requested
 LOSS_CHUNKS = 8  # torchtitan's own number
 HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
 
@@ -37,7 +38,7 @@ class Era:
     fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
     one row, told apart by positions.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
-    resumes: whether checkpoints can be requested of it. chooses: features that it has its own way with.
+    resumes: whether checkpoints can be requested of it. traits: what it chose where a case leaves that open.
     chunks_loss: its loss applies the output, in chunks of the sequence.
     replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
     preload: packages that it imports.
@@ -49,7 +50,7 @@ class Era:
     axes: tuple[str, ...]
     features: dict[str, tuple[object, ...]]
     training: tuple[str, ...]
-    chooses: dict[str, object]
+    traits: TrainerTraits
     replicates_by: str
     wraps_alone: bool
     reports: tuple[str, ...]
@@ -90,7 +91,7 @@ EARLY = Era(
     },
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
     + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
-    chooses={"fsdp_units": "root", "own_model": True},
+    traits=TrainerTraits(fsdp_units="root", attention="fused", own_model=True),
     replicates_by="replicate",
     wraps_alone=False,
     reports=("loss",),
@@ -128,7 +129,9 @@ LATER = Era(
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
     training=(*EARLY.training, "decay"),
-    chooses={"ac_early_stop": False, "cp_heads": "key_value", "own_model": True},
+    traits=TrainerTraits(
+        fsdp_units="apart", attention="fused", own_model=True, ac_early_stop=False, cp_heads="key_value"
+    ),
     replicates_by="fsdp2",
     wraps_alone=True,
     reports=("loss", "grad_norm"),
@@ -173,7 +176,7 @@ class Change:
     words: str
     era: dict[str, object] = field(default_factory=dict)
     features: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    chooses: dict[str, object] = field(default_factory=dict)
+    traits: dict[str, Any] = field(default_factory=dict)
 
 
 CHANGES = (
@@ -188,7 +191,7 @@ CHANGES = (
     Change(
         "models/llama3/infra/parallelize.py",
         "[model.norm, model.output]",
-        chooses={"fsdp_units": "apart"},
+        traits={"fsdp_units": "apart"},
     ),
     *(
         Change("models/llama3/parallelize.py", words, {"wraps_alone": True, "replicates_by": "fsdp2"})
@@ -199,19 +202,20 @@ CHANGES = (
         )
     ),
     Change("models/llama3/parallelize.py", "apply_replicate", {"replicates_by": "fsdp2"}),
-    Change("distributed/activation_checkpoint.py", "early_stop=", chooses={"ac_early_stop": False}),
+    Change("distributed/activation_checkpoint.py", "early_stop=", traits={"ac_early_stop": False}),
     Change("distributed/pipeline_parallel.py", "ScheduleDualPipeV", features={"schedule": FEATURE_CHOICES["schedule"]}),
     Change("config/job_config.py", "context_parallel_load_balancer", features={"cp_load_balance": (False,)}),
-    Change("components/loss.py", "num_chunks", {"chunks_loss": True}, chooses={"keeps_loss_unit": True}),
-    Change("components/loss.py", "lm_head.unshard()", chooses={"keeps_loss_unit": False}),
-    Change("models/llama3/model/model.py", "enable_gqa", chooses={"cp_heads": "key_value"}),
+    Change("components/loss.py", "num_chunks", {"chunks_loss": True}, traits={"keeps_loss_unit": True}),
+    Change("components/loss.py", "lm_head.unshard()", traits={"keeps_loss_unit": False}),
+    Change("models/llama3/model/model.py", "enable_gqa", traits={"cp_heads": "key_value"}),
 )
 
 
 def changed(era: Era, package: Path) -> Era:
     for change in CHANGES:
         if change.words in _text(package / change.file):
-            merged = {"features": era.features | change.features, "chooses": era.chooses | change.chooses}
+            traits = dataclasses.replace(era.traits, **change.traits)
+            merged = {"features": era.features | change.features, "traits": traits}
             era = dataclasses.replace(era, **change.era, **merged)  # type: ignore[arg-type]
     return era
 
@@ -235,27 +239,23 @@ class Source:
     def folder(self) -> Path:
         return self.package.parent
 
-    def own(self, case: Case) -> Case:
-        """The case with torchtitan's choice where it leaves one: DDP is the composable one, units are torchtitan's. What is
-        expected to fail with the wrapper of other trainers is not with its own."""
-        chosen = {"attention": "fused"} | dict(self.era.chooses)
-        if case.features.wrapper is None and case.wrapper == "ddp":
-            chosen["wrapper"] = self.era.replicates_by
-            case = dataclasses.replace(case, expected_failure=None)
-        if case.wrapper is None and self.era.wraps_alone:
-            chosen["wrapper"] = "fsdp2"
-        if self.era.chunks_loss and not why_whole(case, self.era):
-            chosen["loss_chunks"] = LOSS_CHUNKS
-        return dataclasses.replace(case, features=dataclasses.replace(case.features, **chosen))  # type: ignore[arg-type]
+    def traits(self, case: Case) -> TrainerTraits:
+        """Its era says how replicas alone are wrapped, and whether a model without data ranks is."""
+        era = self.era
+        alone = "fsdp2" if era.wraps_alone else None
+        replicas = case.dims.dp_replicate > 1 and case.shards == 1
+        wrapper = era.replicates_by if replicas else alone if case.dims.dp * case.dims.cp == 1 else None
+        return dataclasses.replace(era.traits, wrapper=wrapper, loss_chunks=chunks_of(case, era))
 
     def obstacles(self, case: Case) -> Iterator[str]:
-        era, case = self.era, self.own(case)
+        era, traits = self.era, self.traits(case)
+        case = with_wrapper(case, traits.wrapper)
         for axis in AXES:
             if getattr(case.dims, axis) > 1 and axis not in era.axes:
                 yield f"{axis} {getattr(case.dims, axis)}: not asked of {era.name} by this adapter"
         if case.dims.cp > 1 and era.cp_by_types:
             yield f"cp {case.dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
-        if not case.exact and not case.features.own_model:
+        if not case.exact and not traits.own_model:
             yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
         if case.dims.pp > 1 and case.training.variable_length:
             why = "torch's pipeline stages fix the shapes they exchange at the first step"
@@ -286,7 +286,8 @@ class Source:
         if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
             yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
         for key, value in _unusual(case.features, Features()):
-            if key not in CHOSEN and value not in (*era.features.get(key, ()), era.chooses.get(key)):
+            own = traits.fsdp_units if key == "fsdp_units" else None
+            if value not in (*era.features.get(key, ()), own):
                 yield f"{key} {value}: {era.without(key)}"
         for key, value in _unusual(case.training, TrainingConfig()):
             if key not in era.training:
@@ -298,6 +299,11 @@ class Source:
             yield f"resume: this adapter does not let {era.name} write checkpoints"
         if case.saves_after:
             yield f"resume: {era.name} leaves its loop at the last step it is configured for, and does not enter it again"
+
+
+def chunks_of(case: Case, era: Era) -> int:
+    """In how many parts its loss applies the output."""
+    return LOSS_CHUNKS if era.chunks_loss and not why_whole(case, era) else 1
 
 
 def why_whole(case: Case, era: Era) -> str:

@@ -1,0 +1,90 @@
+"""What a trainer chose where a case leaves the choice to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.spec.allowance import Allowance
+from harness.spec.case import Case
+
+OBSERVED = "observed"
+"""Of FSDP2's units: they are judged as the wrappers tell of them."""
+
+CHOICES = {"fsdp_units": ("apart", "root", OBSERVED), "cp_heads": ("query", "key_value"), "attention": (None, "fused")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerTraits:
+    """A case says what is requested, this how the trainer does the rest. Both make the plan.
+
+    wrapper: who looks after the data ranks; None: who Case.wrapper says. fsdp_units: what FSDP2 gathers together besides each
+    block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block stays whole
+    after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values go round repeated
+    for each "query" head, or as they are. ac_early_stop: a block runs again only until backward has all it needs, rather
+    than to its end. own_model: it is not the reference's, and rounds at other places. attention: "fused", one kernel does all
+    of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many parts of a sequence the loss
+    applies the output, one after the other; with FSDP2 the output's unit is freed behind the last, and gathered again for
+    the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until the next forward pass.
+    allow: what it keeps, copies or moves besides what the plan knows, in every case, each with its reason.
+    """
+
+    wrapper: str | None = None
+    fsdp_units: str = OBSERVED
+    cp_heads: str = "query"
+    ac_early_stop: bool = True
+    own_model: bool = False
+    attention: str | None = None
+    loss_chunks: int = 1
+    keeps_loss_unit: bool = False
+    allow: tuple[Allowance, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, known in CHOICES.items():
+            if getattr(self, key) not in known:
+                raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {', '.join(map(str, known))}")
+        if self.loss_chunks < 1:
+            raise ValueError(f"loss_chunks must be at least 1, got {self.loss_chunks}")
+
+    def units_of(self, case: Case) -> str:
+        """A case that requests units has them; "observed" in a case leaves them open, as None does."""
+        return case.features.fsdp_units or self.fsdp_units
+
+    def noise_key(self, case: Case) -> str:
+        """Under which the noise is kept that this trainer is judged by: another model rounds as another build may."""
+        return case.golden_noise_key if self.own_model else case.noise_key
+
+
+USUAL = TrainerTraits()
+"""Of a trainer that says nothing."""
+
+
+def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
+    """The case with the trainer's wrapper in every launch that leaves it open. traits: by the names of Case.launches."""
+    launches = {name: with_wrapper(launched, traits[name].wrapper) for name, launched in case.launches.items()}
+    *earlier, last = launches.values()
+    resume = tuple(
+        dataclasses.replace(saved, features=one.features) for saved, one in zip(case.resume, earlier, strict=True)
+    )
+    return dataclasses.replace(last, resume=resume)
+
+
+def with_wrapper(case: Case, wrapper: str | None) -> Case:
+    """One launch. What is expected to fail with the wrapper of other trainers is not with this one's own."""
+    if case.features.wrapper is not None or wrapper in (None, case.wrapper):
+        return case
+    expected = case.expected_failure if case.wrapper is None else None
+    features = dataclasses.replace(case.features, wrapper=wrapper)
+    return dataclasses.replace(case, features=features, expected_failure=expected)
+
+
+def to_json(traits: TrainerTraits) -> dict[str, Any]:
+    return dataclasses.asdict(traits)
+
+
+def from_json(record: Mapping[str, Any]) -> TrainerTraits:
+    """The inverse. Raises TypeError or ValueError for what is not one."""
+    allow = tuple(Allowance(**one) for one in record.get("allow", ()))
+    return TrainerTraits(**{**record, "allow": allow})

@@ -1,0 +1,104 @@
+"""What a trainer chose: beside a case, never instead of what it requests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from literal import APART, SGD, tiny_case
+
+from harness.evidence.store import EvidenceError
+from harness.judge.stored_trial import load_case
+from harness.plan.make_plan import make_plan
+from harness.plan.units import fsdp_units
+from harness.spec import case, traits
+from harness.spec.allowance import Allowance
+from harness.spec.case import ExpectedFailure, Saved
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.traits import TrainerTraits, settled
+
+ROOT_UNITS = TrainerTraits(fsdp_units="root")
+AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
+
+
+def test_a_case_and_a_trainer_share_no_key_but_those_that_a_case_may_leave_open() -> None:
+    shared = {f.name for f in fields(TrainerTraits)} & {f.name for f in fields(Features)}
+    assert shared == {"wrapper", "fsdp_units"}
+
+
+def test_units_that_a_case_requests_are_planned_whatever_the_trainer_chose() -> None:
+    requested = tiny_case("fsdp_2", fsdp_units="apart")
+    assert fsdp_units(requested, ROOT_UNITS) == fsdp_units(requested, APART)
+    left_open = tiny_case("fsdp_2")
+    assert fsdp_units(left_open, ROOT_UNITS) != fsdp_units(left_open, APART)
+
+
+def test_the_plan_carries_the_traits_that_it_was_made_of() -> None:
+    assert make_plan(tiny_case("fsdp_2"), ROOT_UNITS).traits == ROOT_UNITS
+
+
+def test_a_wrapper_that_a_case_requests_is_not_the_trainers_choice() -> None:
+    chosen = {"run": TrainerTraits(wrapper="replicate")}
+    assert settled(tiny_case("ddp_2"), chosen).wrapper == "replicate"
+    assert settled(tiny_case("ddp_2", wrapper="ddp"), chosen).wrapper == "ddp"
+    assert settled(tiny_case("ddp_2"), {"run": APART}) == tiny_case("ddp_2")
+
+
+def test_what_is_expected_to_fail_with_the_usual_wrapper_is_not_with_the_trainers() -> None:
+    expected = replace(
+        tiny_case("ddp_2"), expected_failure=ExpectedFailure(because="-", script="-", laws="-", named="-")
+    )
+    assert settled(expected, {"run": TrainerTraits(wrapper="replicate")}).expected_failure is None
+    assert settled(expected, {"run": TrainerTraits(wrapper="ddp")}).expected_failure is not None
+
+
+def test_every_launch_has_the_choices_that_were_made_for_it() -> None:
+    saved = Saved(after=1, dims=ParallelDims(dp_replicate=2))
+    asked = replace(tiny_case("ddp_2"), resume=(saved,))
+    chosen = {"saved_1": TrainerTraits(wrapper="fsdp2"), "run": TrainerTraits(wrapper="replicate")}
+    assert {name: one.wrapper for name, one in settled(asked, chosen).launches.items()} == {
+        "saved_1": "fsdp2",
+        "run": "replicate",
+    }
+
+
+def test_another_model_is_judged_by_the_noise_of_another_build() -> None:
+    recipe = tiny_case("fsdp_2", replace(SGD, dtype="float32"))
+    assert [TrainerTraits(own_model=own).noise_key(recipe) for own in (False, True)] == [
+        recipe.noise_key,
+        recipe.golden_noise_key,
+    ]
+    assert recipe.noise_key != recipe.golden_noise_key
+
+
+def test_traits_are_stored_and_read_again() -> None:
+    chosen = replace(ROOT_UNITS, loss_chunks=8, own_model=True, allow=(AVERAGE,))
+    assert traits.from_json(json.loads(json.dumps(traits.to_json(chosen)))) == chosen
+
+
+@pytest.mark.parametrize(("key", "value"), [("fsdp_units", "none"), ("cp_heads", "all"), ("loss_chunks", 0)])
+def test_a_choice_that_there_is_not_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=key):
+        TrainerTraits(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "no such file"),
+        ("{", "damaged"),
+        ("[]", "damaged"),
+        ("{}", "nothing of run"),
+        ('{"run": {"cp_heads": "all"}}', "cp_heads 'all': choose one of query, key_value"),
+        ('{"run": {"units": 1}}', "unexpected keyword argument 'units'"),
+    ],
+)
+def test_traits_that_cannot_be_read_are_said_to_be_damaged(tmp_path, text: str | None, problem: str) -> None:
+    (tmp_path / "case.json").write_text(json.dumps(case.to_json(tiny_case("fsdp_2"))))
+    if text is not None:
+        (tmp_path / "traits.json").write_text(text)
+    with pytest.raises(EvidenceError, match="traits.json: ") as refused:
+        load_case(tmp_path)
+    assert problem in str(refused.value)
