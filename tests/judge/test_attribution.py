@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from diagnosed import in_noise
 from literal import EIGHT, tiny_case, trial_of, with_step, with_step_1_gradients
-from test_diagnose import in_noise
 
 from harness.evidence.records import Microbatch
 from harness.judge import attribution

@@ -1,0 +1,117 @@
+"""Trials with one mistake each and what is said of them: what several tests of diagnoses use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from expecttest import assert_expected_inline
+from literal import (
+    ADAMW,
+    cause_of,
+    microbatch_of,
+    sum_of_samples,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_step,
+    with_step_1_gradients,
+)
+from noisy import with_noise
+
+from harness.checks import judge
+from harness.diagnosis import diagnose
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
+
+EMBEDDING, NORM, LAST = "tok_embeddings.weight", "norm.weight", "output.weight"
+LOW_CLIP = replace(ADAMW, max_norm=0.25)
+DDP_2 = trial_of(tiny_case("ddp_2"))
+
+
+def dims(replicate: int = 1, shard: int = 1, tp: int = 1) -> ParallelDims:
+    return ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
+
+
+def diagnosis_text(trial: Trial) -> str:
+    """The first line, then the evidence."""
+    found = diagnose(trial, judge(trial))
+    assert cause_of(found) and found is not None
+    return "\n".join([found.cause, *(f"  {label}: {text}" for label, text in found.evidence)])
+
+
+def first_line(trial: Trial) -> str:
+    return diagnosis_text(trial).splitlines()[0]
+
+
+def expect(trial: Trial, text: str) -> None:
+    assert_expected_inline(diagnosis_text(trial), text, skip=1)
+
+
+def expect_first(trial: Trial, text: str) -> None:
+    assert_expected_inline(first_line(trial), text, skip=1)
+
+
+def fsdp_4() -> Trial:
+    return trial_of(tiny_case(dims(shard=4)))
+
+
+def received(trial: Trial, rank: int, step: int, ids: list[int]) -> Trial:
+    return with_step(trial, rank, step, microbatches=(microbatch_of(trial.reference, ids),))
+
+
+def scaled(layout: str | ParallelDims, factor: float, **features: int) -> Trial:
+    trial = trial_of(tiny_case(layout, **features))
+    return with_step_1_gradients(trial, lambda _, fqn: factor * reference_gradient(trial, fqn), later=factor)
+
+
+def reference_gradient(trial: Trial, fqn: str) -> np.ndarray:
+    return trial.reference.steps[0].gradients[fqn]
+
+
+def with_scaled_samples(trial: Trial, weights: dict[int, float]) -> Trial:
+    return with_step_1_gradients(trial, lambda _, fqn: sum_of_samples(trial, fqn, weights))
+
+
+def with_own_samples(trial: Trial, ranks_of: dict[int, list[int]], dropped: tuple[str, ...]) -> Trial:
+    """Each rank's gradient holds the samples of these ranks only; collectives of these ops in backward never ran."""
+    ids = {rank: [i for other in others for i in samples_of(trial, other)] for rank, others in ranks_of.items()}
+    weights = {rank: {i: float(i in own) for i in range(8)} for rank, own in ids.items()}
+    trial = with_step_1_gradients(trial, lambda rank, fqn: sum_of_samples(trial, fqn, weights[rank]))
+    return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda call: kept(call, dropped)))
+
+
+def kept(call, dropped: tuple[str, ...]):
+    return [] if call.op in dropped and call.phase == "backward" else [call]
+
+
+def samples_of(trial: Trial, rank: int) -> list[int]:
+    share = rank // trial.case.dims.tp
+    size = 8 // trial.case.dims.dp
+    return list(range(share * size, (share + 1) * size))
+
+
+def accumulating() -> Trial:
+    return trial_of(tiny_case("ddp_2", accumulation=2))
+
+
+def in_noise(trial: Trial) -> Trial:
+    """The same in a recipe that is judged by the noise of its reference: gradients a little off everywhere."""
+    trial = with_noise(trial, loss=1e-4, grad_norm=1e-3, gradient=1e-2, distance=1e-2, fit=1e-2)
+    draw = np.random.default_rng(2)
+    for rank in trial.ranks:
+        blurred = {
+            f: g * (1 + 3e-3 * draw.uniform(-1, 1, g.shape)) for f, g in trial.ranks[rank].steps[0].gradients.items()
+        }
+        trial = with_step(trial, rank, 1, gradients=blurred)
+    return trial
+
+
+def broken(*laws: str) -> dict[str, Result]:
+    return {law: Result(law, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for law in laws}
+
+
+def gradients_of(trial: Trial) -> dict[str, np.ndarray]:
+    return {fqn: reference_gradient(trial, fqn) for fqn in trial.plan.shapes}

@@ -1,0 +1,141 @@
+"""What holds for every diagnosis: one line and its evidence, no cause without a broken law, and no rule that costs a verdict.
+
+Literal evidence, no ranks. Whole texts are asserted; after a deliberate change of wording,
+`EXPECTTEST_ACCEPT=1 pytest tests/diagnosis` rewrites them, and git shows the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import NORM, diagnosis_text, dims, first_line, fsdp_4, scaled
+from literal import (
+    UNEVEN,
+    cause_of,
+    tiny_case,
+    trial_of,
+    with_every_rank,
+    with_parameter,
+    with_rank,
+    with_step,
+    with_value,
+)
+
+from harness.checks import judge
+from harness.diagnosis import RULES, _what_weaker_tests_say, diagnose
+from harness.judge.result import Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.case import Saved
+from harness.spec.dims import ParallelDims
+
+
+def test_a_correct_run_has_no_diagnosis() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    assert diagnose(trial, judge(trial)) is None
+
+
+# ---- a diagnosis never costs the verdict
+
+
+def explode(trial, broken):
+    raise KeyError("layers.7")
+
+
+def test_a_rule_that_raises_is_skipped_and_said_so() -> None:
+    trial = scaled("fsdp_2", 2.0)
+    whole, found = diagnose(trial, judge(trial)), diagnose(trial, judge(trial), (explode, *RULES))
+    assert whole is not None and found is not None
+    assert found.cause == whole.cause
+    assert found.evidence[:-1] == whole.evidence
+    label, text = found.evidence[-1]
+    assert label == "not diagnosed"
+    assert text.startswith("the rule explode raised KeyError('layers.7') at explode:")
+
+
+def test_where_every_rule_raises_the_first_broken_law_is_told() -> None:
+    trial = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "optimizer_state": 944})
+    found = diagnose(trial, judge(trial), (explode,))
+    assert found is not None
+    assert found.cause == "memory: rank 1, step 3, parameters: expected 472 B, observed 1.888 kB"
+
+
+@pytest.mark.parametrize("layout", ["hsdp_2x2", "fsdp_2_tp_2", dims(shard=8)], ids=str)
+@pytest.mark.parametrize(
+    "mess", ["no gradients", "NaN", "one number", "no collectives", "no microbatches", "no samples"]
+)
+def test_no_rule_raises_on_evidence_that_makes_little_sense(layout, mess) -> None:
+    trial = with_every_rank(trial_of(tiny_case(layout, model=UNEVEN)), lambda t, rank: spoiled(t, rank, mess))
+    found = diagnose(trial, judge(trial))
+    assert found is None or "not diagnosed" not in dict(found.evidence), found
+
+
+def spoiled(trial: Trial, rank: int, mess: str) -> Trial:
+    if mess == "no collectives":
+        return with_rank(trial, rank, collectives=())
+    if mess == "no samples":
+        reference = replace(trial.reference, sample_gradients={}, sample_positions={})
+        trial = replace(trial, reference=reference)
+    for step in trial.ranks[rank].steps:
+        changes = {
+            "no gradients": {"gradients": {}},
+            "NaN": {"gradients": {f: g * np.nan for f, g in step.gradients.items()}, "grad_norm": math.nan},
+            "one number": {"gradients": {f: np.ones(()) for f in step.gradients}},
+            "no microbatches": {"microbatches": ()},
+            "no samples": {"gradients": {f: g + 1 for f, g in step.gradients.items()}},
+        }[mess]
+        trial = with_step(trial, rank, step.step, **changes)
+    return trial
+
+
+# ---- what goes with the first line
+
+
+def test_what_else_is_broken_is_told_where_no_rule_knows_the_cause() -> None:
+    trial = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "gradients": 472, "optimizer_state": 944})
+    trial = replace(trial, golden=replace(trial.golden, losses=(9.0, 9.0, 9.0)))  # type: ignore[type-var]
+    found = diagnose(trial, judge(trial), ())
+    assert found is not None and dict(found.evidence)["also broken"] == "golden"
+    assert dict(found.evidence)["golden"] == "the reference moved as well: model, data, recipe or torch changed"
+
+
+def test_a_law_that_is_broken_without_saying_where_is_told() -> None:
+    assert cause_of(diagnose(fsdp_4(), [Result("loss", Verdict.FAIL, 1)])) == "loss is broken and does not say where"
+
+
+def test_a_listing_of_groups_passes_where_only_placements_are_wrong() -> None:
+    trial = with_parameter(fsdp_4(), 1, NORM, placements=("Replicate",))
+    assert "a listing of process groups passes here" in diagnosis_text(trial)
+    memory = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "gradients": 472, "optimizer_state": 944})
+    assert "a listing of process groups" not in diagnosis_text(memory)
+
+
+def test_rules_of_the_caller_are_those_of_earlier_launches_too() -> None:
+    trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
+    before = with_value(trial.saved[0], 0, 1, "gradients", NORM, lambda g: 2 * g)
+    trial = replace(trial, saved=(before,))
+    assert first_line(trial).startswith("saved_1: gradients are 2 times")
+    assert cause_of(diagnose(trial, judge(trial), ())).startswith("saved_1: gradients: ")
+
+
+# ---- what weaker tests say
+
+
+def said(*results: tuple[str, Verdict, str]) -> dict[str, str]:
+    return dict(_what_weaker_tests_say([Result(name, verdict, 1, note=note) for name, verdict, note in results]))
+
+
+def test_the_larger_difference_of_loss_and_gradients_is_told_as_a_number_not_as_a_word() -> None:
+    loss, gradients = (
+        ("loss", Verdict.PASS, "largest difference 3e-16"),
+        ("gradients", Verdict.PASS, "largest difference 1e-15"),
+    )
+    update = ("update", Verdict.FAIL, "")
+    assert said(loss, gradients, update) == {
+        "loss, gradients": "equal to the reference within 1e-15: a loss-curve test passes here"
+    }
+    assert said(gradients, update) == {"gradients": "equal to the reference within 1e-15"}
+    assert said(loss, gradients, ("golden", Verdict.FAIL, "")) == {}
+    assert list(said(("golden", Verdict.FAIL, ""), update)) == ["golden"]

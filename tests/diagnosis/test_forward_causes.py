@@ -1,0 +1,390 @@
+"""Gradients and losses that neither a factor nor a mix of samples explains: forward, backward, a later step. Literal evidence, no ranks."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import (
+    DDP_2,
+    EMBEDDING,
+    LAST,
+    NORM,
+    broken,
+    dims,
+    expect,
+    expect_first,
+    first_line,
+    fsdp_4,
+    gradients_of,
+    in_noise,
+    reference_gradient,
+    scaled,
+)
+from literal import (
+    ADAMW,
+    TINY,
+    cause_of,
+    judged,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_rank,
+    with_step,
+    with_step_1_gradients,
+    with_updates_that_follow,
+    with_value,
+)
+
+from harness.diagnosis.differences import wrong_pairs
+from harness.diagnosis.forward import documents_see_each_other
+from harness.diagnosis.gradients import (
+    _lost_before,
+    wrong_gradients,
+)
+from harness.diagnosis.later import _what_may_be_kept, wrong_later_gradients, wrong_loss
+from harness.diagnosis.rest import (
+    wrong_reports,
+)
+from harness.judge.result import Finding, Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.case import Case, Saved
+from harness.spec.dims import ParallelDims
+
+# ---- gradients
+
+
+def test_gradients_that_are_nan_on_one_rank() -> None:
+    trial = fsdp_4()
+    expect(
+        with_value(trial, 2, 1, "gradients", NORM, lambda g: g * np.nan),
+        """\
+gradients are NaN or infinite in step 1 in 1 of 12 parameters (norm.weight) on rank 2, the losses are finite
+  loss: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_losses_and_gradients_that_are_nan() -> None:
+    trial = scaled(dims(1, 4), math.nan)
+    for rank in trial.ranks:
+        batch = trial.ranks[rank].steps[0].microbatches[0]
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=math.nan),))
+    expect_first(trial, """loss and gradients are NaN or infinite in step 1 in every parameter""")
+
+
+def jolted(trial: Trial, size: float, *fqns: str) -> Trial:
+    """Gradients off by some noise, relative to the largest entry."""
+    draw = np.random.default_rng(1)
+
+    def noisy(_: int, fqn: str) -> np.ndarray:
+        full = reference_gradient(trial, fqn)
+        return full + (size * np.max(np.abs(full)) * noise[fqn] if not fqns or fqn in fqns else 0.0)
+
+    noise = {fqn: draw.uniform(-1, 1, shape) for fqn, shape in trial.plan.shapes.items()}
+    return with_step_1_gradients(trial, noisy)
+
+
+def test_gradients_wrong_in_some_parameters_by_no_factor() -> None:
+    expect(
+        jolted(fsdp_4(), 0.3, NORM, EMBEDDING),
+        """\
+gradients are wrong in 2 of 12 parameters (tok_embeddings.weight, norm.weight): the loss of step 1 is right, so the mistake is in backward or after it
+  gradients: rank 0, step 1, tok_embeddings.weight: 1.087 times the reference's by best fit
+  gradients: rank 1, step 1, tok_embeddings.weight: 1.032 times the reference's by best fit
+  loss: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_gradients_off_by_the_rounding_of_float32() -> None:
+    expect_first(
+        jolted(fsdp_4(), 3e-8),
+        """gradients are off by 3e-08 in every parameter: as by arithmetic in float32, requested float64""",
+    )
+
+
+def test_a_wrong_forward_pass() -> None:
+    trial = jolted(fsdp_4(), 0.3)
+    for rank in trial.ranks:
+        batch = trial.ranks[rank].steps[0].microbatches[0]
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
+    expect_first(
+        trial,
+        """the forward pass is wrong: the loss of step 1 is off by 1.0e-02 though weights and samples are right""",
+    )
+
+
+def test_tp_peers_that_compute_different_losses() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    batch = trial.ranks[1].steps[0].microbatches[0]
+    trial = with_step(trial, 1, 1, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
+    expect_first(trial, """ranks compute different losses from the same tokens: rank 1, step 1""")
+
+
+def test_gradients_that_are_not_zeroed() -> None:
+    trial = fsdp_4()
+    for rank, evidence in trial.ranks.items():
+        total: dict[str, np.ndarray] = {}
+        for step in evidence.steps:
+            total = {fqn: total.get(fqn, 0.0) + gradient for fqn, gradient in step.gradients.items()}
+            trial = with_step(trial, rank, step.step, gradients=total)
+    expect_first(
+        with_updates_that_follow(trial),
+        """gradients are not zeroed between steps: those of step 2 hold step 1's as well""",
+    )
+
+
+def test_gradients_that_go_wrong_later() -> None:
+    trial = fsdp_4()
+    trial = with_updates_that_follow(with_value(trial, 0, 3, "gradients", NORM, lambda g: g * 1.1))
+    expect_first(
+        trial,
+        """gradients are right in step 1 and from step 3 on 1.1 times what they should be in 1 of 12 parameters (norm.weight) on rank 0""",
+    )
+
+
+def test_gradients_that_go_wrong_later_by_no_factor() -> None:
+    trial = with_value(trial_of(tiny_case("fsdp_2")), 0, 3, "gradients", NORM, lambda g: g + 0.1)
+    expect_first(
+        with_updates_that_follow(trial),
+        """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0""",
+    )
+
+
+def test_a_token_count_of_another_step() -> None:
+    trial = fsdp_4()
+    one, two = (step.valid_tokens for step in trial.reference.steps[:2])
+    for rank, evidence in trial.ranks.items():
+        wrong = {fqn: gradient * two / one for fqn, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=wrong)
+    expect_first(
+        with_updates_that_follow(trial),
+        """gradients are right in step 1 and from step 2 on 1.375 times what they should be in every parameter: divided by the number of valid tokens of step 1 (16, not 22)""",
+    )
+
+
+def test_a_forward_pass_that_goes_wrong_later() -> None:
+    trial = fsdp_4()
+    for rank, evidence in trial.ranks.items():
+        batches = tuple(replace(batch, loss_sum=1.01 * batch.loss_sum) for batch in evidence.steps[1].microbatches)
+        wrong = {fqn: gradient**2 for fqn, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=wrong, microbatches=batches)
+    expect_first(
+        with_updates_that_follow(trial),
+        """the forward pass is right in step 1 and wrong from step 2 on (loss off by 1.0e-02)""",
+    )
+
+
+def test_a_tied_weight_whose_gradient_is_added_twice() -> None:
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
+    gradients = trial.reference.steps[0].gradients
+    twice = with_step_1_gradients(trial, lambda _, fqn: (1 + fqn.startswith("tok")) * gradients[fqn])
+    assert first_line(twice) == (
+        "gradients are 2 times what they should be in 1 of 11 parameters (tok_embeddings.weight): counted for the embedding"
+        " and again for the output, which share it, or not divided by dp_shard (2)"
+    )
+
+
+def test_a_tied_weight_that_only_the_embedding_trains() -> None:
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
+    read = np.isin(np.arange(8), trial.reference.tokens)[:, None]
+    assert 0 < read.sum() < 8
+
+    def lost(rank: int, fqn: str) -> np.ndarray:
+        gradient = trial.reference.steps[0].gradients[fqn]
+        return read * gradient**2 if fqn == "tok_embeddings.weight" else gradient
+
+    expect_first(
+        with_step_1_gradients(trial, lost),
+        """the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("right", "shown"),
+    [
+        (("w2",), "layers.0.feed_forward.w2.weight and what follows"),
+        (("w2", "w1", "w3"), "layers.0.feed_forward.w1.weight, layers.0.feed_forward.w3.weight and what follows"),
+        (("w2", "w1", "w3", "ffn_norm"), "layers.0.ffn_norm.weight and what follows"),
+        (("w2", "w1", "w3", "ffn_norm", "wo"), "layers.0.attention.wo.weight and what follows"),
+        (
+            ("w2", "w1", "w3", "ffn_norm", "wo", "wq", "wk", "wv"),
+            "layers.0.attention.wq.weight, layers.0.attention.wk.weight and 1 more and what follows",
+        ),
+        (
+            ("w2", "w1", "w3", "ffn_norm", "wo", "wq", "wk", "wv", "attention_norm"),
+            "layers.0.attention_norm.weight and what follows",
+        ),
+    ],
+)
+def test_where_backward_loses_something_is_told_by_the_place_in_the_block(right: tuple[str, ...], shown: str) -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    wrong = [fqn for fqn in trial.plan.shapes if fqn.split(".")[-2] not in (*right, "norm", "output")]
+    told = _lost_before(trial, [(0, fqn) for fqn in wrong])
+    assert told == f"gradients are right in {shown}, and wrong in all that lies before: backward loses something there"
+
+
+def test_what_is_wrong_on_both_sides_of_something_right_was_not_lost_on_the_way() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    assert _lost_before(trial, [(0, "tok_embeddings.weight"), (0, NORM)]) is None
+    assert _lost_before(trial, [(0, fqn) for fqn in trial.plan.shapes]) is None
+
+
+def test_a_loss_that_is_off_beside_right_gradients_shows_both_numbers() -> None:
+    trial = fsdp_4()
+    for rank in trial.ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
+    found = wrong_loss(trial, {"loss": judged("loss", trial)})
+    assert cause_of(found) == "the loss of step 1 is off by 1.0e-02, its gradients match within the bound of 2.5e-14"
+    assert [label for label, _ in found.evidence] == ["loss"]
+
+
+def test_without_a_document_mask_nobody_is_said_to_look_past_it() -> None:
+    assert documents_see_each_other(fsdp_4(), []) is None
+
+
+# ---- what is reported, and the way to right numbers
+
+
+def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry() -> None:
+    trial = in_noise(trial_of(tiny_case("ddp_2")))
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            longer = {
+                fqn: 1.018 * reference for fqn, reference in trial.reference.steps[step.step - 1].gradients.items()
+            }
+            shown = 1.018 * trial.reference.steps[step.step - 1].grad_norm
+            trial = with_step(trial, rank, step.step, gradients=longer, grad_norm=shown)
+    assert judged("gradients", trial).verdict is Verdict.PASS
+    law = {"grad_norm": judged("grad_norm", trial)}
+    told = "gradients are 1.02 times as long as the reference's, though no entry is beyond its noise"
+    assert cause_of(wrong_reports(trial, law)) == told
+    shown = with_every_rank(trial, lambda t, rank: with_step(t, rank, 3, grad_norm=9.0))
+    assert cause_of(wrong_reports(shown, law)).startswith("the reported gradient norm is wrong")
+
+
+# ---- gradients
+
+
+def test_gradients_that_are_lost_before_the_output() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    noise = np.random.default_rng(1)
+    wrong = {fqn: full + 0.1 * noise.standard_normal(full.shape) for fqn, full in gradients_of(trial).items()}
+    wrong |= {LAST: reference_gradient(trial, LAST)}
+    expect_first(
+        with_step_1_gradients(trial, lambda _, fqn: wrong[fqn]),
+        """gradients are right in output.weight, and wrong in all that lies before: backward loses something there""",
+    )
+
+
+def test_gradients_that_are_lost_in_a_feed_forward_whose_sum_is_not_there() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    noise = np.random.default_rng(1)
+    wrong = {fqn: full + 0.1 * noise.standard_normal(full.shape) for fqn, full in gradients_of(trial).items()}
+    for fqn in (LAST, "norm.weight", *(f"layers.0.feed_forward.w{n}.weight" for n in (1, 2, 3))):
+        wrong[fqn] = reference_gradient(trial, fqn)
+    trial = with_step_1_gradients(trial, lambda _, fqn: wrong[fqn])
+    silent = with_every_rank(
+        trial,
+        lambda t, r: with_collectives(
+            t, r, lambda c: () if (c.op, c.phase) == ("reduce_scatter", "backward") else (c,)
+        ),
+    )
+    expect_first(
+        silent,
+        """gradients are right in layers.0.feed_forward.w1.weight, layers.0.feed_forward.w3.weight and what follows, and wrong in all that lies before: backward loses something there, a sum over tp""",
+    )
+
+
+def test_a_gradient_is_as_wrong_as_the_law_says_relative_to_the_whole_parameter() -> None:
+    small = {
+        f: g * np.where(np.arange(g.shape[0]) < g.shape[0] // 2, 1.0, 1e-12).reshape(-1, *[1] * (g.ndim - 1))
+        for f, g in DDP_2.reference.steps[0].gradients.items()
+    }
+    trial = trial_of(tiny_case("fsdp_2"))
+    steps = (replace(trial.reference.steps[0], gradients=small), *trial.reference.steps[1:])
+    trial = replace(trial, reference=replace(trial.reference, steps=steps))
+    trial = with_step_1_gradients(trial, lambda rank, fqn: small[fqn] * (1 + 1e-3 * rank))
+    assert wrong_pairs(trial, 1) == []
+    assert judged("gradients", trial).verdict is Verdict.PASS
+
+
+def test_two_parameters_that_are_wrong_on_one_rank_alone_are_told_with_it() -> None:
+    def noisy(rank: int, fqn: str) -> np.ndarray:
+        gradient = DDP_2.reference.steps[0].gradients[fqn]
+        return np.cos(99 * gradient) if rank == 1 and fqn in (NORM, "output.weight") else gradient
+
+    trial = with_step_1_gradients(DDP_2, noisy)
+    found = wrong_gradients(trial, broken("gradients"))
+    assert cause_of(found).startswith(
+        "gradients are wrong in 2 of 12 parameters (norm.weight, output.weight) on rank 1:"
+    )
+
+
+def test_a_loss_and_gradients_off_by_little_are_told_with_both_numbers() -> None:
+    full = DDP_2.reference.steps[0].gradients
+    trial = with_step_1_gradients(DDP_2, lambda _, fqn: full[fqn] + 1e-8 * np.cos(99 * full[fqn]))
+    for rank in trial.ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=(1 + 3e-8) * batch.loss_sum),))
+    told = "gradients are off by 1e-07 in every parameter, the loss of step 1 by 3e-08: as by arithmetic in float32"
+    assert cause_of(wrong_gradients(trial, broken("gradients"))) == f"{told}, requested float64"
+
+
+def test_that_all_was_resumed_as_saved_is_said_only_where_that_was_seen() -> None:
+    trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
+    for rank in (0, 1):
+        seen = trial.ranks[rank].steps[0].gradients
+        trial = with_step(trial, rank, 2, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
+    told = "gradients are wrong from step 2 on, the first after resuming, in 1 of 12 parameters (norm.weight)"
+    saved = ": parameters, optimizer state and samples are those that were saved"
+    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told + saved
+    trial = with_rank(trial, 0, resumed=None)
+    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told
+
+
+def test_what_the_features_found_comes_before_what_numbers_make_one_think_of() -> None:
+    trial = DDP_2
+    for rank in trial.ranks:
+        seen = trial.ranks[rank].steps[0].gradients
+        trial = with_step(trial, rank, 1, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
+    found = Result("features", Verdict.FAIL, 1, (Finding("rank 0, step 1, matmuls in float32", "0", "2"),))
+    told = cause_of(wrong_gradients(trial, broken("gradients") | {"features": found}))
+    assert told.startswith(
+        "features: rank 0, step 1, matmuls in float32: expected 0, observed 2; gradients are wrong in 1 of"
+    )
+    assert cause_of(wrong_gradients(trial, broken("gradients"))).startswith("gradients are wrong in 1 of")
+
+
+def test_different_factors_in_a_later_step_are_told_with_it() -> None:
+    trial = DDP_2
+    for rank, evidence in trial.ranks.items():
+        factors = {"output.weight": 2.0, NORM: 4.0}
+        scaled = {f: factors.get(f, 1.0) * gradient for f, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=scaled)
+    found = wrong_later_gradients(trial, broken("gradients"))
+    told = "from step 2 on gradients are scaled by different factors in 2 of 12 parameters (norm.weight, output.weight)"
+    assert cause_of(found).startswith(f"{told}: 2 (output.weight), 4 (norm.weight)")
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (tiny_case("fsdp_2"), "gathered parameters"),
+        (tiny_case("fsdp_2", wrapper="fsdp1"), "gathered parameters"),
+        (tiny_case("ddp_2"), ""),
+        (tiny_case("ddp_2", replace(ADAMW, document_mask=True)), "the document mask"),
+        (
+            tiny_case("fsdp_2", replace(ADAMW, variable_length=True)),
+            "gathered parameters or what depends on the length",
+        ),
+    ],
+)
+def test_what_a_forward_pass_may_keep_is_what_there_is(case: Case, told: str) -> None:
+    lines = (("not seen", f"whether it uses {told} of an earlier step"),) if told else ()
+    assert _what_may_be_kept(replace(DDP_2, case=case)) == lines

@@ -1,0 +1,324 @@
+"""Another parallel layout than the one requested, named from the slices that ranks hold. Literal evidence, no ranks."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from diagnosed import DDP_2, EMBEDDING, NORM, broken, dims, expect, expect_first, first_line, fsdp_4
+from literal import (
+    ADAMW,
+    TINY,
+    UNEVEN,
+    cause_of,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_parameter,
+    with_rank,
+    with_step,
+    with_updates_that_follow,
+    without_rank,
+)
+
+from harness.diagnosis.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced, wrong_contents
+from harness.judge.trial import Trial
+from harness.plan.slices import slices_of_rank
+from harness.spec.dims import ParallelDims
+
+WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
+
+
+# ---- layout
+
+
+def ran_as(asked: ParallelDims, ran: ParallelDims) -> Trial:
+    training = replace(ADAMW, global_batch=16)
+    return trial_of(tiny_case(asked, training, model=WIDE), tiny_case(ran, training, model=WIDE))
+
+
+def cut_as(asked: ParallelDims, ran: ParallelDims, rank_of: list[int]) -> Trial:
+    """Rank r holds what rank_of[r] would hold under `ran`; tensors move as planned."""
+    trial = trial_of(tiny_case(asked, model=WIDE))
+    for rank, other in enumerate(rank_of):
+        part = {f: cut(s) for f, s in slices_of_rank(ran, other, trial.plan.shapes).items()}
+        tensors = [(t, trial.reference.weights[t.fqn][part[t.fqn]]) for t in trial.ranks[rank].parameters]
+        tensors = tuple(replace(t, value=value, local_shape=value.shape) for t, value in tensors)
+        trial = with_rank(trial, rank, parameters=tensors)
+        for step in trial.reference.steps:
+            gradients = {f: full[part[f]] for f, full in step.gradients.items()}
+            trial = with_step(trial, rank, step.step, gradients=gradients)
+    return with_updates_that_follow(trial)
+
+
+def cut(part) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in part)
+
+
+def test_hsdp_that_ran_as_fsdp() -> None:
+    expect(
+        ran_as(dims(2, 2), dims(1, 4)),
+        """\
+HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
+  shard groups: expected [0,1] [2,3]   observed [0-3]
+  replicate groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
+  contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed 1/4 of dim 0 [0:4]
+  traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B
+  traffic: parameters: all_gather over dp_shard in backward: expected 16.64 kB per step, observed 0 B
+  traffic: gradients: reduce_scatter over dp_shard in backward: expected 18.82 kB per step, observed 0 B
+  traffic: gradients: all_reduce over dp_replicate in backward: expected 9.408 kB per step, observed 0 B
+  loss, gradients: equal to the reference within 2.2e-16: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_hsdp_that_ran_as_fsdp_over_16_ranks() -> None:
+    expect(
+        ran_as(dims(2, 8), dims(1, 16)),
+        """\
+HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times
+  shard groups: expected [0-7] [8-15]   observed [0-15]
+  replicate groups: expected [0,8] [1,9] .. [7,15]   observed none in use (the groups exist, no collective ran over them)
+  contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/8 of dim 0 [0:2], observed 1/16 of dim 0 [0:1]
+  traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B
+  traffic: parameters: all_gather over dp_shard in backward: expected 16.64 kB per step, observed 0 B
+  traffic: gradients: reduce_scatter over dp_shard in backward: expected 18.82 kB per step, observed 0 B
+  traffic: gradients: all_reduce over dp_replicate in backward: expected 2.352 kB per step, observed 0 B
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_hsdp_that_ran_as_ddp() -> None:
+    expect_first(
+        ran_as(dims(2, 2), dims(4, 1)),
+        """HSDP ran as DDP: every dp rank holds whole parameters, requested 2, replicated 2 times""",
+    )
+
+
+def test_fsdp_that_ran_as_ddp() -> None:
+    expect(
+        ran_as(dims(1, 2), dims(2, 1)),
+        """\
+FSDP ran as DDP: every dp rank holds whole parameters, requested 2
+  shard groups: expected [0,1]   observed none in use (the groups exist, no collective ran over them)
+  contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed all
+  traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B
+  traffic: parameters: all_gather over dp_shard in backward: expected 16.64 kB per step, observed 0 B
+  traffic: gradients: reduce_scatter over dp_shard in backward: expected 18.82 kB per step, observed 0 B
+  loss, gradients: equal to the reference within 2.2e-16: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_ddp_that_ran_as_fsdp() -> None:
+    expect_first(
+        ran_as(dims(4), dims(1, 4)),
+        """DDP ran as FSDP: parameters are sharded over 4 ranks, requested whole parameters on each of 4 ranks""",
+    )
+
+
+def test_fsdp_that_ran_as_hsdp() -> None:
+    expect_first(
+        ran_as(dims(1, 4), dims(2, 2)),
+        """FSDP ran as HSDP: parameters are sharded over 2 ranks and replicated 2 times, requested 4""",
+    )
+
+
+def test_degrees_of_replicate_and_shard_exchanged() -> None:
+    expect_first(
+        ran_as(dims(2, 4), dims(4, 2)),
+        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
+    )
+
+
+def test_parameters_sharded_along_the_axis_that_should_replicate() -> None:
+    expect_first(
+        cut_as(dims(2, 4), dims(4, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
+        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
+    )
+
+
+def test_fsdp_over_tp_too() -> None:
+    expect(
+        cut_as(dims(1, 2, 2), dims(1, 4), [0, 1, 2, 3]),
+        """\
+TP not applied, FSDP over dp_shard x tp in its place: parameters are sharded over 4 ranks, requested 2 and tp 2
+  shard groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
+  tp groups: expected [0,1] [2,3]   observed [0,1] [2,3]
+  contents: 12 of 12 parameters; layers.0.attention.wo.weight on rank 0: expected 1/2 of dim 0 [0:8], 1/2 of dim 1 [0:8], observed 1/4 of dim 0 [0:4]
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_tp_not_applied() -> None:
+    expect_first(
+        cut_as(dims(tp=2), dims(), [0, 0]),
+        """TP not applied: every rank of a tp group holds whole weights, requested tp 2""",
+    )
+
+
+def test_tp_not_applied_under_fsdp() -> None:
+    expect(
+        cut_as(dims(1, 2, 2), dims(1, 2), [0, 0, 1, 1]),
+        """\
+TP not applied: every rank of a tp group holds whole weights, requested tp 2
+  shard groups: expected [0,2] [1,3]   observed [0,2] [1,3]
+  tp groups: expected [0,1] [2,3]   observed [0,1] [2,3]
+  contents: 9 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/4 of dim 0 [0:4], observed 1/2 of dim 0 [0:8]
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_neither_tp_nor_fsdp_applied() -> None:
+    expect_first(
+        cut_as(dims(1, 2, 2), dims(), [0, 0, 0, 0]),
+        """TP not applied: every rank of a tp group holds whole weights, requested tp 2; FSDP ran as DDP: every dp rank holds whole parameters, requested 2""",
+    )
+
+
+def test_fsdp_left_out_under_tp() -> None:
+    expect_first(
+        cut_as(dims(1, 2, 2), dims(tp=2), [0, 1, 0, 1]),
+        """FSDP ran as DDP: every dp rank holds whole parameters, requested 2""",
+    )
+
+
+def place_in(order: tuple[str, ...], asked: ParallelDims) -> list[int]:
+    """Which rank of the plan stands where each rank stands when axes are laid out in another order."""
+    axes = ("dp_replicate", "dp_shard", "tp")
+    degrees = [getattr(asked, axis) for axis in order]
+    found = []
+    for place in itertools.product(*map(range, degrees)):
+        at = dict(zip(order, place, strict=True))
+        found.append((at["dp_replicate"] * asked.dp_shard + at["dp_shard"]) * asked.tp + at["tp"])
+    assert set(order) == set(axes)
+    return found
+
+
+@pytest.mark.parametrize("asked", [dims(2, 2, 2), dims(2, 1, 4), dims(1, 4, 2), dims(2, 4, 1)], ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(("dp_replicate", "dp_shard", "tp")))[1:], ids="-".join)
+def test_axes_in_the_wrong_order(order: tuple[str, ...], asked: ParallelDims) -> None:
+    shown = [axis for axis in order if getattr(asked, axis) > 1]
+    wanted = [axis for axis in ("dp_replicate", "dp_shard", "tp") if axis in shown]
+    if shown == wanted or "dp_shard" not in shown and "tp" not in shown:
+        return
+    trial = cut_as(asked, asked, place_in(order, asked))
+    assert first_line(trial) == (
+        f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
+    )
+
+
+def test_a_module_that_fsdp_left_out() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in (0, 1):
+        trial = with_parameter(trial, rank, NORM, value=trial.reference.weights[NORM])
+    expect_first(
+        trial, """FSDP is not applied to 1 of 12 parameters (norm.weight): every rank of a group holds them whole"""
+    )
+
+
+def test_a_rank_that_holds_its_neighbours_slice() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_parameter(trial, 1, EMBEDDING, value=trial.ranks[0].parameters[0].value)
+    expect_first(
+        trial,
+        """ranks along dp_shard start from the same shard: rank 1 holds the values of rank 0 in 1 of 12 parameters (tok_embeddings.weight)""",
+    )
+
+
+def test_uneven_shards_of_hsdp_that_ran_as_fsdp() -> None:
+    training = replace(ADAMW, global_batch=16)
+    asked, ran = (tiny_case(d, training, model=UNEVEN) for d in (dims(2, 8), dims(1, 16)))
+    expect_first(
+        trial_of(asked, ran),
+        """HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times""",
+    )
+
+
+# ---- layout and processes
+
+
+def test_slices_of_no_known_layout_are_told_with_their_ranks_and_the_first_of_them() -> None:
+    trial = fsdp_4()
+    full = trial.reference.weights["output.weight"]
+    trial = with_parameter(trial, 2, "output.weight", value=full[1:3])
+    found = wrong_contents(trial, broken("shard_contents"))
+    assert cause_of(found) == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
+    assert found.evidence == (
+        (
+            "contents",
+            "1 of 12 parameters; output.weight on rank 2: expected 1/4 of dim 0 [4:6], observed 1/4 of dim 0 [1:3]",
+        ),
+    )
+    assert wrong_contents(trial, broken("traffic")) is None
+
+
+def test_flattened_slices_are_told_in_elements() -> None:
+    trial = trial_of(tiny_case(dims(shard=4), wrapper="fsdp1"))
+    value = next(t.value for t in trial.ranks[2].parameters if t.fqn == NORM)
+    found = wrong_contents(with_parameter(trial, 1, NORM, value=value), broken("shard_contents"))
+    assert cause_of(found) and found.evidence[0][1].endswith(
+        "expected 1/2 of its elements [0:2], observed 1/2 of its elements [2:4]"
+    )
+
+
+def test_a_layout_is_not_looked_for_where_a_rank_left_no_evidence() -> None:
+    trial = without_rank(ran_as(dims(2, 2), dims(1, 4)), 3)
+    assert first_line(trial) == "rank 3 left no evidence: its process ended with code 0 and wrote no file"
+
+
+# ---- layout
+
+
+def test_a_part_that_is_nothing_or_all_is_told_as_such() -> None:
+    trial = fsdp_4()
+    assert _part_text(trial, NORM, ((0, 0),)) == "nothing"
+    assert _part_text(trial, NORM, ((0, 4),)) == "all"
+    assert _part_text(trial, NORM, ((1, 2),)) == "1/4 of dim 0 [1:2]"
+    assert _part_text(trial, NORM, None) == "bytes that are nowhere in it"
+
+
+def test_what_is_held_otherwise_by_some_parameters_only_is_named_by_what_was_left_out() -> None:
+    trial, asked = ran_as(dims(shard=2, tp=2), dims(shard=2, tp=2)), dims(shard=2, tp=2)
+    two = ["norm.weight", "output.weight"]
+    where = "2 of 12 parameters (norm.weight, output.weight)"
+    whole = "every rank of a group holds them whole"
+    for layout, told in (
+        (Layout(asked, sharded_by=()), f"FSDP is not applied to {where}: {whole}"),
+        (Layout(asked, tensor_parallel=False), f"TP is not applied to {where}: {whole}"),
+        (Layout(asked, sharded_by=("dp_shard", "tp")), f"{where} are sharded otherwise than all others"),
+        (
+            Layout(asked, order=("pp", "dp_replicate", "tp", "cp", "dp_shard")),
+            f"{where} are cut by dp_shard first and by tp inside, requested tp first (strided shards)",
+        ),
+    ):
+        assert _name_partial(layout, trial, two).cause == told
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (dims(tp=2), "tp 2"),
+        (dims(shard=2, tp=2), "2 and tp 2"),
+        (dims(replicate=2, tp=2), "whole parameters on each of 2 ranks and tp 2"),
+        (ParallelDims(dp_shard=2, cp=2, tp=2), "4 and tp 2"),
+        (ParallelDims(cp=2, tp=2), "2 and tp 2"),
+    ],
+)
+def test_what_was_asked_for_in_place_of_fsdp_over_tp(asked: ParallelDims, told: str) -> None:
+    text = _fsdp_over_tp(Layout(asked, sharded_by=("dp_shard", "cp", "tp"), tensor_parallel=False))
+    assert text.endswith(f", requested {told}")
+
+
+def test_only_sums_of_gradients_in_backward_are_reductions() -> None:
+    assert list(_unreduced(DDP_2, broken("gradients"))) == []
+    for change in ({"phase": "forward"}, {"op": "all_gather"}, {"dtype": "int64"}):
+        other = with_collectives(DDP_2, 0, lambda call, change=change: [replace(call, **change)])
+        assert list(_unreduced(other, broken("gradients"))) == ["gradient reduction missing over dp_replicate"]
+        assert list(_unreduced(other, broken("loss"))) == []

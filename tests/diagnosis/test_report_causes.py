@@ -1,0 +1,292 @@
+"""What is left when layout, data, gradients and updates match: reports, replicas, repeats, traffic. Literal evidence, no ranks."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import (
+    DDP_2,
+    LOW_CLIP,
+    NORM,
+    accumulating,
+    broken,
+    expect,
+    expect_first,
+    fsdp_4,
+    received,
+    reference_gradient,
+)
+from literal import (
+    cause_of,
+    judged,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_rank,
+    with_step,
+    with_step_1_gradients,
+    with_value,
+    without_rank,
+)
+
+from harness.diagnosis.rest import (
+    _reduced_too_often,
+    not_deterministic,
+    out_of_order,
+    replicas_drift,
+    wrong_reports,
+    wrong_structure,
+)
+from harness.judge.trial import Trial
+
+# ---- the rest
+
+
+def test_replicas_that_drift_by_a_last_bit() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    expect(
+        with_value(trial, 2, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0)),
+        """\
+replicas drift apart: step 2, gradients of norm.weight, ranks [0,2]: rank 2 differs by 2.05e-16 of the largest entry
+  why: within rounding of the reference, but replicas that differ in one bit drift on: they must be equal
+  loss, gradients: equal to the reference within 2.1e-16: a loss-curve test passes here""",
+    )
+
+
+def shows(trial: Trial, what: str, value) -> Trial:
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            trial = with_step(trial, rank, step.step, **{what: value(step)})
+    return trial
+
+
+def test_a_displayed_loss_that_is_each_ranks_own() -> None:
+    def own(step) -> float:
+        return step.microbatches[0].loss_sum / step.microbatches[0].valid_tokens
+
+    expect(
+        shows(fsdp_4(), "reported_loss", own),
+        """\
+the reported loss is wrong, the training itself is right: each rank shows the loss of its own samples
+  reported_loss: rank 0, step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_a_displayed_loss_that_is_a_sum_over_ranks() -> None:
+    expect_first(
+        shows(fsdp_4(), "reported_loss", lambda step: 4 * step.reported_loss),
+        """the reported loss is wrong, the training itself is right: each rank shows 4 times the right one: not divided by dp_shard (4)""",
+    )
+
+
+def test_a_displayed_norm_that_is_each_ranks_own() -> None:
+    def own(step) -> float:
+        return math.sqrt(sum(float(np.sum(g * g)) for g in step.gradients.values()))
+
+    expect_first(
+        shows(fsdp_4(), "grad_norm", own),
+        """the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards""",
+    )
+
+
+def test_displays_that_are_wrong_on_one_rank() -> None:
+    expect_first(
+        with_step(fsdp_4(), 3, 2, reported_loss=1.0, grad_norm=math.nan),
+        """the reported loss and gradient norm are wrong, the training itself is right: loss: rank 3 shows 1 once, where 1.881 is right; gradient norm: rank 3 shows nan once, where 1.59477 is right""",
+    )
+
+
+def test_the_reference_moved() -> None:
+    trial = fsdp_4()
+    accepted = replace(trial.golden, losses=[loss * 1.001 for loss in trial.golden.losses])
+    expect(
+        replace(trial, golden=accepted),
+        """\
+the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted
+  golden: step 1, loss: 2.53714290518703 (golden) -> 2.53460829689014 (reference), bound 1.4e-14""",
+    )
+
+
+def test_a_repeat_that_is_fed_its_samples_in_another_order() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    other = with_value(received(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
+    expect_first(
+        replace(trial, repeat=other.run),
+        """the same case run twice gives different bytes, for the repeat receives the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+    )
+
+
+def test_a_repeat_that_is_fed_other_samples() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    expect_first(
+        replace(trial, repeat=received(trial, 0, 3, [16, 17, 18, 18]).run),
+        """the same case run twice gives different bytes, for the repeat receives other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
+    )
+
+
+def test_a_repeat_that_differs() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    other = with_value(trial, 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
+    expect_first(
+        replace(trial, repeat=other.run),
+        """the same case run twice gives different bytes, first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+    )
+
+
+def test_a_reduction_after_every_microbatch() -> None:
+    def twice(call):
+        return [call, call] if call.op == "all_reduce" and call.phase == "backward" else [call]
+
+    trial = with_every_rank(accumulating(), lambda t, rank: with_collectives(t, rank, twice))
+    expect_first(trial, """gradients are reduced after every microbatch (2 times a step), once a step is requested""")
+
+
+def test_a_collective_that_one_rank_skips() -> None:
+    trial = fsdp_4()
+    expect(
+        with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1]),
+        """\
+ranks of a group do not issue the same collectives: group [0-3], collective 20: expected every rank: all_reduce of 8 B float64 (step 3, other), observed rank 1: nothing
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+# ---- weights
+
+
+def test_a_rank_that_reduces_in_another_order_explains_wrong_numbers() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
+    expect_first(
+        with_collectives(trial, 1, first_other_as_integer()),
+        """ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
+    )
+
+
+def first_other_as_integer():
+    done: list[int] = []
+
+    def change(call):
+        if call.phase != "other" or done:
+            return (call,)
+        done.append(1)
+        return (replace(call, dtype="int64"),)
+
+    return change
+
+
+# ---- what is reported, and the way to right numbers
+
+
+def shown_instead(trial: Trial, what: str) -> str:
+    found = wrong_reports(trial, {what: judged(what, trial)})
+    return cause_of(found).removeprefix("the reported ").partition(" is wrong, the training itself is right: ")[2]
+
+
+@pytest.mark.parametrize(("what", "kind"), [("reported_loss", "loss"), ("grad_norm", "grad_norm")])
+def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(what: str, kind: str) -> None:
+    trial = fsdp_4()
+    right = {step.step: getattr(step, kind) for step in trial.reference.steps}
+    assert shown_instead(shows(trial, what, lambda s: right[max(s.step - 1, 1)]), what) == (
+        "each rank shows that of the step before"
+    )
+    assert shown_instead(shows(trial, what, lambda s: right.get(s.step - 1, 0.0)), what) == (
+        "each rank shows that of the step before"
+    )
+    assert shown_instead(with_step(trial, 3, 2, **{what: right[1]}), what) == "rank 3 shows that of the step before"
+    assert shown_instead(shows(trial, what, lambda s: right[1]), what) == "each rank shows another number"
+    assert shown_instead(with_step(trial, 3, 1, **{what: 2.5}), what).startswith("rank 3 shows 2.5 once, where ")
+
+
+def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere() -> None:
+    trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
+    told = "each rank shows the norm after clipping (0.25), requested that before it"
+    assert shown_instead(shows(trial, "grad_norm", lambda s: min(s.grad_norm, 0.25)), "grad_norm") == told
+    assert shown_instead(shows(trial, "grad_norm", lambda s: 0.25 * (1 - 1e-6)), "grad_norm") == told
+    alone = with_every_rank(trial, lambda t, rank: with_step(t, 1, rank + 1, grad_norm=0.25))
+    assert shown_instead(alone, "grad_norm") == "rank 1 shows another number"
+    never = trial_of(tiny_case("fsdp_2", replace(LOW_CLIP, max_norm=9.0)))
+    off = shows(never, "grad_norm", lambda s: s.grad_norm * (1 + 1e-6))
+    assert shown_instead(off, "grad_norm") == "each rank shows a number that is off by 1.0e-06"
+    rounded = shows(never, "grad_norm", lambda s: float(np.float32(s.grad_norm)))
+    assert shown_instead(rounded, "grad_norm") == "each rank shows it rounded to float32"
+
+
+# ---- what the optimizer receives
+
+
+@pytest.mark.parametrize("law", ["loss", "gradients", "grad_norm", "reported_loss"])
+def test_collectives_in_another_order_explain_numbers_of_any_kind(law: str) -> None:
+    found = out_of_order(fsdp_4(), broken("collective_order", law))
+    assert cause_of(found) == "ranks of a group do not issue the same collectives: here: that, this"
+    assert found.evidence == (("collective_order", "here: expected this, observed that"),)
+    assert out_of_order(fsdp_4(), broken(law)) is None
+    assert out_of_order(fsdp_4(), broken("collective_order", "memory")) is None
+
+
+@pytest.mark.parametrize(
+    ("law", "told"),
+    [
+        ("collective_order", "ranks of a group do not issue the same collectives"),
+        ("process_groups", "process groups are not the plan's"),
+        ("traffic", "bytes moved are not the plan's"),
+        ("placements", "wrappers or placements claim something else than the plan"),
+        ("memory", "memory held between steps is not the plan's"),
+    ],
+)
+def test_a_structure_that_no_feature_explains_is_told_by_its_law(law: str, told: str) -> None:
+    trial = fsdp_4()
+    doubled = with_rank(trial, 0, collectives=trial.ranks[0].collectives * 3)
+    assert cause_of(wrong_structure(doubled, broken(law))) == f"{told}: here: expected this, observed that"
+
+
+# ---- the rest
+
+
+def test_replicas_that_drift_beside_other_mistakes_are_not_explained_by_rounding() -> None:
+    told = "within rounding of the reference"
+    for laws, alone in ((("replica_agreement",), True), (("replica_agreement", "gradients"), False)):
+        found = replicas_drift(DDP_2, broken(*laws))
+        assert found is not None and any(told in text for _, text in found.evidence) == alone
+
+
+def test_a_norm_that_nobody_shows_is_not_the_one_after_clipping() -> None:
+    silent = with_step(DDP_2, 1, 2, grad_norm=None)
+    for rank, step in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 3)):
+        silent = with_step(silent, rank, step, grad_norm=1.0)
+    told = "rank 1 reports the gradient norm of steps 1, 3 only, that of step 2 is lacking"
+    assert cause_of(wrong_reports(silent, broken("grad_norm"))) == told
+
+
+def test_a_repeat_that_lacks_a_rank_is_fed_other_samples_there() -> None:
+    trial = trial_of(tiny_case("ddp_2", runs=2))
+    trial = replace(trial, repeat=without_rank(trial, 1).run)
+    told = "for the repeat receives other samples (rank 1, step 1)"
+    assert told in cause_of(not_deterministic(trial, broken("determinism")))
+
+
+@pytest.mark.parametrize("law", ["loss", "gradients", "update"])
+def test_a_display_is_not_blamed_where_the_training_is_wrong(law: str) -> None:
+    wrong = with_step(DDP_2, 1, 2, grad_norm=3.0)
+    assert wrong_reports(wrong, broken("grad_norm")) is not None
+    assert wrong_reports(wrong, broken("grad_norm", law)) is None
+
+
+def test_reductions_after_every_microbatch_are_counted_on_rank_0_and_there_must_be_some() -> None:
+    trial = trial_of(tiny_case("ddp_2", accumulation=2))
+
+    def often(trial: Trial, rank: int) -> Trial:
+        return with_collectives(trial, rank, lambda call: [call] * (2 if call.phase == "backward" else 1))
+
+    told = "gradients are reduced after every microbatch (2 times a step), once a step is requested"
+    assert _reduced_too_often(often(trial, 0)) == told
+    assert _reduced_too_often(often(trial, 1)) is None
+    assert _reduced_too_often(trial_of(tiny_case("single", accumulation=2))) is None
+    assert _reduced_too_often(often(DDP_2, 0)) is None

@@ -1,0 +1,210 @@
+"""Samples, labels, documents and positions that ranks should not have received, named. Literal evidence, no ranks."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import expect, expect_first, first_line, fsdp_4, received, with_scaled_samples
+from literal import (
+    ADAMW,
+    EIGHT,
+    cause_of,
+    judged,
+    tiny_case,
+    trial_of,
+    with_step,
+    with_step_1_gradients,
+)
+
+from harness.diagnosis.data import wrong_positions
+from harness.diagnosis.words import groups_text
+from harness.judge.received_samples import received_samples
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
+
+# ---- data
+
+
+def test_ranks_fed_the_same_samples_although_loss_and_gradients_are_wrong_too() -> None:
+    trial = with_scaled_samples(fsdp_4(), {id_: 4.0 if id_ < 2 else 0.0 for id_ in range(8)})
+    for rank in range(4):
+        trial = received(trial, rank, 1, [0, 1])
+    expect(
+        trial,
+        """\
+ranks [0-3] received the same samples, dp ranks must partition the global batch
+  samples: step 1: 2 received more than once (0, 1); 6 received by nobody (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same""",
+    )
+
+
+def test_two_of_four_ranks_fed_the_same_samples() -> None:
+    expect_first(
+        received(fsdp_4(), 3, 1, [4, 5]),
+        """ranks [2,3] received the same samples, dp ranks must partition the global batch""",
+    )
+
+
+def test_overlapping_samples() -> None:
+    expect(
+        received(fsdp_4(), 3, 1, [5, 6]),
+        """\
+dp ranks draw overlapping samples: some are received twice and some by nobody
+  samples: step 1: 1 received more than once (5); 1 received by nobody (7)
+  gradients: equal to the reference exactly""",
+    )
+
+
+def test_samples_of_another_step() -> None:
+    trial = fsdp_4()
+    for rank in range(4):
+        trial = received(trial, rank, 2, [2 * rank, 2 * rank + 1])
+    expect_first(trial, """step 2 receives samples of step 1: the sampler is at another place of the data""")
+
+
+def test_samples_fed_to_nobody() -> None:
+    expect_first(received(fsdp_4(), 3, 1, [6]), """samples received by nobody: 1 of 8""")
+
+
+def test_tokens_of_no_sample() -> None:
+    trial = fsdp_4()
+    batch = trial.ranks[2].steps[0].microbatches[0]
+    trial = with_step(trial, 2, 1, microbatches=(replace(batch, tokens=batch.tokens + 50),))
+    expect_first(trial, """received tokens of no sample of the recipe's 3 steps on rank 2""")
+
+
+def test_ranks_that_each_shuffle_by_themselves() -> None:
+    trial = fsdp_4()
+    known, strange = trial.ranks[1].steps[0].microbatches[0], trial.ranks[2].steps[0].microbatches[0]
+    trial = with_step(trial, 3, 2, microbatches=(known,))
+    trial = with_step(trial, 3, 1, microbatches=(replace(strange, tokens=strange.tokens + 50),))
+    expect_first(
+        trial,
+        """dp ranks draw overlapping samples, each by an order of its own: received tokens of no sample of the recipe's 3 steps on rank 3""",
+    )
+
+
+def test_tp_peers_fed_different_samples() -> None:
+    trial = trial_of(tiny_case("fsdp_2_tp_2"))
+    expect_first(
+        received(trial, 1, 1, [4, 5, 6, 7]), """tp peers receive different samples: rank 1 not what rank 0 receives"""
+    )
+
+
+def test_labels_of_another_sample() -> None:
+    trial = fsdp_4()
+    for rank in range(4):
+        batch = trial.ranks[rank].steps[0].microbatches[0]
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=batch.labels[::-1]),))
+    expect_first(trial, """wrong labels: tokens are right, 14 labels of step 1 are not those of their sample""")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
+    trial = fsdp_4()
+    (batch,) = trial.ranks[2].steps[0].microbatches
+    row, place = np.argwhere((batch.labels != -100) == masked)[0]
+    labels = batch.labels.copy()
+    labels[row, place] = -100 if masked else 3
+    found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
+    how = "masked, where they should be trained on" if masked else "trained on, where they should be masked"
+    told = "tokens are right, 1 labels of step 1 are not those of their sample"
+    assert found == f"wrong labels on rank 2: {told}: {how}"
+
+
+def test_accumulation_left_out() -> None:
+    trial = trial_of(tiny_case("ddp_2", accumulation=2))
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            ids = trial.reference.samples[step.step - 1][4 * rank : 4 * rank + 4]
+            trial = received(trial, rank, step.step, list(ids))
+    expect_first(trial, """accumulation: rank 0 ran microbatches of [4] samples in step 1, requested [2, 2]""")
+
+
+# ---- documents, ranks without a valid token
+
+
+def with_losses_of_step_1(trial: Trial, ranks: tuple[int, ...], by_id: dict[int, float]) -> Trial:
+    """These ranks computed these losses of samples; gradients are wrong everywhere."""
+    for rank in ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        ids = [id_ for id_ in received_samples(trial, 1)[rank] if id_ is not None]
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=sum(by_id[i] for i in ids)),))
+    return with_step_1_gradients(trial, lambda rank, fqn: trial.reference.steps[0].gradients[fqn] ** 2)
+
+
+@pytest.mark.parametrize("ranks, where", [((0, 1), ""), ((1,), " on rank 1")])
+def test_a_document_mask_that_is_lost(ranks: tuple[int, ...], where: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, document_mask=True)))
+    unmasked = {id_: 3.0 + id_ / 7 for id_ in trial.reference.samples[0]}
+    trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.array(list(unmasked.values()))))
+    assert first_line(with_losses_of_step_1(trial, ranks, unmasked)) == (
+        f"documents see each other{where}: the losses of step 1 are those without a document mask, which is requested"
+    )
+
+
+def test_other_losses_are_not_blamed_on_the_document_mask() -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, document_mask=True)))
+    trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.full(8, 3.0)))
+    wrong = with_losses_of_step_1(trial, (0, 1), dict.fromkeys(trial.reference.samples[0], 3.1))
+    assert first_line(wrong).startswith("the forward pass is wrong")
+
+
+def test_a_mean_over_no_valid_token() -> None:
+    trial = fsdp_4()
+    labels, received = trial.reference.labels.copy(), received_samples(trial, 1)[3]
+    labels[[trial.reference.sample_ids.index(i) for i in received if i is not None]] = -100
+    trial = replace(trial, reference=replace(trial.reference, labels=labels))
+    (batch,) = trial.ranks[3].steps[0].microbatches
+    silent = replace(batch, labels=np.full_like(batch.labels, -100), loss_sum=0.0, valid_tokens=0)
+    trial = with_step(trial, 3, 1, microbatches=(silent,))
+    trial = with_step_1_gradients(trial, lambda rank, fqn: trial.reference.steps[0].gradients[fqn] * np.nan)
+    assert first_line(trial).endswith("rank 3 has no valid token, and a mean over none is 0/0"), first_line(trial)
+
+
+# ---- samples and positions
+
+
+def test_what_is_fed_wrongly_in_a_later_step_is_told_with_the_step() -> None:
+    assert first_line(received(fsdp_4(), 3, 3, [21, 22])) == (
+        "dp ranks draw overlapping samples in step 3: some are received twice and some by nobody"
+    )
+
+
+def test_a_step_of_another_length_is_looked_for_at_its_own_positions() -> None:
+    case = tiny_case(ParallelDims(cp=2), replace(EIGHT, variable_length=True), cp_load_balance=False)
+    trial = trial_of(case)
+    full = np.arange(4, 8)
+    trial = with_step(trial, 1, 2, positions=(full,))
+    found = wrong_positions(trial, {"positions": judged("positions", trial)})
+    assert cause_of(found) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-3"
+
+
+def test_three_groups_are_shown_and_of_more_the_first_two_and_the_last() -> None:
+    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups_text(groups[:3]) == "[0,1] [2,3] [4,5]"
+    assert groups_text(groups) == "[0,1] [2,3] .. [6,7]"
+
+
+# ---- samples
+
+
+def test_tokens_of_no_sample_on_all_ranks_are_another_order() -> None:
+    trial = fsdp_4()
+    for rank in trial.ranks:
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, tokens=5 + (batch.tokens + rank) % 3),))
+    assert first_line(trial).endswith(": another seed, order or data set")
+    alone = with_step(fsdp_4(), 2, 1, microbatches=trial.ranks[2].steps[0].microbatches)
+    assert first_line(alone).endswith("on rank 2")
+
+
+def test_accumulation_left_out_of_one_step_is_told_with_it() -> None:
+    trial = trial_of(tiny_case("ddp_2", accumulation=2))
+    ids = trial.reference.samples[1]
+    for rank in (0, 1):
+        trial = received(trial, rank, 2, list(ids[4 * rank : 4 * rank + 4]))
+    assert first_line(trial) == "accumulation: rank 0 ran microbatches of [4] samples in step 2, requested [2, 2]"

@@ -1,0 +1,177 @@
+"""Weights that ranks start from, and weights changed after the optimizer's step, named. Literal evidence, no ranks."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from diagnosed import NORM, broken, expect, expect_first, first_line, fsdp_4
+from literal import (
+    cause_of,
+    tiny_case,
+    trial_of,
+    with_parameter,
+    with_rank,
+    with_step,
+    with_value,
+)
+
+from harness.diagnosis.data import wrong_weights
+from harness.judge.trial import Trial
+
+# ---- data
+
+
+def test_tp_shards_that_are_equal() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    for fqn in trial.plan.shapes:
+        value = next(t.value for t in trial.ranks[0].parameters if t.fqn == fqn)
+        trial = with_parameter(trial, 1, fqn, value=value)
+    expect_first(trial, """ranks along tp start from the same shard: rank 1 holds the values of rank 0""")
+
+
+def with_weights(trial: Trial, change) -> Trial:
+    for rank, evidence in trial.ranks.items():
+        for tensor in evidence.parameters:
+            trial = with_parameter(trial, rank, tensor.fqn, value=change(tensor.value))
+    return trial
+
+
+def test_weights_that_are_not_the_seeds() -> None:
+    expect(
+        with_weights(fsdp_4(), lambda value: value + 1),
+        """\
+training does not start from the seed weights in every parameter
+  weights: rank 0, tok_embeddings.weight: off by 1, the largest seed weight is 1.3
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_weights_that_each_run_draws_anew() -> None:
+    trial = trial_of(tiny_case("fsdp_2", runs=2))
+    other = with_weights(trial, lambda value: value + 2)
+    trial = with_weights(trial, lambda value: value + 1)
+    same = first_line(replace(trial, repeat=trial.run))
+    assert same == "training does not start from the seed weights in every parameter"
+    expect_first(
+        replace(trial, repeat=other.run),
+        """training does not start from the seed weights in every parameter: each run draws others, as without a seed""",
+    )
+
+
+def test_weights_that_were_rounded() -> None:
+    expect(
+        with_weights(fsdp_4(), lambda value: value.astype(np.float32).astype(np.float64)),
+        """\
+training does not start from the seed weights in every parameter
+  weights: rank 0, tok_embeddings.weight: the seed weights rounded to float32
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+def test_one_weight_of_one_rank_that_is_nan() -> None:
+    trial = fsdp_4()
+    expect(
+        with_parameter(trial, 2, NORM, value=np.full(1, np.nan)),
+        """\
+training does not start from the seed weights in 1 of 12 parameters (norm.weight) on rank 2
+  weights: rank 2, norm.weight: not finite
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here
+  groups: every group of the plan exists: a listing of process groups passes here""",
+    )
+
+
+# ---- weights
+
+
+def with_full_weights(trial: Trial, change) -> Trial:
+    for rank in trial.ranks:
+        for fqn, part in trial.plan.slices[rank].items():
+            full = change(fqn, trial.reference.weights[fqn])
+            value = full[tuple(slice(*bounds) for bounds in part)].copy()
+            trial = with_parameter(trial, rank, fqn, value=value)
+    return trial
+
+
+def test_weights_that_are_a_multiple_of_the_seeds() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    larger = lambda fqn, full: full * 2**0.5 if fqn.endswith(("wo.weight", "w2.weight")) else full  # noqa: E731
+    expect_first(
+        with_full_weights(trial, larger),
+        """training does not start from the seed weights in 2 of 12 parameters (layers.0.attention.wo.weight, layers.0.feed_forward.w2.weight): they are 1.41421 times these""",
+    )
+
+
+def test_weights_that_are_constant_are_not_called_equal_shards() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    expect_first(
+        with_full_weights(trial, lambda fqn, full: np.ones_like(full) if full.ndim == 1 else full),
+        """training does not start from the seed weights in 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): they are all 1""",
+    )
+
+
+def test_weights_that_are_another_parameters() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    query = trial.reference.weights["layers.0.attention.wq.weight"]
+    swap = lambda fqn, full: query if fqn == "layers.0.attention.wo.weight" else full  # noqa: E731
+    expect_first(
+        with_full_weights(trial, swap),
+        """training does not start from the seed weights in 1 of 12 parameters (layers.0.attention.wo.weight): layers.0.attention.wo.weight holds the values of layers.0.attention.wq.weight""",
+    )
+
+
+# ---- samples
+
+
+def test_four_ranks_that_start_from_one_shard_are_told_by_the_first_two() -> None:
+    trial = fsdp_4()
+    for rank, evidence in trial.ranks.items():
+        first = trial.ranks[0].parameters
+        parameters = (replace(mine, value=one.value) for mine, one in zip(evidence.parameters, first, strict=True))
+        trial = with_rank(trial, rank, parameters=tuple(parameters))
+    told = "ranks along dp_shard start from the same shard: rank 1 holds the values of rank 0 in 9 of 12 parameters"
+    assert cause_of(wrong_weights(trial, broken("initial_weights"))).startswith(told)
+
+
+# ---- what happens to weights after the optimizer
+
+
+def changed_on(step: int, change: Any, *, ranks: tuple[int, ...] = (0, 1)) -> Trial:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank in ranks:
+        left = trial.ranks[rank].steps[step - 1].parameters
+        trial = with_step(trial, rank, step, changed={fqn: change(value) for fqn, value in left.items()})
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (lambda left: 0.9 * left, ""),
+        (np.zeros_like, "to 0, "),
+        (lambda left: left.astype(np.float32), "to another shape or dtype, "),
+        (lambda left: left.astype(np.float32).astype(np.float64), "rounded to float32, "),
+        (lambda left: left.astype(np.float16).astype(np.float64), "rounded to float16, "),
+    ],
+)
+def test_what_was_done_to_weights_after_the_optimizer_is_told(change: Any, how: str) -> None:
+    told = "weights are changed between steps 1 and 2, when the optimizer is done: {}in every parameter"
+    assert first_line(changed_on(1, change)) == told.format(how)
+
+
+def test_weights_changed_after_the_last_step_are_told_with_their_rank() -> None:
+    told = "weights are changed after the last step, when the optimizer is done: in every parameter on rank 1"
+    assert first_line(changed_on(3, lambda left: 2 * left, ranks=(1,))) == told
+
+
+def test_gradients_that_were_wrong_before_come_first() -> None:
+    trial = changed_on(2, np.zeros_like)
+    for rank in (0, 1):
+        trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient: 2 * gradient)
+    assert first_line(trial).startswith("gradients are 2 times")
