@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from literal import cause_of, judged, reference_of, tiny_case
+from literal import cause_of, judged, tiny_case
+from literal_reference import reference_of
 
 from harness.checks import schedule
 from harness.diagnosis.gradients import _scaled_by_stage

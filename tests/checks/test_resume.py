@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from literal import (
     ADAMW,
     SGD,
     UNEVEN,
-    cause_of,
     judged,
     microbatch_of,
     tiny_case,
@@ -22,18 +20,17 @@ from literal import (
     with_value,
     without_rank,
 )
+from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resumed
 
 from harness.checks import judge
 from harness.checks.resume import PARAMETER, put_together, step_received
-from harness.diagnosis import diagnose
-from harness.evidence.records import HeldTensor, Resumed
+from harness.evidence.records import Resumed
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 
-FSDP_4, TP_2 = ParallelDims(dp_shard=4), ParallelDims(tp=2)
 LAYOUTS = {
     "the same": (FSDP_4, FSDP_4),
     "fsdp to hsdp": (FSDP_4, ParallelDims(dp_replicate=2, dp_shard=2)),
@@ -41,35 +38,12 @@ LAYOUTS = {
     "fsdp and tp to tp": (ParallelDims(dp_shard=2, tp=2), TP_2),
     "ddp to single": (ParallelDims(dp_replicate=2), ParallelDims()),
 }
-WEIGHT = "layers.0.attention.wq.weight"
-
-
-def resumed(before: ParallelDims = TP_2, after: ParallelDims = FSDP_4, training: Any = ADAMW, **changes: Any) -> Trial:
-    """Two steps in one layout, saved, the third in another."""
-    return trial_of(tiny_case(after, training, resume=(Saved(2, before),), **changes))
 
 
 def trained_on() -> Trial:
     """Saved after step 2, went on to step 3, was lost, and is continued from what it saved."""
     dims = ParallelDims(dp_shard=2)
     return trial_of(tiny_case(dims, resume=(Saved(2, dims, until=3),)))
-
-
-def with_resumed(trial: Trial, rank: int, what: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Trial:
-    """what: parameters or optimizer_state."""
-    held = trial.ranks[rank].resumed
-    assert held is not None
-    return with_rank(trial, rank, resumed=replace(held, **{what: change(dict(getattr(held, what)))}))
-
-
-def everywhere(trial: Trial, what: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Trial:
-    for rank in trial.ranks:
-        trial = with_resumed(trial, rank, what, change)
-    return trial
-
-
-def cause(trial: Trial) -> str:
-    return cause_of(diagnose(trial, judge(trial)))
 
 
 # ---- right
@@ -366,102 +340,3 @@ def test_the_launch_that_saved_must_have_left_all_its_evidence() -> None:
 def test_the_first_launch_of_several_resumes_nothing_and_says_so() -> None:
     result = judged("resume", resumed().saved[0])
     assert (result.verdict, result.note) == (Verdict.NOT_APPLICABLE, "this launch starts at step 1")
-
-
-# ---- how it is named
-
-
-def test_a_counter_that_is_not_there_and_one_of_another_name_are_told() -> None:
-    def counting(name: str, saved: float, held: float | None) -> Trial:
-        trial, before = resumed(), resumed().saved[0]
-        for rank, evidence in before.ranks.items():
-            (*_, last) = evidence.steps
-            state = {fqn: arrays | {name: np.array(saved)} for fqn, arrays in last.optimizer_state.items()}
-            before = with_step(before, rank, last.step, optimizer_state=state)
-        own = {} if held is None else {name: np.array(held)}
-        strip = lambda arrays: {k: v for k, v in arrays.items() if k != name} | own  # noqa: E731
-        trial = everywhere(trial, "optimizer_state", lambda held: {fqn: strip(arrays) for fqn, arrays in held.items()})
-        return replace(trial, saved=(before,))
-
-    anew = ": AdamW's bias correction starts anew"
-    assert cause(counting("step", 2.0, None)) == (
-        f"the optimizer's step counter is missing after resuming, 2 was saved in every parameter{anew}"
-    )
-    assert cause(counting("step", 2.0, 0.0)).endswith(anew)
-    assert cause(counting("step", 2.0, 1.0)) == (
-        "the optimizer's step counter is 1 after resuming, 2 was saved in every parameter"
-    )
-    assert cause(counting("seen", 7.0, 3.0)) == (
-        "the optimizer's seen counter is 3 after resuming, 7 was saved in every parameter"
-    )
-
-
-def test_parameters_of_the_seed_beside_the_optimizers_state_of_the_checkpoint_are_stale() -> None:
-    trial = resumed()
-    for rank, evidence in trial.ranks.items():
-        seed = {tensor.fqn: tensor.value for tensor in evidence.parameters}
-        trial = with_resumed(trial, rank, "parameters", lambda _, seed=seed: seed)
-    assert cause(trial) == (
-        "resumed parameters are the seed's, although the optimizer's state is that of step 2: stale ones were saved, or"
-        " they were not loaded"
-    )
-
-
-@pytest.mark.parametrize(
-    ("rate", "told"),
-    [
-        (0.005, "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1"),
-        (0.01, "the schedule does not continue after resuming: the learning rate of step 3 is that of step 2"),
-        (0.0012, "the schedule does not continue after resuming: the learning rate of step 3 is 0.0012 on rank 1"),
-    ],
-)
-def test_a_rate_of_no_step_is_told_with_its_rank(rate: float, told: str) -> None:
-    assert cause(with_step(resumed(), 1, 3, lr=rate)) == f"{told}, requested 0.0075"
-
-
-def test_the_rate_of_a_later_step_does_not_start_anew() -> None:
-    trial = trial_of(tiny_case(FSDP_4, resume=(Saved(1, TP_2),)))
-    assert cause(with_step(trial, 0, 2, lr=0.0075)) == (
-        "the schedule does not continue after resuming: the learning rate of step 2 is that of step 3, requested 0.01"
-    )
-
-
-def test_data_of_another_step_is_told_with_the_ranks_that_are_fed_it() -> None:
-    trial, whole = resumed(), trial_of(tiny_case(FSDP_4))
-    for rank in (1, 2):
-        trial = with_step(trial, rank, 3, microbatches=whole.ranks[rank].steps[1].microbatches)
-    told = "the data position is wrong after resuming: step 3 receives"
-    assert cause(trial) == f"{told} the samples of step 2 on ranks [1,2]"
-    trial = with_step(trial, 2, 3, microbatches=whole.ranks[2].steps[0].microbatches)
-    assert cause(trial) == f"{told} samples of other steps on ranks [1,2]"
-
-
-def test_what_else_did_not_arrive_is_told_below_the_first() -> None:
-    trial = everywhere(resumed(), "optimizer_state", lambda held: {fqn: {} for fqn in held})
-    for rank in trial.ranks:
-        trial = with_step(trial, rank, 3, lr=0.005)
-    found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause.startswith("resumed without optimizer state")
-    (label, text), (law, _), *_ = found.evidence
-    assert (label, law) == ("also", "resume") and text.startswith("the schedule starts anew after resuming")
-
-
-def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_told_by_their_names() -> None:
-    other = "layers.0.attention.wo.weight"
-    where = f"in 2 of 12 parameters ({WEIGHT}, {other})"
-    changed = everywhere(resumed(), "parameters", lambda held: held | {f: 1.5 * held[f] for f in (WEIGHT, other)})
-    assert cause(changed) == f"parameters are not what was saved {where}"
-
-    def blurred(held: dict[str, Any]) -> dict[str, Any]:
-        return held | {f: held[f] | {"exp_avg": 1.5 * held[f]["exp_avg"]} for f in (WEIGHT, other)}
-
-    changed = everywhere(resumed(), "optimizer_state", blurred)
-    assert cause(changed) == f"optimizer state is not what was saved: exp_avg {where}"
-
-
-def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wrongly() -> None:
-    right = resumed()
-    keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))
-    assert cause(replace(right, saved=(keeping,))).startswith("saved_1: 7.2 kB of float64 are kept beside")
-    wrong = with_resumed(right, 1, "parameters", lambda held: {**held, WEIGHT: 2 * held[WEIGHT]})
-    assert cause(replace(wrong, saved=(keeping,))) == cause(wrong)

@@ -11,17 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import LOW_CLIP, NORM, expect, expect_first, first_line
-from literal import (
-    ADAMW,
-    SGD,
-    optimize,
-    tiny_case,
-    trial_of,
-    with_rank,
-    with_step,
-    with_updates_that_follow,
-    with_value,
-)
+from literal import ADAMW, SGD, tiny_case, trial_of, with_rank, with_step, with_updates_that_follow, with_value
+from literal_reference import optimize
 
 from harness.checks import judge
 from harness.checks.update import observed_norm

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from literal import reference_of, tiny_case, trial_of
+from literal import tiny_case, trial_of
+from literal_reference import reference_of
 
 from harness import ROOT
 from harness.evidence import format

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from literal import SGD, reference_of, tiny_case
+from literal import SGD, tiny_case
+from literal_reference import reference_of
 
 from harness.judge import golden
 from harness.judge.golden import (

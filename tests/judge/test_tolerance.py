@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from literal import ADAMW, SGD, TINY, reference_of, tiny_case
+from literal import ADAMW, SGD, TINY, tiny_case
+from literal_reference import reference_of
 
 from harness.judge import golden
 from harness.judge.tolerance import (

@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from literal import ADAMW, TINY, reference_of, tiny_case, trial_of, with_parameter
+from literal import ADAMW, TINY, tiny_case, trial_of, with_parameter
+from literal_reference import reference_of
 
 from harness.checks import judge
 from harness.evidence.records import RankEvidence, Resumed, Run

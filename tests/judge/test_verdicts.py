@@ -11,7 +11,6 @@ import pytest
 from literal import (
     ADAMW,
     EIGHT,
-    TINY,
     UNEVEN,
     judged,
     tiny_case,
@@ -33,7 +32,6 @@ from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
 OF_NUMBERS = ("loss", "reported_loss", "grad_norm", "gradients")
-
 EXAMINED: dict[str, Any] = {
     "hsdp_2x2": (
         tiny_case("hsdp_2x2", runs=2),
@@ -256,56 +254,6 @@ def test_a_gradient_is_off_by_a_share_of_the_whole_parameters_largest_entry_on_e
         told = judged("gradients", with_value(trial, rank, 1, "gradients", WQ, lambda g: 1.5 * g))
         assert told.findings[0].observed == f"off by {0.5 * largest / whole:.2e} of the largest entry", rank
     assert len({np.abs(trial.ranks[rank].steps[0].gradients[WQ]).max() for rank in (0, 1)}) == 2
-
-
-def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:
-    trial = trial_of(
-        tiny_case("fsdp_2", replace(ADAMW, quantize="float8_rowwise"), activation_checkpointing=kind, model=TWO)
-    )
-    assert trial.plan.quantized
-    matmuls = {f"forward {fqn} float8_rowwise": 1 for fqn in trial.plan.quantized}
-    for fqn in trial.plan.quantized:
-        again = repeated and (kind == "full" or fqn.startswith("layers.1."))
-        matmuls[f"backward {fqn} float8_rowwise"] = 3 if again else 2
-    for rank in trial.ranks:
-        for step in trial.ranks[rank].steps:
-            trial = with_step(trial, rank, step.step, activity=replace(step.activity, quantized=matmuls))
-    return trial
-
-
-TWO = replace(TINY, name="two", n_layers=2)
-
-
-def about_formats(trial: Trial) -> list[str]:
-    return [finding.where for finding in judged("features", trial).findings if "matmuls of" in finding.where]
-
-
-def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_nowhere_else() -> None:
-    assert about_formats(quantized_and_recomputed(False)) == about_formats(quantized_and_recomputed(True)) == []
-    assert about_formats(quantized_and_recomputed(True, kind="layer")) == []
-    trial = quantized_and_recomputed(False, kind="none")
-    step = trial.ranks[0].steps[0]
-    matmuls = step.activity.quantized | {"backward layers.0.attention.wq float8_rowwise": 3}
-    more = with_step(trial, 0, 1, activity=replace(step.activity, quantized=matmuls))
-    where = "rank 0, step 1, float8_rowwise matmuls of layers.0.attention.wq in backward"
-    assert Finding(where, "2", "3") in judged("features", more).findings
-
-
-def test_modules_of_a_block_that_were_called_differently_often_are_told_together() -> None:
-    trial = trial_of(tiny_case("fsdp_2"))
-    step = trial.ranks[1].steps[0]
-    calls = step.activity.calls | {"forward layers.0.attention.wq": 1, "forward layers.0.attention.wk": 2}
-    told = judged("features", with_step(trial, 1, 1, activity=replace(step.activity, calls=calls)))
-    assert told.findings == (Finding("rank 1, step 1, calls of each module of layers.0", "1", "1 or 2"),)
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "why"),
-    [("fsdp2", "with one rank a shard group"), ("ddp", "shards nothing"), ("replicate", "shards nothing")],
-)
-def test_a_wrapper_that_gathers_nothing_says_why(wrapper: str, why: str) -> None:
-    told = judged("reshard", trial_of(tiny_case("ddp_2", wrapper=wrapper)))
-    assert (told.verdict, told.note) == (Verdict.NOT_APPLICABLE, f"nothing is gathered: wrapper {wrapper} {why}")
 
 
 @pytest.mark.parametrize("phase", ["optimizer", "other"])

@@ -1,0 +1,111 @@
+"""The law `completed`: ranks that ended early, lost evidence, missing parameters. Literal evidence, no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from checked import EMBEDDING, findings
+from literal import (
+    tiny_case,
+    trial_of,
+    with_rank,
+    with_step,
+    without_rank,
+)
+
+from harness.checks import completed
+from harness.evidence.records import Exit
+from harness.judge.result import Finding, Verdict
+
+
+def with_exit(trial, exit: Exit):
+    exits = tuple(exit if old.rank == exit.rank else old for old in trial.run.exits)
+    return replace(trial, run=replace(trial.run, exits=exits))
+
+
+# ---- completed
+
+
+def test_a_rank_that_died_is_shown_before_those_that_waited() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_exit(trial, Exit(0, "killed", error="time limit", last_collective="all_reduce over [0,1]"))
+    trial = with_exit(trial, Exit(1, "signal", signal="SIGKILL", blamed=True, stack="train.py:7 in step\n"))
+    assert findings("completed", without_rank(trial, 1)) == (
+        Finding("rank 1", "exit code 0", "died by SIGKILL\ntrain.py:7 in step"),
+        Finding("rank 0 (only waited)", "exit code 0", "killed: time limit; last collective all_reduce over [0,1]"),
+    )
+
+
+def test_a_rank_whose_file_was_damaged_is_no_verdict_on_the_trainer() -> None:
+    trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
+    trial = replace(trial, run=replace(trial.run, unreadable={1: "rank_01.npz: damaged"}))
+    result = completed.check(trial)
+    assert (result.verdict, result.note) == (
+        Verdict.UNKNOWN,
+        "the evidence of rank 1 cannot be read: rank_01.npz: damaged",
+    )
+    trial = with_exit(trial, Exit(0, "raised", error="ValueError", blamed=True))
+    assert completed.check(trial).verdict is Verdict.FAIL
+
+
+def test_a_rank_that_left_no_file_has_not_completed() -> None:
+    trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
+    assert findings("completed", trial) == (Finding("rank 1", "an evidence file", "none"),)
+
+
+def test_ranks_lost_with_their_launcher_are_no_verdict_on_the_trainer() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in (0, 1):
+        lost = Exit(rank, "lost", error="the rank server ended", blamed=rank == 1)
+        trial = without_rank(with_exit(trial, lost), rank)
+    result = completed.check(trial)
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "rank 0 was lost: the rank server ended")
+    trial = with_exit(trial, Exit(1, "signal", signal="SIGSEGV", blamed=True))
+    assert completed.check(trial).verdict is Verdict.FAIL
+
+
+def test_a_rank_of_whose_end_nothing_is_known_has_not_completed() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = replace(trial, run=replace(trial.run, exits=trial.run.exits[:1]))
+    assert findings("completed", trial) == (Finding("rank 1", "exit code 0", "nothing is known of its end"),)
+
+
+def test_a_launch_of_fewer_ranks_than_asked_has_not_completed() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"), tiny_case("fsdp_2"))
+    assert findings("completed", trial)[0] == Finding("launch", "4 ranks", "2 ranks")
+
+
+def test_ranks_that_each_trained_in_a_world_of_their_own_are_named() -> None:
+    trial = with_rank(trial_of(tiny_case("ddp_2")), 1, rank=0, world_size=1)
+    assert findings("completed", trial) == (Finding("rank 1", "rank 1 of 2", "it says rank 0 of 1"),)
+
+
+def test_a_parameter_that_a_rank_does_not_have_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    kept = tuple(t for t in trial.ranks[1].parameters if t.fqn != EMBEDDING)
+    assert findings("completed", with_rank(trial, 1, parameters=kept)) == (
+        Finding("rank 1, parameters", "12 parameters", "missing: tok_embeddings.weight"),
+        *(
+            Finding(f"rank 1, step {step}, {what}", "11 parameters", "unexpected: tok_embeddings.weight")
+            for step in (1, 2, 3)
+            for what in ("gradients", "updated parameters")
+        ),
+    )
+
+
+def test_a_gradient_missing_in_the_last_step_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    rest = {fqn: g for fqn, g in trial.ranks[1].steps[2].gradients.items() if fqn != "norm.weight"}
+    assert findings("completed", with_step(trial, 1, 3, gradients=rest)) == (
+        Finding("rank 1, step 3, gradients", "12 parameters", "missing: norm.weight"),
+    )
+
+
+# ---- FSDP units
+
+
+def test_a_disk_that_took_no_evidence_is_no_verdict_on_the_trainer_however_it_was_raised() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for error in ("EvidenceError: full", "OSError: [Errno 28] no space; raised again as EvidenceError: full"):
+        full = with_exit(trial, Exit(1, "raised", error=error, blamed=True))
+        assert completed.check(without_rank(full, 1)).verdict is Verdict.UNKNOWN

@@ -1,0 +1,235 @@
+"""The laws of who holds what: process_groups, placements, shard_contents, and FSDP's units. Literal evidence, no ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checked import EMBEDDING, findings
+from literal import (
+    UNEVEN,
+    cause_of,
+    judged,
+    tiny_case,
+    trial_of,
+    with_every_rank,
+    with_parameter,
+    with_rank,
+)
+
+from harness.checks import judge
+from harness.diagnosis import diagnose
+from harness.evidence.records import Collective, Group
+from harness.judge.contents import locate
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
+
+# ---- process_groups
+
+
+def with_groups(trial, rank: int, *groups: tuple[int, ...]):
+    return with_rank(trial, rank, groups=tuple(Group(str(ranks), ranks, "gloo") for ranks in groups))
+
+
+def test_ranks_in_the_wrong_tp_groups_are_named() -> None:
+    """tp strided over the world instead of innermost: [0,2] [1,3] where [0,1] [2,3] is asked."""
+    trial = trial_of(tiny_case("fsdp_2_tp_2"))
+    for rank, groups in enumerate([((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), (2, 3)), ((1, 3), (2, 3))]):
+        trial = with_groups(trial, rank, *groups)
+    assert judged("process_groups", trial).verdict == Verdict.PASS  # the same set of groups: why this law is weak
+    for rank, groups in enumerate([((0, 3),), ((1, 2),), ((1, 2),), ((0, 3),)]):
+        trial = with_groups(trial, rank, *groups, (0, 2) if rank in (0, 2) else (1, 3))
+    assert findings("process_groups", trial) == tuple(
+        Finding(f"rank {rank}, axis tp", f"a group {wanted}", f"of that size: {near}")
+        for rank, wanted, near in (
+            (0, "[0,1]", "[0,2] [0,3]"),
+            (1, "[0,1]", "[1,2] [1,3]"),
+            (2, "[2,3]", "[0,2] [1,2]"),
+            (3, "[2,3]", "[0,3] [1,3]"),
+        )
+    )
+
+
+@pytest.mark.parametrize(("member", "other"), [(0, 1), (1, 0)])
+def test_a_group_that_only_one_of_its_members_knows_is_named(member: int, other: int) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    odd = Group("odd", (0, 1), "gloo")
+    trial = with_rank(trial, member, groups=(*trial.ranks[member].groups, odd))
+    assert findings("process_groups", trial) == (
+        Finding(f"group 'odd' of rank {member}", f"known to rank {other}", "[0,1] unknown there"),
+    )
+
+
+# ---- placements
+
+
+def test_a_parameter_claimed_whole_on_one_rank_is_named() -> None:
+    trial = with_parameter(trial_of(tiny_case("hsdp_2x2")), 3, EMBEDDING, placements=("Replicate", "Replicate"))
+    assert findings("placements", trial) == (
+        Finding(f"rank 3, {EMBEDDING}", "dim 0 over [2,3]", "whole on every rank"),
+    )
+
+
+def test_a_row_parallel_weight_cut_by_columns_is_named() -> None:
+    fqn = "layers.0.attention.wo.weight"
+    trial = with_parameter(trial_of(tiny_case("tp_2")), 1, fqn, placements=("Shard(0)",))
+    assert findings("placements", trial) == (Finding(f"rank 1, {fqn}", "dim 1 over [0,1]", "dim 0 over [0,1]"),)
+
+
+def test_swapped_mesh_axes_are_named_by_the_ranks_they_join() -> None:
+    trial = with_parameter(trial_of(tiny_case("hsdp_2x2")), 0, EMBEDDING, mesh=[[0, 2], [1, 3]])
+    assert findings("placements", trial) == (Finding(f"rank 0, {EMBEDDING}", "dim 0 over [0,1]", "dim 0 over [0,2]"),)
+
+
+def test_a_mesh_axis_of_one_rank_claims_nothing() -> None:
+    claim = {"mesh": [[[0], [1]]], "placements": ("Shard(0)", "Shard(0)", "Shard(1)")}
+    trial = with_parameter(trial_of(tiny_case("fsdp_2")), 0, EMBEDDING, **claim)
+    assert judged("placements", trial).verdict == Verdict.PASS
+
+
+def test_a_wrapper_that_replicates_over_nothing_is_named() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    trial = with_rank(trial, 2, structure={"layers.0": {"kind": "fsdp2", "shard_ranks": [2, 3]}})
+    assert findings("placements", trial) == (Finding("rank 2, fsdp2 on layers.0, replicate_ranks", "[0,2]", "[2]"),)
+
+
+def test_a_replicate_axis_that_nothing_claims_is_named() -> None:
+    trial = with_every_rank(trial_of(tiny_case("ddp_2")), lambda trial, rank: with_rank(trial, rank, structure={}))
+    assert findings("placements", trial) == (
+        Finding("rank 0, dp_replicate", "something replicated over [0,1]", "nothing claims it"),
+        Finding("rank 1, dp_replicate", "something replicated over [0,1]", "nothing claims it"),
+    )
+
+
+# ---- shard_contents
+
+
+def test_a_rank_that_holds_its_neighbours_slice_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    value = trial.ranks[0].parameters[0].value
+    assert findings("shard_contents", with_parameter(trial, 1, EMBEDDING, value=value)) == (
+        Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "1/2 of dim 0 [0:4]"),
+    )
+
+
+def test_a_rank_that_holds_the_whole_tensor_is_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_parameter(trial, 1, EMBEDDING, value=trial.reference.weights[EMBEDDING])
+    assert findings("shard_contents", trial) == (Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "whole"),)
+
+
+def test_one_element_in_the_place_of_another_is_named_and_a_parameter_that_is_not_held_hides_no_other() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=4)))  # norm weights have one element a rank
+    value = next(t.value for t in trial.ranks[0].parameters if t.fqn == "norm.weight")
+    trial = with_parameter(trial, 1, "norm.weight", value=value)
+    assert findings("shard_contents", trial) == (
+        Finding("rank 1, norm.weight", "1/4 of dim 0 [1:2]", "1/4 of dim 0 [0:1]"),
+    )
+    without_first = with_rank(trial, 1, parameters=trial.ranks[1].parameters[1:])
+    assert findings("shard_contents", without_first) == findings("shard_contents", trial)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value.astype(np.float32),
+        lambda value: value.astype(np.float32).astype(np.float64),
+        lambda value: value * (1 + 1e-15),
+        lambda value: value[::-1],
+        lambda value: value.reshape(-1),
+        lambda value: np.full_like(value, np.nan),
+    ],
+    ids=["float32", "rounded to float32", "scaled", "reversed", "flat", "NaN"],
+)
+def test_other_bytes_than_the_seeds_are_found_nowhere(change) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    trial = with_parameter(trial, 1, EMBEDDING, value=change(trial.ranks[1].parameters[0].value))
+    assert findings("shard_contents", trial) == (
+        Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "bytes that are nowhere in the seed weight"),
+    )
+
+
+def test_minus_zero_is_another_weight_than_zero() -> None:
+    assert locate(np.array([-0.0, 2.0]), np.array([0.0, 2.0, 3.0])) is None
+    assert locate(np.array([0.0, 2.0]), np.array([3.0, 0.0, 2.0])) == ((1, 3),)
+
+
+def test_an_empty_slice_where_there_should_be_rows_is_named() -> None:
+    trial = with_parameter(trial_of(tiny_case("fsdp_2")), 1, EMBEDDING, value=np.zeros((0, 4)))
+    assert findings("shard_contents", trial) == (
+        Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "nothing of dim 0 [0:0]"),
+    )
+
+
+def test_ranks_that_rightly_hold_nothing_pass() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=8), model=UNEVEN))  # 8 ranks, at most 7 rows
+    assert trial.ranks[7].parameters[0].value.shape == (0, 4)
+    for check in ("shard_contents", "initial_weights", "gradients", "update", "memory", "traffic"):
+        assert judged(check, trial).verdict == Verdict.PASS, check
+
+
+# ---- FSDP units
+
+
+def gathering(trial: Trial, rank: int, *units: tuple[str, ...]) -> Trial:
+    claim = next(iter(trial.ranks[rank].structure.values()))
+    return with_rank(trial, rank, structure={unit[0]: claim | {"parameters": list(unit)} for unit in units})
+
+
+def test_units_that_are_finer_than_asked_for_are_found_and_named() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    first, block, last = trial.plan.units[1]
+    finer = gathering(trial, 1, first, block[:1], block[1:], last)
+    told = Finding(
+        "rank 1, FSDP unit of layers.0.attention.wq.weight",
+        "its 9 parameters gathered together, and no others",
+        "in 2 units",
+    )
+    assert findings("placements", finer) == (told,)
+    cause = "fsdp2 units are finer than requested: parameters are gathered in 4 pieces, requested 3 on rank 1"
+    assert cause_of(diagnose(finer, judge(finer))) == cause
+
+
+def test_units_of_other_parameters_are_found_wherever_they_are_claimed() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    first, block, last = trial.plan.units[0]
+    coarser = gathering(trial, 0, first + block, last)
+    assert [finding.observed for finding in findings("placements", coarser)] == [
+        "in 1 units, together with 9 others",
+        "in 1 units, together with 1 others",
+    ]
+    assert "units are others than requested" in cause_of(diagnose(coarser, judge(coarser)))
+    assert judged("placements", gathering(trial, 0, last, first, tuple(reversed(block)))).verdict == Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "phase", "wrong"),
+    [
+        ("barrier", 0, "forward", True),
+        ("all_reduce", 0, "backward", True),
+        ("barrier", 0, "optimizer", True),
+        ("barrier", 0, "other", False),
+    ],
+)
+def test_ranks_do_not_wait_for_each_other_inside_of_a_pass(op: str, size: int, phase: str, wrong: bool) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in trial.ranks:
+        calls = trial.ranks[rank].collectives
+        waiting = Collective(op, (0, 1), "(0, 1)", "uint8", size, phase, 2, len(calls))
+        trial = with_rank(trial, rank, collectives=(*calls, waiting))
+    result = judged("traffic", trial)
+    expected = Finding(f"rank 0, step 2, {phase}", "no rank waits for others", f"1 x {op} of no bytes")
+    assert (result.findings[:1] == (expected,)) is wrong
+    told = diagnose(trial, [result])
+    named = f"ranks wait for each other in {phase}: 1 x {op} of no bytes over [0,1] (rank 0, step 2)"
+    assert (told.cause if told else None) == (named if wrong else None)
+
+
+def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    mute = {
+        fqn: {k: v for k, v in claim.items() if k != "parameters"} for fqn, claim in trial.ranks[1].structure.items()
+    }
+    result = judged("placements", with_rank(trial, 1, structure=mute))
+    told = "no wrapper of rank 1 tells which parameters it gathers"
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)

@@ -1,0 +1,161 @@
+"""The laws of communication: traffic and collective_order. Literal evidence, no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from checked import findings
+from literal import (
+    ADAMW,
+    judged,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_rank,
+)
+
+from harness.evidence.records import Collective
+from harness.judge.result import Finding, Verdict
+
+# ---- traffic
+
+
+def test_an_even_step_that_moves_as_much_as_an_odd_one_is_named() -> None:
+    asked, ran = (tiny_case("tp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
+    assert findings("traffic", trial_of(asked, ran))[0] == Finding(
+        "rank 0, step 2, backward all_gather over tp [0,1]", "1.536 kB (1536)", "3.072 kB (3072)"
+    )
+
+
+def dropping(op: str, phase: str, step: int | None = None):
+    def change(call: Collective):
+        gone = (call.op, call.phase) == (op, phase) and step in (None, call.step)
+        return [] if gone else [call]
+
+    return change
+
+
+def test_a_gradient_all_reduce_missing_on_every_rank_is_named_with_its_axis() -> None:
+    drop = dropping("all_reduce", "backward", step=3)
+    trial = with_every_rank(trial_of(tiny_case("hsdp_2x2")), lambda t, rank: with_collectives(t, rank, drop))
+    assert findings("traffic", trial) == tuple(
+        Finding(f"rank {rank}, step 3, backward all_reduce over dp_replicate {group}", "944 B (944)", "nothing")
+        for rank, group in ((0, "[0,2]"), (1, "[1,3]"), (2, "[0,2]"), (3, "[1,3]"))
+    )
+    assert judged("collective_order", trial).verdict == Verdict.PASS  # everybody skips it: only traffic knows
+
+
+def test_a_gradient_all_reduce_over_the_wrong_ranks_is_named() -> None:
+    def over_all(call: Collective):
+        return [replace(call, ranks=(0, 1, 2, 3)) if call.ranks == (0, 2) else call]
+
+    assert findings("traffic", with_collectives(trial_of(tiny_case("hsdp_2x2")), 0, over_all))[:2] == (
+        Finding("rank 0, step 1, backward all_reduce over [0-3] (no axis of the plan)", "nothing", "944 B (944)"),
+        Finding("rank 0, step 1, backward all_reduce over dp_replicate [0,2]", "944 B (944)", "nothing"),
+    )
+
+
+def test_gradients_reduced_in_half_the_bytes_are_named() -> None:
+    def narrow(call: Collective):
+        return [replace(call, dtype="float32", bytes=call.bytes // 2) if call.op == "reduce_scatter" else call]
+
+    assert findings("traffic", with_collectives(trial_of(tiny_case("fsdp_2")), 1, narrow))[0] == Finding(
+        "rank 1, step 1, backward reduce_scatter over dp_shard [0,1]",
+        "1.888 kB (1888)",
+        "944 B (944): 236 elements of float32; as many of float64 are what was expected",
+    )
+
+
+def test_parameters_gathered_again_though_never_to_be_resharded_are_named() -> None:
+    asked, ran = tiny_case("fsdp_2", reshard_after_forward="never"), tiny_case("fsdp_2")
+    assert findings("traffic", trial_of(asked, ran))[0] == Finding(
+        "rank 0, step 1, backward all_gather over dp_shard [0,1]", "nothing", "1.6 kB (1600)"
+    )
+
+
+def test_gradients_reduced_once_per_microbatch_are_named() -> None:
+    def twice(call: Collective):
+        return [call, call] if call.op == "all_reduce" and call.phase == "backward" else [call]
+
+    assert findings("traffic", with_collectives(trial_of(tiny_case("ddp_2", accumulation=2)), 1, twice))[0] == Finding(
+        "rank 1, step 1, backward all_reduce over dp_replicate [0,1]", "1.888 kB (1888)", "3.776 kB (3776)"
+    )
+
+
+def test_tensor_parallel_without_the_sequence_parallel_asked_for_is_named() -> None:
+    asked, ran = tiny_case("tp_2"), tiny_case("tp_2", sequence_parallel=False)
+    broken = [f for f in findings("traffic", trial_of(asked, ran)) if f.where.startswith("rank 0, step 1")]
+    # 8 samples x 4 positions x 4 wide x 8 bytes = 1024 a crossing, 3 crossings; norms 3 x 4 x 8 = 96
+    assert broken == [
+        Finding("rank 0, step 1, backward all_gather over tp [0,1]", "3.072 kB (3072)", "nothing"),
+        Finding("rank 0, step 1, backward all_reduce over tp [0,1]", "96 B (96)", "3.072 kB (3072)"),
+        Finding("rank 0, step 1, backward reduce_scatter over tp [0,1]", "3.072 kB (3072)", "nothing"),
+        Finding("rank 0, step 1, forward all_gather over tp [0,1]", "3.072 kB (3072)", "nothing"),
+        Finding("rank 0, step 1, forward all_reduce over tp [0,1]", "nothing", "3.072 kB (3072)"),
+        Finding("rank 0, step 1, forward reduce_scatter over tp [0,1]", "3.072 kB (3072)", "nothing"),
+    ]
+
+
+def test_norm_gradients_may_be_reduced_outside_of_backward() -> None:
+    drop = dropping("all_reduce", "backward")
+    trial = with_every_rank(trial_of(tiny_case("tp_2")), lambda t, rank: with_collectives(t, rank, drop))
+    assert judged("traffic", trial).verdict == Verdict.PASS
+
+
+# ---- collective_order
+
+
+def test_a_collective_that_one_rank_skips_is_named_at_its_place() -> None:
+    seen = []
+
+    def skip_the_third(call: Collective):
+        seen.append(call)
+        return [] if len(seen) == 3 else [call]
+
+    assert findings("collective_order", with_collectives(trial_of(tiny_case("ddp_2")), 1, skip_the_third)) == (
+        Finding(
+            "group [0,1], collective 2",
+            "every rank: all_reduce of 8 B float64 (step 1, other)",
+            "rank 1: all_reduce of 8 B float64 (step 2, backward)",
+        ),
+    )
+
+
+def test_the_odd_rank_among_several_is_named_not_the_majority() -> None:
+    def widen(call: Collective):
+        return [replace(call, dtype="float32") if call.phase == "other" and call.step == 3 else call]
+
+    assert findings("collective_order", with_collectives(trial_of(tiny_case("hsdp_2x2")), 3, widen)) == (
+        Finding(
+            "group [0-3], collective 2",
+            "every rank: all_reduce of 8 B float64 (step 3, other)",
+            "rank 3: all_reduce of 8 B float32 (step 3, other)",
+        ),
+    )
+
+
+def test_the_last_collective_that_a_rank_never_issues_is_named() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    trial = with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1])
+    assert findings("collective_order", trial) == (
+        Finding(
+            "group [0,1], collective 8", "every rank: all_reduce of 8 B float64 (step 3, other)", "rank 1: nothing"
+        ),
+    )
+
+
+def test_a_send_that_nobody_receives_is_named() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    send = Collective("send", (0, 1), "p2p", "float64", 64, "forward", 1, 9, peer=1)
+    sent = with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, send))
+    assert findings("collective_order", sent) == (Finding("rank 0 to rank 1", "64 B received", "0 B"),)
+    received = replace(send, op="recv", peer=0)
+    both = with_rank(sent, 1, collectives=(*sent.ranks[1].collectives, received))
+    assert judged("collective_order", both).verdict == Verdict.PASS
+
+
+def test_several_ranks_without_a_single_collective_are_unknown() -> None:
+    trial = with_every_rank(trial_of(tiny_case("ddp_2")), lambda t, rank: with_rank(t, rank, collectives=()))
+    result = judged("collective_order", trial)
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "nothing was examined")

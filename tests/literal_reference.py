@@ -1,0 +1,102 @@
+"""The reference that literal trials are compared with: random weights and gradients, the optimizer in closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from harness.spec.case import Case
+from reference.config import TrainingConfig
+from reference.record import ReferenceRun, ReferenceStep
+
+
+def reference_of(case: Case) -> ReferenceRun:
+    """Random weights and gradients (none near zero), random losses of samples; everything else follows from them."""
+    draw = np.random.default_rng(0)
+    shapes, training = case.model.parameter_shapes(), case.training
+    weights = {fqn: draw.standard_normal(shape) for fqn, shape in shapes.items()}
+    gradients = [{fqn: _away_from_zero(draw, shape) for fqn, shape in shapes.items()} for _ in range(training.steps)]
+    batch = training.global_batch
+    samples = tuple(tuple(range(step * batch, (step + 1) * batch)) for step in range(training.steps))
+    ids = tuple(id_ for step in samples for id_ in step)
+    tokens = np.array([[(id_ + 1) // 5**place % 5 for place in range(training.seq_len)] for id_ in ids], np.int64)
+    if training.seq_len > 4:
+        tokens = np.random.default_rng(3).integers(0, 7, tokens.shape)
+    labels = np.where(draw.random(tokens.shape) < 0.3, -100, tokens + 1)
+    steps = tuple(_reference_step(case, number, weights, gradients, labels) for number in range(1, training.steps + 1))
+    counted = (labels[:batch] != -100).any(axis=1)
+    parts = {fqn: _sample_gradients(draw, full, counted) for fqn, full in gradients[0].items()}
+    positions = {fqn: np.arange(full.size) for fqn, full in gradients[0].items()}
+    return ReferenceRun(weights, steps, samples, ids, tokens, labels, parts, positions, {"torch": "none"})
+
+
+def _sample_gradients(draw: np.random.Generator, full: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """[samples, all positions]: any numbers that sum to the whole gradient, none of samples without valid tokens."""
+    parts = draw.standard_normal((len(counted), full.size)) * counted[:, None]
+    parts[counted] += (full.ravel() - parts.sum(axis=0)) / counted.sum()
+    return parts
+
+
+def _away_from_zero(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.uniform(0.05, 0.15, shape) * draw.choice([-1.0, 1.0], shape)
+
+
+def sample_loss(id_: int) -> float:
+    """Sum of the losses of a sample's valid tokens: any number, but another one for each."""
+    return 5.0 + math.sin(id_)
+
+
+def _reference_step(case: Case, number: int, weights: Any, gradients: list[Any], labels: np.ndarray) -> ReferenceStep:
+    batch = case.training.global_batch
+    ids = range((number - 1) * batch, number * batch)
+    valid = int((labels[list(ids), : case.seq_len(number)] != -100).sum())
+    norms = [math.sqrt(math.fsum(x * x for g in step.values() for x in g.ravel().tolist())) for step in gradients]
+    parameters, state = {}, {}
+    for fqn, start in weights.items():
+        seen = [clip(norm, case.training) * step[fqn] for norm, step in zip(norms, gradients, strict=True)]
+        parameters[fqn], state[fqn] = optimize(start, seen[:number], recipe_of(fqn, case.training))
+    loss = math.fsum(map(sample_loss, ids)) / valid
+    return ReferenceStep(
+        number, loss, norms[number - 1], rate(number, case.training), valid, gradients[number - 1], parameters, state
+    )
+
+
+def recipe_of(fqn: str, training: TrainingConfig) -> TrainingConfig:
+    """decay "matrices" leaves norm weights alone."""
+    spared = training.decay == "matrices" and fqn.endswith("norm.weight")
+    return replace(training, weight_decay=0.0) if spared else training
+
+
+def rate(step: int, training: TrainingConfig) -> float:
+    return training.lr * (0.5, 1.0, 0.75)[step - 1]
+
+
+def clip(norm: float, training: TrainingConfig) -> float:
+    if training.max_norm is None or norm + 1e-6 <= training.max_norm:
+        return 1.0
+    return training.max_norm / (norm + 1e-6)
+
+
+def optimize(
+    start: np.ndarray, gradients: list[np.ndarray], training: TrainingConfig
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The parameter after all these clipped gradients; averages as the sums they are: (1 - b) sum b^(t-i) g_i."""
+    value, state = start, {}
+    for step in range(1, len(gradients) + 1):
+        lr, past = rate(step, training), gradients[:step]
+        if training.optimizer == "sgd":
+            value = value - lr * past[-1] - lr * training.weight_decay * value
+            continue
+        first, second = _average(past, training.beta1), _average([g**2 for g in past], training.beta2)
+        unbiased = first / (1 - training.beta1**step), second / (1 - training.beta2**step)
+        decayed = value - lr * training.weight_decay * value
+        value = decayed - lr * unbiased[0] / (np.sqrt(unbiased[1]) + training.eps)
+        state = {"exp_avg": first, "exp_avg_sq": second}
+    return value, state
+
+
+def _average(values: list[np.ndarray], beta: float) -> np.ndarray:
+    return (1 - beta) * sum(beta ** (len(values) - 1 - i) * value for i, value in enumerate(values))

@@ -1,0 +1,196 @@
+"""The bytes that the plan gives each axis and purpose, by literals worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from literal import ADAMW, TINY, UNEVEN, tiny_case
+
+from harness.plan.make_plan import make_plan
+from harness.plan.traffic.flow import Flow
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.traits import TrainerTraits
+
+# ---- traffic
+
+
+#
+# The tiny model in elements, 8 bytes each:
+#   tok_embeddings 8x4 = 32        layer: wq wk wv wo 4x4 = 64, w1 w3 8x4 and w2 4x8 = 96, two norms of 4 = 8: 168
+#   last unit: norm 4 + output 8x4 = 36        all: 32 + 168 + 36 = 236, 1888 bytes
+#   all but the last unit: 200, 1600 bytes
+def flows(layout, rank: int = 0, **changes) -> list[tuple]:
+    plan = make_plan(tiny_case(layout, **changes))
+    return [(f.axis, f.op, f.phase, f.bytes) for f in plan.flows[rank]]
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert flows("single") == []
+
+
+def test_ddp_all_reduces_all_gradients_once() -> None:
+    assert flows("ddp_2") == [("dp_replicate", "all_reduce", "backward", 1888)]
+    assert flows("ddp_2", accumulation=4) == [("dp_replicate", "all_reduce", "backward", 1888)]
+
+
+@pytest.mark.parametrize(("policy", "again"), [("default", [1600]), ("always", [1888]), ("never", [])])
+def test_fsdp_gathers_again_in_backward_what_it_resharded(policy: str, again: list[int]) -> None:
+    assert flows("fsdp_2", reshard_after_forward=policy) == [
+        ("dp_shard", "all_gather", "forward", 1888),
+        *(("dp_shard", "all_gather", "backward", count) for count in again),
+        ("dp_shard", "reduce_scatter", "backward", 1888),
+    ]
+
+
+def test_accumulation_gathers_for_every_microbatch_and_reduces_once() -> None:
+    assert flows("fsdp_2", accumulation=4) == [
+        ("dp_shard", "all_gather", "forward", 4 * 1888),
+        ("dp_shard", "all_gather", "backward", 4 * 1600),
+        ("dp_shard", "reduce_scatter", "backward", 1888),
+    ]
+
+
+def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_backward() -> None:
+    case, chunks = tiny_case(ParallelDims(dp_shard=2)), TrainerTraits(loss_chunks=8)
+    plain, plan = make_plan(case), make_plan(case, chunks)
+    last = 8 * (4 + 8 * 4)  # norm and output
+    gathered = [[f.bytes for f in plan.flows_of(0, step) if f.op == "all_gather"] for step in (1, 2)]
+    forward, backward = (f.bytes for f in plain.flows_of(0, 1) if f.op == "all_gather")
+    assert gathered == [[forward, backward + last], [forward, backward + last, last]]
+    assert {plan.after_forward[0][fqn].ways for fqn in ("norm.weight", "output.weight")} == {2}
+    assert plan.spare_bytes == plain.spare_bytes
+    kept = make_plan(case, replace(chunks, keeps_loss_unit=True))
+    assert kept.spare_bytes[0] == plain.spare_bytes[0] + last
+
+
+def test_hsdp_all_reduces_only_its_shard_of_the_gradients() -> None:
+    assert flows("hsdp_2x2", rank=3) == [
+        ("dp_shard", "all_gather", "forward", 1888),
+        ("dp_shard", "all_gather", "backward", 1600),
+        ("dp_shard", "reduce_scatter", "backward", 1888),
+        ("dp_replicate", "all_reduce", "backward", 944),
+    ]
+
+
+def test_uneven_chunks_are_moved_padded() -> None:
+    # 7 rows of the vocabulary count as 8, 5 of the feed-forward as 6; w2 is 4x5:
+    # 8x4 + (64 + 6x4 + 6x4 + 4x5 + 8) + (4 + 8x4) = 32 + 140 + 36 = 208 elements
+    assert flows("fsdp_2", model=UNEVEN)[0] == ("dp_shard", "all_gather", "forward", 208 * 8)
+
+
+def test_narrow_parameters_and_wide_reduction_count_their_own_bytes() -> None:
+    training = replace(ADAMW, dtype="float32", compute_dtype="bfloat16")
+    assert flows("fsdp_2", training=training, reduce_dtype="float32") == [
+        ("dp_shard", "all_gather", "forward", 236 * 2),
+        ("dp_shard", "all_gather", "backward", 200 * 2),
+        ("dp_shard", "reduce_scatter", "backward", 236 * 4),
+    ]
+
+
+def test_sequence_parallel_gathers_and_scatters_every_crossing_of_the_residual_stream() -> None:
+    # activation: 8 samples x 4 positions x 4 wide x 8 bytes = 1024; crossings: attention, feed-forward, output = 3
+    plan = make_plan(tiny_case("tp_2"))
+    assert plan.flows[1] == (
+        Flow("tp", "activations", "all_gather", "forward", 3072),
+        Flow("tp", "activations", "reduce_scatter", "forward", 3072),
+        Flow("tp", "activations", "all_gather", "backward", 3072),
+        Flow("tp", "activations", "reduce_scatter", "backward", 3072),
+        Flow("tp", "norm gradients", "all_reduce", "backward", 3 * 4 * 8, optional=True),
+    )
+
+
+def test_tensor_parallel_without_sequence_parallel_all_reduces_every_crossing() -> None:
+    assert flows("tp_2", sequence_parallel=False) == [
+        ("tp", "all_reduce", "forward", 3072),
+        ("tp", "all_reduce", "backward", 3072),
+    ]
+
+
+def test_logits_that_are_not_kept_in_parts_are_gathered() -> None:
+    # 8 samples x 4 positions x 8 tokens x 8 bytes; 7 tokens are gathered as 2 x 4
+    assert flows("tp_2", loss_parallel=False)[-1] == ("tp", "all_gather", "forward", 2048)
+    assert flows("tp_2", loss_parallel=False, model=replace(TINY, vocab_size=7))[-1][-1] == 2048
+
+
+def test_fsdp_over_tensor_parallel_moves_this_tp_ranks_part() -> None:
+    # half of all but the norms: (236 - 12) / 2 + 12 = 124 elements; without the last unit (4 + 16): 104
+    # 4 samples x 4 x 4 x 8 = 512 a crossing
+    assert flows("fsdp_2_tp_2", rank=1) == [
+        ("dp_shard", "all_gather", "forward", 124 * 8),
+        ("dp_shard", "all_gather", "backward", 104 * 8),
+        ("dp_shard", "reduce_scatter", "backward", 124 * 8),
+        ("tp", "all_gather", "forward", 3 * 512),
+        ("tp", "reduce_scatter", "forward", 3 * 512),
+        ("tp", "all_gather", "backward", 3 * 512),
+        ("tp", "reduce_scatter", "backward", 3 * 512),
+        ("tp", "all_reduce", "backward", 96),
+    ]
+
+
+def test_tensor_parallel_activations_do_not_depend_on_accumulation() -> None:
+    assert flows("tp_2", accumulation=4)[0] == ("tp", "all_gather", "forward", 3072)
+
+
+def test_norm_gradients_that_wait_for_their_reduction_are_summed_over_tp_in_its_dtype() -> None:
+    # 12 elements; at once: in bfloat16, of each microbatch; kept until the last microbatch: in float32, once
+    narrow = replace(ADAMW, dtype="float32", compute_dtype="bfloat16")
+
+    def norms(**features) -> int:
+        return flows("fsdp_2_tp_2", training=narrow, reduce_dtype="float32", **features)[-1][-1]
+
+    assert norms() == 12 * 2
+    assert norms(accumulation=2) == 12 * 4
+    assert norms(accumulation=2, defer_sync=False) == 2 * 12 * 2
+
+
+def test_even_steps_of_half_length_move_half_the_activations_and_all_parameters() -> None:
+    plan = make_plan(tiny_case("fsdp_2_tp_2", replace(ADAMW, variable_length=True)))
+    assert plan.flows == make_plan(tiny_case("fsdp_2_tp_2")).flows
+    assert plan.flows_of(0, 1) == plan.flows_of(0, 3) == plan.flows[0]
+    ratios = {
+        flow.role: short.bytes / flow.bytes for flow, short in zip(plan.flows[0], plan.flows_of(0, 2), strict=True)
+    }
+    assert ratios == {"parameters": 1.0, "gradients": 1.0, "activations": 0.5, "norm gradients": 1.0}
+
+
+# ---- memory and what is not planned
+
+
+def test_keys_and_values_that_are_not_repeated_for_query_heads_move_fewer_bytes() -> None:
+    case = tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=8), activation_checkpointing="full")
+    model = replace(case.model, dim=8, n_heads=4, n_kv_heads=2)
+
+    def moved(heads: str) -> dict[tuple[str, str], int]:
+        plan = make_plan(replace(case, model=model), TrainerTraits(cp_heads=heads))
+        return {(f.role, f.phase): f.bytes for f in plan.flows[0] if "keys" in f.role}
+
+    assert moved("key_value") == {key: count // 2 for key, count in moved("query").items()}
+    assert len(moved("query")) == 4  # forward, backward, recomputed, and the gradients
+
+
+def test_keys_and_values_go_round_over_cp_forward_and_back_with_their_gradients() -> None:
+    """tiny: 1 layer, dim 4, 8 samples of 8 tokens: keys and values are 2 x 8 x 8 x 4 float64 numbers = 4096 bytes."""
+    case = tiny_case(ParallelDims(cp=4), replace(ADAMW, seq_len=8))
+    gathered = cp_flows(case)
+    passed_on = cp_flows(replace(case, features=replace(case.features, cp_rotation="alltoall")))
+    assert gathered == [
+        Flow("cp", "keys and values", "all_gather", "forward", 4096),
+        Flow("cp", "keys and values", "all_gather", "backward", 4096),
+        Flow("cp", "gradients of keys and values", "all_to_all", "backward", 4096),
+    ]
+    assert passed_on == [
+        Flow("cp", "keys and values", "all_to_all", "forward", 3072),
+        Flow("cp", "keys and values", "all_to_all", "backward", 3072),
+        Flow("cp", "gradients of keys and values", "all_to_all", "backward", 4096),
+    ]
+
+
+def test_of_bfloat16_keys_the_gradients_go_round_in_float32_and_tp_leaves_a_rank_its_heads() -> None:
+    case = tiny_case(ParallelDims(cp=4, tp=2), replace(ADAMW, seq_len=8, compute_dtype="bfloat16"))
+    assert [flow.bytes for flow in cp_flows(case)] == [512, 512, 1024]
+
+
+def cp_flows(case: Case) -> list[Flow]:
+    return [flow for flow in make_plan(case).flows[0] if "keys" in flow.role]
