@@ -111,23 +111,23 @@ def _within(
     return parts[:, inside], observed
 
 
-def heard_of(trial: Trial) -> dict[int, list[int]] | None:
+def contributors(trial: Trial) -> dict[int, list[int]] | None:
     """By rank, the ranks whose samples its gradient holds. None if some rank's gradient is no mix of samples.
 
     Ranks at tp 0 stand for all.
     """
-    received, heard = shares_of_samples(trial, 1), {}
+    received, contributing = shares_of_samples(trial, 1), {}
     for rank in received:
         weights = sample_weights(trial, [rank])
         if weights is None or not weights.explained:
             return None
         counted = {id_ for id_, weight in weights.by_sample.items() if abs(weight) > weights.close}
-        heard[rank] = [other for other, ids in received.items() if counted & set(ids)]
-    return heard
+        contributing[rank] = [other for other, ids in received.items() if counted & set(ids)]
+    return contributing
 
 
-def speakers(trial: Trial) -> list[int]:
-    """The ranks that heard_of can hear: those that received a valid token."""
+def ranks_with_labels(trial: Trial) -> list[int]:
+    """The ranks that can contribute to a gradient: those that received a valid token."""
     valid = {id_ for id_, count in valid_tokens(trial).items() if count}
     return [rank for rank, ids in shares_of_samples(trial, 1).items() if valid & set(ids)]
 

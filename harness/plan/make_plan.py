@@ -22,7 +22,7 @@ from harness.plan.memory import (
 )
 from harness.plan.observed_units import Observed
 from harness.plan.plan import Plan
-from harness.plan.slices import flat_slices, flat_units, slices_of_rank
+from harness.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices_of_rank
 from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.plan.traffic.ranks import flows_of_ranks, integer_bytes, outside_bytes, used_bytes
 from harness.plan.units import held_units, units_of_rank
@@ -40,10 +40,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
     stages = {rank: stages_of_rank(case, rank) for rank in range(dims.world_size)}
     placed = {stage: parameters_of_stage(case, stage) for stage in range(case.n_stages)}
     held = {rank: {fqn: shapes[fqn] for stage in mine for fqn in placed[stage]} for rank, mine in stages.items()}
-    if flat:
-        slices = {rank: flat_slices(flat, held[rank], *shard_place(dims, rank)) for rank in held}
-    else:
-        slices = {rank: slices_of_rank(dims, rank, held[rank]) for rank in held}
+    slices = {rank: _slices(case, rank, held[rank], flat) for rank in held}
     units = {rank: units_of_rank(case, traits, rank, observed) for rank in held}
     flows = flows_of_ranks(case, traits, case.seq_len(1), units, torch)
     return Plan(
@@ -76,3 +73,8 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
             rank: padding_after_forward(case, rank, slices[rank], flat, units[rank]) for rank in slices
         },
     )
+
+
+def _slices(case: Case, rank: int, shapes: dict[str, tuple[int, ...]], flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
+    """What the rank holds of the parameters of its stages, by fqn."""
+    return flat_slices(flat, shapes, *shard_place(case.dims, rank)) if flat else slices_of_rank(case.dims, rank, shapes)

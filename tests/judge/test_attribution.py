@@ -116,10 +116,10 @@ def test_a_label_of_zero_counts_and_a_masked_one_does_not() -> None:
         attribution.valid_tokens(with_reference(SINGLE, labels=labels[1:]))
 
 
-def test_a_rank_without_a_valid_token_is_not_heard_of() -> None:
+def test_a_rank_without_a_valid_token_does_not_contribute() -> None:
     labels = DDP_2.reference.labels.copy()
     labels[4:8] = -100
-    assert attribution.speakers(with_reference(DDP_2, labels=labels)) == [0]
+    assert attribution.ranks_with_labels(with_reference(DDP_2, labels=labels)) == [0]
 
 
 def averaged_by_rank(trial: Trial, factor: float = 1.0) -> dict[int, float]:

@@ -1,0 +1,119 @@
+"""The house itself: imports go one way through the rooms, files and functions are short, every module says what is in it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = (
+    *("evidence", "spec", "plan", "probe", "launch", "trainers", "faults"),
+    *("judge", "checks", "diagnosis", "report", "run", "bisect", "cli"),
+)
+OF_ITS_OWN = {"evidence": {"evidence"}, "spec": {"evidence", "spec"}, "probe": {"evidence", "probe"}}
+LONGEST_FILE, LONGEST_FUNCTION = 400, 40
+STILL_LONG = {  # of before these rules; nothing is ever added
+    *("harness.cli", "harness.cli.parser", "harness.trainers.torchtitan.job.options"),
+    *("harness.trainers.torchtitan.later.options", "harness.trainers.torchtitan.sizes.of_layers"),
+    "harness.trainers.torchtitan.source.obstacles",
+}
+STILL_BACKWARD = {"harness.report.pictures imports harness.run.judging"}  # the same
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.glob("harness/**/*.py"))
+}
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imported(module: str, tree: ast.AST) -> Iterator[str]:
+    """The modules of the harness that it imports, wherever in the file; `from package import module` is that module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{module}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in FILES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def at_the_top(tree: ast.Module) -> ast.Module:
+    """Without functions, and without what only a type checker reads."""
+    kept = [
+        node
+        for node in tree.body
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_before_it(room: str) -> None:
+    allowed = OF_ITS_OWN.get(room, set(ROOMS[: ROOMS.index(room) + 1]))
+    wrong = [
+        f"{module} imports {other}"
+        for module, tree in TREES.items()
+        if room_of(module) == room
+        for other in imported(module, tree)
+        if other.startswith("harness.") and room_of(other) not in allowed
+    ]
+    assert not {*wrong} - STILL_BACKWARD
+
+
+def test_every_folder_of_the_harness_is_a_room() -> None:
+    assert {room_of(module) for module, path in FILES.items() if path.parent != ROOT / "harness"} <= {*ROOMS}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {module: {*imported(module, at_the_top(tree))} & {*FILES} - {module} for module, tree in TREES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of modules: {' -> '.join(error.args[1])}")
+
+
+def test_no_file_is_long() -> None:
+    lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in FILES.items()}
+    assert {module: n for module, n in lines.items() if n > LONGEST_FILE and module not in STILL_LONG} == {}
+
+
+def test_no_function_is_long() -> None:
+    functions = [
+        (f"{module}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert [(name, n) for name, n in functions if n > LONGEST_FUNCTION and name not in STILL_LONG] == []
+
+
+def test_every_module_says_what_is_in_it() -> None:
+    said = {module: ast.get_docstring(tree) or "" for module, tree in TREES.items()}
+    assert [module for module, text in said.items() if not text or "TODO" in text] == []
+
+
+def test_no_two_files_of_tests_share_a_name() -> None:
+    names = [path.name for path in ROOT.glob("tests/**/*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_the_probe_needs_torch_numpy_and_the_standard_library_only() -> None:
+    known = {*sys.stdlib_module_names, "torch", "torchao", "numpy", "harness"}
+    wrong = [
+        f"{module} imports {other}"
+        for module, tree in TREES.items()
+        if room_of(module) == "probe"
+        for other in imported(module, tree)
+        if other.split(".")[0] not in known
+    ]
+    assert not wrong
