@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.checks import all_checks
+from harness.checks import STAGES, all_checks
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.report.text import MARKS, case_report
+from harness.report.text import MARKS, case_report, wrapped
 from harness.spec.case import Case
 
 
@@ -40,21 +40,45 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
 
 
 def grid(outcomes: Sequence[Outcome]) -> str:
+    """Which law each column is of, then a row a case; below a row the laws that do not hold, by name."""
     width = max(len(outcome.case.name) for outcome in outcomes)
-    checks = list(all_checks())
-    header = [" " * (width + 2) + "| " * column + check for column, check in enumerate(checks)]
-    legend = (
-        " ".join([" " * (width + 1), *("|" for _ in checks)])
-        + "  P pass  F fail  ? could not be judged  - not applicable"
-    )
-    return "\n".join([*header, legend, *(f"{outcome.case.name:<{width}}  {_row(outcome)}" for outcome in outcomes)])
+    groups = " ".join(f"{stage[: len(laws)]:<{len(laws)}}" for stage, laws in _stages().items())
+    rows = [line for outcome in outcomes for line in _rows(outcome, width)]
+    return "\n".join([*legend(), "", f"{'':<{width}}  {groups}".rstrip(), *rows])
 
 
-def _row(outcome: Outcome) -> str:
+def legend() -> list[str]:
+    """The laws in the order of their columns, and what a letter says."""
+    width = max(map(len, STAGES))
+    lines = ["a column a law, in this order:"]
+    for stage, laws in _stages().items():
+        first, *rest = wrapped(" ".join(laws), " " * (width + 4))
+        lines += [f"  {stage:<{width}}  {first.strip()}", *rest]
+    return [*lines, "P pass  F fail  ? could not be judged  - not applicable"]
+
+
+def _stages() -> dict[str, list[str]]:
+    """The names of the laws by stage; their order is that of all laws."""
+    checks = all_checks().items()
+    return {stage: [name for name, module in checks if stage == module.STAGE] for stage in STAGES}
+
+
+def _rows(outcome: Outcome, width: int) -> list[str]:
+    name = f"{outcome.case.name:<{width}}"
     if outcome.judgement is None:
-        return f"{outcome.verdict}: {outcome.skipped or outcome.problem}"
-    marks = " ".join(MARKS[result.verdict] for result in outcome.judgement.results)
-    return f"{marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
+        return [f"{name}  {outcome.verdict}: {outcome.skipped or outcome.problem}"]
+    verdicts = {result.check: result.verdict for result in outcome.judgement.results}
+    letters = {law: MARKS[verdict] for law, verdict in verdicts.items()}
+    marks = " ".join("".join(letters.get(law, " ") for law in laws) for laws in _stages().values())
+    return [f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s", *_not_held(verdicts)]
+
+
+def _not_held(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """The laws that are broken; where none is, those that could not be judged."""
+    for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
+        if laws := [law for law, found in verdicts.items() if found is verdict]:
+            return wrapped(f"{MARKS[verdict]} {' '.join(laws)}", "    ")
+    return []
 
 
 def replaced(judged: Sequence[Judgement]) -> list[str]:

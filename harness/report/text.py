@@ -16,15 +16,39 @@ from reference.config import TrainingConfig
 if TYPE_CHECKING:
     from harness.judge.judgement import Judgement
 
+WIDTH = 80  # columns of a terminal
+INDENT = " " * 20  # below a label and the text beside it
 MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}
 
 
 def headline(judgement: Judgement) -> str:
-    """The first line: verdict, case, cause."""
-    cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
-    cause = " ".join(text for text in (cause, _expectation(judgement)) if text)
+    """All in one line: verdict, case, cause."""
+    return "    ".join(text for text in (_title(judgement), _cause(judgement)) if text)
+
+
+def _head(judgement: Judgement) -> list[str]:
+    """The headline; where a terminal is too narrow for it the cause goes below."""
+    line = headline(judgement)
+    return [line] if len(line) <= WIDTH else [_title(judgement), *wrapped(_cause(judgement), "  ")]
+
+
+def _title(judgement: Judgement) -> str:
     fault = f"+{judgement.fault.rpartition(':')[2]}" if judgement.fault else ""
-    return f"{judgement.verdict} {judgement.case.name}{fault}" + (f"    {cause}" if cause else "")
+    return f"{judgement.verdict} {judgement.case.name}{fault}"
+
+
+def _cause(judgement: Judgement) -> str:
+    """Empty if nothing is wrong."""
+    cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
+    return " ".join(text for text in (cause, _expectation(judgement)) if text)
+
+
+def wrapped(text: str, indent: str, more: str = "") -> list[str]:
+    """Lines that fit a terminal, all but the first indented by `more` besides. What has no blank in it is never cut."""
+    fill = textwrap.TextWrapper(
+        WIDTH, initial_indent=indent, subsequent_indent=indent + more, break_long_words=False, break_on_hyphens=False
+    )
+    return fill.wrap(text)
 
 
 def _expectation(judgement: Judgement) -> str:
@@ -38,14 +62,14 @@ def _expectation(judgement: Judgement) -> str:
 
 
 def case_report(judgement: Judgement) -> str:
-    lines = [headline(judgement)]
+    lines = _head(judgement)
     if judgement.fired and judgement.verdict is Verdict.PASS:
         lines.append("  MISSED            the fault's code ran, and every law holds")
     if judgement.fired is False:
         lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
     if judgement.diagnosis:
         lines += _table(judgement.diagnosis.evidence)
-        lines += _table([("again", command(judgement)), ("evidence", str(judgement.folder))])
+        lines += _to_copy([("again", command(judgement)), ("evidence", str(judgement.folder))])
     lines += [*_replaced(judgement), "", *_law_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
@@ -109,16 +133,14 @@ def finding_text(finding: Finding, indent: str = "") -> str:
 
 
 def check_text(judgement: Judgement, result: Result) -> str:
-    """What a test runner shows of one law that did not pass."""
-    lines = [headline(judgement)]
-    if judgement.diagnosis:
-        lines += _table(judgement.diagnosis.evidence)
+    """What a test runner shows of one law that did not pass. It shows the first line, cut, in its summary: the cause."""
+    lines = [_cause(judgement), *_table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
     lines.append(
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )
     lines += [finding_text(finding, "  ") for finding in result.findings]
     lines += _replaced(judgement)
-    lines += _table([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
+    lines += _to_copy([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
     return "\n".join(lines)
 
 
@@ -128,10 +150,29 @@ def _cause_of_unknown(judgement: Judgement) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Rows of one label in a run show it once."""
-    labels = [label for label, _ in rows]
-    shown = ["" if label == before else label for before, label in zip([None, *labels], labels, strict=False)]
-    return [f"  {label:<16}  {text}" for label, (_, text) in zip(shown, rows, strict=True)]
+    """Rows of one label in a run show it once. What is observed goes below what is expected where both do not fit."""
+    lines: list[str] = []
+    before = None
+    for label, text in rows:
+        first, *rest = [line for part in _parts(text) for line in wrapped(part, INDENT, "  ")] or [INDENT]
+        lines += [_labelled("" if label == before else label, first[len(INDENT) :]), *rest]
+        before = label
+    return lines
+
+
+def _parts(text: str) -> list[str]:
+    """Its lines; of one that does not fit, what three blanks keep apart."""
+    room = WIDTH - len(INDENT)
+    return [part for line in text.splitlines() for part in ([line] if len(line) <= room else line.split("   "))]
+
+
+def _to_copy(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Commands and paths, each whole on its line."""
+    return [_labelled(label, text) for label, text in rows]
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"  {label:<16}  {text}"
 
 
 def _law_lines(results: Sequence[Result]) -> list[str]:

@@ -20,7 +20,7 @@ import pytest
 
 from harness import ROOT
 from harness.checks import all_checks
-from harness.cli import main
+from harness.cli import COMMANDS, main
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
 from harness.report.grid import Outcome, grid, not_applicable, summary
@@ -236,6 +236,13 @@ def test_help_names_the_usual_number_of_jobs_in_words(capsys: Any) -> None:
     assert "default 2 on cpu, 1 on cuda" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("command", ["", *(command.__name__.rpartition(".")[2] for command in COMMANDS)])
+def test_help_fits_a_terminal_of_80_columns(command: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
@@ -380,9 +387,26 @@ def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None
         Outcome(Case("ddp_2", "x"), 0.0, problem="disk full"),
     ]
     lines = grid(outcomes).splitlines()
-    assert lines[:2] == ["       completed", "       | collective_order"]
-    assert lines[-2:] == ["tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
+    assert lines[:3] == [
+        "a column a law, in this order:",
+        "  process    completed",
+        "  structure  collective_order features memory placements process_groups reshard",
+    ]
+    assert lines[-3:] == ["       p structure  data  numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
+    assert len(lines) <= 13 and max(map(len, lines)) <= 80
     assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
+
+
+def test_a_row_of_the_grid_has_a_letter_for_each_law_and_below_it_the_laws_that_are_broken() -> None:
+    found = dict.fromkeys(all_checks(), Verdict.PASS)
+    found |= {"memory": Verdict.FAIL, "loss": Verdict.FAIL, "schedule": Verdict.NOT_APPLICABLE}
+    found |= {"golden": Verdict.UNKNOWN}
+    results = tuple(Result(law, verdict, 1) for law, verdict in found.items())
+    judged = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 1.0)
+    assert grid([Outcome(judged.case, 9.0, judged)]).splitlines()[-2:] == [
+        "ddp_2  P PPFPPP-PPP PPPPP P?PPFPPPP  FAIL      9.0 s",
+        "    F memory loss",
+    ]
 
 
 def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_and_why() -> None:

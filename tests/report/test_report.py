@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 
 from harness.checks import judge
-from harness.diagnosis import diagnose
+from harness.diagnosis import Diagnosis, diagnose
 from harness.evidence.records import Exit
 from harness.judge.judgement import Judgement
 from harness.judge.result import Finding, Result, Verdict
@@ -83,16 +83,27 @@ def test_a_case_that_fails() -> None:
     assert_expected_inline(
         case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)),
         """\
-FAIL tiny+hsdp_runs_as_fsdp    HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
+FAIL tiny+hsdp_runs_as_fsdp
+  HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated
+  2 times
   shard groups      expected [0,1] [2,3]   observed [0-3]
-  replicate groups  expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
-  contents          12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-  traffic           parameters: all_gather over dp_shard in forward: expected 1.888 kB per step, observed 0 B
-                    parameters: all_gather over dp_shard in backward: expected 1.6 kB per step, observed 0 B
-                    gradients: reduce_scatter over dp_shard in backward: expected 1.888 kB per step, observed 0 B
-                    gradients: all_reduce over dp_replicate in backward: expected 944 B per step, observed 0 B
-  loss, gradients   equal to the reference exactly: a loss-curve test passes here
-  groups            every group of the plan exists: a listing of process groups passes here
+  replicate groups  expected [0,2] [1,3]
+                    observed none in use (the groups exist, no collective ran
+                      over them)
+  contents          12 of 12 parameters; tok_embeddings.weight on rank 0:
+                      expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+  traffic           parameters: all_gather over dp_shard in forward: expected
+                      1.888 kB per step, observed 0 B
+                    parameters: all_gather over dp_shard in backward: expected
+                      1.6 kB per step, observed 0 B
+                    gradients: reduce_scatter over dp_shard in backward:
+                      expected 1.888 kB per step, observed 0 B
+                    gradients: all_reduce over dp_replicate in backward:
+                      expected 944 B per step, observed 0 B
+  loss, gradients   equal to the reference exactly: a loss-curve test passes
+                      here
+  groups            every group of the plan exists: a listing of process groups
+                      passes here
   again             harness run tiny --fault hsdp_runs_as_fsdp
   evidence          out/tiny
 
@@ -226,10 +237,13 @@ def test_one_law_as_a_test_runner_shows_it() -> None:
     assert_expected_inline(
         check_text(judgement, result),
         """\
-FAIL tiny    ranks hold other slices than planned in 1 of 12 parameters (norm.weight) on rank 1
-  contents          1 of 12 parameters; norm.weight on rank 1: expected 1/2 of dim 0 [2:4], observed all
-  loss              equal to the reference exactly: a loss-curve test passes here
-  groups            every group of the plan exists: a listing of process groups passes here
+ranks hold other slices than planned in 1 of 12 parameters (norm.weight) on rank 1
+  contents          1 of 12 parameters; norm.weight on rank 1: expected 1/2 of
+                      dim 0 [2:4], observed all
+  loss              equal to the reference exactly: a loss-curve test passes
+                      here
+  groups            every group of the plan exists: a listing of process groups
+                      passes here
 shard_contents FAIL
   rank 1, norm.weight: expected 1/2 of dim 0 [2:4], observed whole
   again             pytest -k tiny
@@ -243,7 +257,6 @@ def test_a_law_without_a_verdict_as_a_test_runner_shows_it() -> None:
     assert_expected_inline(
         check_text(judgement, unknown),
         """\
-PASS tiny
 golden UNKNOWN: no golden of this recipe
   again             pytest -k tiny
   evidence          out/tiny""",
@@ -262,8 +275,22 @@ def test_a_finding_shows_its_bound_and_a_remark_has_none() -> None:
     assert finding_text(Finding("and 3 more", "", "")) == "and 3 more"
 
 
-def test_the_first_line_of_the_typical_case_fits_a_terminal_of_100_columns() -> None:
-    assert len(headline(judgement_of(hsdp_as_fsdp()))) <= 100
+def test_what_stands_above_the_laws_fits_a_terminal_of_80_columns_but_for_what_is_copied_from_it() -> None:
+    head, _, _ = case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)).partition("\n\n")
+    assert max(len(line) for line in head.splitlines()) <= 80
+    long = replace(judgement_of(hsdp_as_fsdp()), folder=Path("out") / ("x" * 100))
+    assert f"  evidence          out/{'x' * 100}" in case_report(long).splitlines()
+
+
+def test_a_row_that_fits_is_one_line_and_one_that_does_not_goes_on_further_in() -> None:
+    rows = (("groups", "expected [0,1]   observed [0-3]"), ("groups", f"expected [0,1]   observed none {'x ' * 40}x"))
+    judged = replace(judgement_of(hsdp_as_fsdp()), diagnosis=Diagnosis("wrong", rows))
+    assert case_report(judged).splitlines()[1:5] == [
+        "  groups            expected [0,1]   observed [0-3]",
+        "                    expected [0,1]",
+        "                    observed none x x x x x x x x x x x x x x x x x x x x x x x",
+        "                      x x x x x x x x x x x x x x x x x x",
+    ]
 
 
 # ---- how to see it again, and what the evidence is of
