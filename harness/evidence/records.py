@@ -254,7 +254,8 @@ class Run:
 
     trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
     a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what of the trainer does
-    not run as its users run it, a line each); no law reads it.
+    not run as its users run it, a line each), and "sources", a digest of all that the harness and its own trainer consist of,
+    empty for another trainer; no law reads it.
     checkpoint: what the one that it left holds; None if it left none, or nobody looked.
     """
 

@@ -1,7 +1,8 @@
 """`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
 
-Baseline first: a fault is only tried on a case that passes without it. A fault is CAUGHT if all the laws that it names are
-broken and the first line names its cause. The control, which fires and changes nothing, must come out MISSED.
+Baseline first: a fault is only tried on a case that passes without it, run now or stored as evidence of the very same
+sources (harness/run/stored_run.py). A fault is CAUGHT if all the laws that it names are broken and the first line names its
+cause. The control, which fires and changes nothing, must come out MISSED.
 
 Weaker tests are measured, not guessed: beside the judged run, the faulty trainer runs once more for ten steps that nobody
 watches, as a user would run it, and the losses that its rank 0 reports are compared with those of the same case without
@@ -32,6 +33,7 @@ from harness.run.matrix import PROBLEMS, unexpected
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
 from harness.run.selection import holds
+from harness.run.stored_run import judged_again
 from harness.spec.case import Case, CaseError
 from harness.spec.loading import find_case
 
@@ -41,11 +43,19 @@ HANGING_AT_ONCE = 3  # such launches cost no core while they wait
 
 @dataclass(frozen=True)
 class Baseline:
-    """A case without a fault. problem: why no fault can be tried on it. losses: of ten steps; empty if not measured."""
+    """A case without a fault. problem: why no fault can be tried on it. losses: of ten steps; empty if not measured.
+
+    stored: not run for this, as evidence of the same sources lay there.
+    """
 
     case: Case
     problem: str = ""
     losses: tuple[float, ...] = ()
+    stored: bool = False
+
+    @property
+    def outcome(self) -> str:
+        return self.problem or ("PASS" if not self.stored else "PASS, as stored,")
 
 
 def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
@@ -79,7 +89,7 @@ def baselines(
 ) -> dict[str, Baseline]:
     """The cases without any fault, by name."""
     tasks = {case.name: _baseline_of(case, options, curves) for case in needed}
-    return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.problem or "PASS")
+    return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
 
 
 def attempts(
@@ -136,6 +146,8 @@ def _side_by_side(
 
 def _baseline(case: Case, options: Options, curves: bool) -> Baseline:
     try:
+        if not curves and (stored := judged_again(case, options)) and stored.verdict is Verdict.PASS:
+            return Baseline(case, stored=True)
         judgement = run_case(case, options)
         if judgement.verdict is not Verdict.PASS:
             return Baseline(case, f"case {case.name} is {judgement.verdict} without a fault; see {judgement.folder}")

@@ -16,6 +16,7 @@ from harness.evidence.store import save_run
 from harness.launch import Exit, Job, launch
 from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
+from harness.run.sources import digest
 from harness.spec.case import Case, to_json
 
 RANK_ENTRY = "harness.run.rank_main:rank"
@@ -95,6 +96,7 @@ def _made(case: Case, options: Options) -> dict[str, str]:
         "commit": commit_of(source or own),
         "device": options.device,
         "launcher": options.launcher,
+        "sources": digest(options),
         **({"replaced": "\n".join(replaced)} if replaced else {}),
     }
 

@@ -69,12 +69,16 @@ def _oracle_key(case: Case) -> str:
     for source in sorted((ROOT / "reference").glob("*.py")):
         digest.update(source.read_bytes())
     digest.update(version_of(ReferenceRun).encode())
-    for package in ORACLE_PACKAGES:
-        digest.update(f"{package} {_version(package)}".encode())
+    digest.update(package_versions().encode())
     if case.training.data is not None and Path(case.training.data).exists():
         stat = Path(case.training.data).stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:8]
+
+
+def package_versions() -> str:
+    """Of what computes."""
+    return "".join(f"{package} {_version(package)}" for package in ORACLE_PACKAGES)
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,27 @@
+"""Which sources a run is of: those of the harness, of its own trainer and of the reference, and what they compute with."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+
+from harness import ROOT
+from harness.run.options import Options
+from harness.run.reference_cache import package_versions
+
+
+@functools.cache
+def _digest() -> str:
+    """As this process found them when it first launched anything."""
+    digest = hashlib.sha256()
+    for path in sorted([*ROOT.glob("harness/**/*.py"), *ROOT.glob("reference/*.py")]):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    digest.update(f"{platform.node()} {platform.python_version()} {package_versions()}".encode())
+    return digest.hexdigest()
+
+
+def digest(options: Options) -> str:
+    """Empty for a trainer whose sources are elsewhere: nobody knows which of them a run used."""
+    name, at, _ = options.trainer.partition("@")
+    return "" if at or name != "llama3" else _digest()
