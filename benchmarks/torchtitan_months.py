@@ -30,6 +30,7 @@ from harness.run.run_case import run_case
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
 from harness.trainers.torchtitan import source
+from harness.trainers.torchtitan.eras import TRAINER_CONFIG
 
 CASES = {"pp": "pp_2_valid", "cp": "cp_2_valid", "tp": "fsdp_2_tp_2_valid"}
 STORED = Path(__file__).with_suffix(".json")
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--until", default="2026-08")
     parser.add_argument("--out", type=Path, default=Path("out/months"))
     chosen = parser.parse_args()
-    preload(source.LATER.preload)
+    preload(TRAINER_CONFIG.preload)
     rows = []
     for month in months(chosen.since, chosen.until):
         rows.append(judged(chosen.repo, month, chosen.out))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.case import Case
-from harness.trainers import StartedTrainer, beyond
+from harness.trainers import StartedTrainer
+from harness.trainers.support.requests import beyond
 
 sys.path.append(os.path.dirname(__file__))
 

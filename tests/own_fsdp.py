@@ -12,7 +12,8 @@ from typing import Any
 from own_trainer import Own, Started
 
 from harness.spec.case import Case
-from harness.trainers import Metrics, StartedTrainer, beyond
+from harness.trainers import Metrics, StartedTrainer
+from harness.trainers.support.requests import beyond
 
 KNOWN = dict.fromkeys(("dp_replicate", "dp_shard", "reshard_after_forward", "all_valid", "fsdp_units"), ...)
 Shard = Callable[..., Any]

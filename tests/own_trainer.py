@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.case import Case
-from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, pairs
+from harness.trainers import Adapter, Metrics, StartedTrainer
+from harness.trainers.support.names import pairs, renamed
+from harness.trainers.support.requests import beyond
 
 NAMES = pairs("embed=tok_embeddings blocks=layers last=norm head=output")
 KNOWN = {"dp_replicate": ..., "wrapper": ("ddp",), "all_valid": ..., "accumulation": ...}
@@ -26,7 +28,7 @@ class Own(Adapter):
         return next(beyond(case, KNOWN, self.name), None)
 
     def fqn(self, name: str) -> str:
-        return ".".join(NAMES.get(part, part) for part in name.split("."))
+        return renamed(name, NAMES)
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         return Started(case, weights)
@@ -36,17 +38,16 @@ class Started(StartedTrainer):
     def __init__(self, case: Case, weights: Path | None) -> None:
         import numpy as np
         import torch
-        import torch.distributed as dist
 
+        from harness.trainers.support import process_group
         from reference.data import build_dataset
         from reference.model import llama_from
 
         assert weights is not None
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        where = os.environ.get("INIT_METHOD", "env://")
-        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.world_size)
+        process_group.join("gloo")
         self.case, self.dataset = case, build_dataset(case.training, case.model)
-        model = renamed(llama_from(np.load(weights), config=case.model, dtype=torch.float64))
+        model = own_model(llama_from(np.load(weights), config=case.model, dtype=torch.float64))
         self.model = self.wrapped(model)
         recipe = case.training
         self.optimizer = torch.optim.AdamW(
@@ -86,12 +87,9 @@ class Started(StartedTrainer):
 
     def batches(self, step: int) -> list[tuple[Any, Any]]:
         """Tokens and labels of this rank's microbatches."""
-        import torch
+        from harness.trainers.support.samples import rank_samples
 
-        from reference.data import step_samples
-
-        mine = step_samples(self.case.training, len(self.dataset), step)[self.rank :: self.world_size]
-        tokens, labels = (torch.stack(rows) for rows in zip(*(self.dataset[i] for i in mine), strict=True))
+        tokens, labels = rank_samples(self.case, self.dataset, step, self.rank, self.world_size)
         cut = self.case.features.accumulation
         return list(zip(tokens.chunk(cut), labels.chunk(cut), strict=True))
 
@@ -114,7 +112,7 @@ class Started(StartedTrainer):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
 
 
-def renamed(llama: Any) -> Any:
+def own_model(llama: Any) -> Any:
     """The reference's blocks in a model of its own."""
     from torch import nn
 

@@ -5,7 +5,9 @@ likewise pytest, matrix and bisect. (One in this folder goes by its name.) The t
 nothing: the probe watches torch. An adapter says how to build it for a case, how it is told to go on, what it cannot do, and
 how its parameters are called. The whole of it, for a trainer `mine`:
 
-    from harness.trainers import Adapter, StartedTrainer, beyond, pairs
+    from harness.trainers import Adapter, StartedTrainer
+    from harness.trainers.support.names import pairs, renamed
+    from harness.trainers.support.requests import beyond
 
     NAMES = pairs("embed=tok_embeddings q=attention.wq k=attention.wk ..")       theirs=ours, a part of a name each
 
@@ -16,7 +18,7 @@ how its parameters are called. The whole of it, for a trainer `mine`:
             return next(beyond(case, {"dp_shard": ..., "wrapper": ("fsdp2",), "accumulation": ...}, self.name), None)
 
         def fqn(self, name):
-            return ".".join(NAMES.get(part, part) for part in name.split("."))
+            return renamed(name, NAMES)
 
         def start(self, case, weights, device):
             return Started(case, weights, device)
@@ -34,8 +36,9 @@ how its parameters are called. The whole of it, for a trainer `mine`:
 
 What a case requests is in `harness.spec.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
 shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `reference.data.step_samples(training,
-len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. All
-numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
+len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. What
+brings these to a trainer, ready-made, is in `harness/trainers/support/`. All numbers
+are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
 that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/float32.md).
 
 The mapping is data, and is itself judged: the laws `initial_weights` and `shard_contents` compare bytes, so that a name or a
@@ -49,20 +52,19 @@ Examples: `transformers.py` in this folder (transformers' Trainer under accelera
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from harness.spec.traits import OBSERVED, USUAL, TrainerTraits
+from harness.spec.traits import USUAL, TrainerTraits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,35 +162,6 @@ class Adapter(Protocol):
         """By the reference's fqn, for parameters whose rows have another order: int64 [rows], which row of the reference's
         each one is."""
         return {}
-
-
-def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
-    """A reason for everything that a case requests and a trainer is not known to do: what `unsupported` may begin with.
-
-    known: by key of the case's dims, features, training and model, the values besides the usual one, or ... for any.
-    """
-    for record in (case.dims, case.features, case.training, case.model):
-        for field in dataclasses.fields(record):
-            value, values = getattr(record, field.name), known.get(field.name, ())
-            if value not in (field.default, OBSERVED) and values is not ... and value not in values:
-                yield f"{field.name} {value}: {who} has no such option, or this adapter does not pass it on"
-    if case.resume or case.last_step:
-        yield f"resume: this adapter does not let {who} write checkpoints"
-
-
-def pairs(text: str) -> dict[str, str]:
-    """A table of names written as "theirs=ours theirs=ours"."""
-    return dict(pair.split("=") for pair in text.split())
-
-
-def halves(case: Case) -> dict[str, np.ndarray]:
-    """`rows` of a trainer whose rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour."""
-    import numpy as np
-
-    size, shapes = case.model.head_dim, case.model.parameter_shapes()
-    head = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
-    turned = [fqn for fqn in shapes if fqn.endswith(("attention.wq.weight", "attention.wk.weight"))]
-    return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in turned}
 
 
 def spec(name: str, source: str | None, out: Path = Path("out")) -> str:

@@ -14,7 +14,10 @@ from typing import Any
 
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
-from harness.trainers import Adapter, Metrics, StartedTrainer, beyond, halves, pairs
+from harness.trainers import Adapter, Metrics, StartedTrainer
+from harness.trainers.support.names import pairs, renamed
+from harness.trainers.support.requests import beyond
+from harness.trainers.support.rows import halves
 
 NAMES = pairs("""embed_tokens=tok_embeddings lm_head=output input_layernorm=attention_norm self_attn=attention q_proj=wq
     k_proj=wk v_proj=wv o_proj=wo post_attention_layernorm=ffn_norm mlp=feed_forward gate_proj=w1 down_proj=w2 up_proj=w3""")
@@ -51,7 +54,7 @@ class Transformers(Adapter):
         return reason
 
     def fqn(self, name: str) -> str:
-        return ".".join(NAMES.get(part, part) for part in name.removeprefix("model.").split("."))
+        return renamed(name.removeprefix("model."), NAMES)
 
     def rows(self, case: Case) -> dict[str, Any]:
         """Its rotary embedding turns entry i of a head with entry i + head_dim / 2, not with its neighbour."""
@@ -62,51 +65,65 @@ class Transformers(Adapter):
 
 
 class Started(StartedTrainer):
-    """`Trainer.train()`, held where all is set up for the first step."""
+    """`Trainer.train()`, stopped where all is set up for the first step."""
 
     def __init__(self, case: Case, weights: Path | None, device: str) -> None:
         from accelerate import DistributedType, PartialState
         from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-        from harness.trainers.torchtitan import handover, paused, precise
+        from harness.trainers.support import float64, learning_rate, process_group
+        from harness.trainers.support.training_function import TrainingFunction
+        from harness.trainers.support.weights import load_weights
 
         started = self
 
-        class Hold(TrainerCallback):
+        class Wait(TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
-                started.function.hold()
+                started.function.wait()
 
-        precise.set_dtype(case.training.dtype, *CASTING)
-        handover.give_rates(case)
-        handover.meet()
+        float64.preserve(case.training.dtype, *CASTING)
+        learning_rate.follow_recipe(case)
+        process_group.redirect()
         if case.dims.world_size == 1:  # who starts a single process has no LOCAL_RANK, with which it would be DDP
             del os.environ["LOCAL_RANK"]
         model = LlamaForCausalLM(LlamaConfig(**_sizes(case)))
-        handover.give_weights([model], case, weights, adapter.fqn, adapter.rows(case))
+        load_weights([model], case, weights, adapter.fqn, adapter.rows(case))
         arguments = TrainingArguments(**_options(case, device))
         if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: upstream_bugs/accelerate_cpu_fsdp.py
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        samples = [_named(case, *sample) for sample in handover.in_order(case)]
-        self.trainer: Any = Trainer(model, arguments, train_dataset=samples, callbacks=[Hold()])
+        self.trainer: Any = Trainer(model, arguments, train_dataset=_samples(case), callbacks=[Wait()])
         if case.training.decay == "all":
             every = [name for name, _ in model.named_parameters()]
             self.trainer.get_decay_parameter_names = lambda _: every  # type: ignore[method-assign, assignment]
-        self.function = paused.Paused(lambda _: self.trainer.train())
-        self.function.to_hold()
+        self.function = TrainingFunction(lambda _: self.trainer.train())
+        self.function.set_up()
         self.model_parts = [self.trainer.model_wrapped]
 
     def train(self, last_step: int) -> None:
-        self.function.to_end()
+        self.function.train()
         shown: Any = [entry for entry in self.trainer.state.log_history if "loss" in entry]
         self.metrics = [Metrics(one["step"], one["loss"], one["grad_norm"], one["learning_rate"]) for one in shown]
 
 
+def _samples(case: Case) -> list[dict[str, Any]]:
+    """Of all steps in order: transformers divides them over ranks and microbatches, and its own collator stacks them."""
+    from harness.trainers.support.samples import rank_samples
+    from reference.data import build_dataset
+
+    dataset = build_dataset(case.training, case.model)
+    steps = (rank_samples(case, dataset, step) for step in range(1, case.training.steps + 1))
+    return [_named(case, *sample) for step in steps for sample in zip(*step, strict=True)]
+
+
 def _named(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
-    """One sample; transformers' own collator stacks them."""
-    from harness.trainers.torchtitan.handover import attended
+    """One sample. attention_mask: bool [1, s, s], which positions see which under a document mask."""
+    from reference.data import documents
 
     sample = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
-    return sample | ({"attention_mask": attended(tokens[None])[0]} if case.training.document_mask else {})
+    if not case.training.document_mask:
+        return sample
+    which = documents(tokens[None])[0]
+    return sample | {"attention_mask": (which[None, :, None] == which[None, None]).tril()}
 
 
 def _sizes(case: Case) -> dict[str, Any]:

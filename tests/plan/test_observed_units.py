@@ -22,7 +22,8 @@ from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import find_case, load_all
-from harness.trainers import Adapter, beyond
+from harness.trainers import Adapter
+from harness.trainers.support.requests import beyond
 
 FSDP_4 = ParallelDims(dp_shard=4)
 TWO = replace(tiny_case("single").model, n_layers=2)

@@ -26,7 +26,7 @@ from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
 from harness.spec.traits import settled
 from harness.trainers.torchtitan import source
-from harness.trainers.torchtitan.job import configured, stages
+from harness.trainers.torchtitan.job_config import configured, stages
 from reference.config import ModelConfig, RopeScaling, TrainingConfig
 
 REPO = os.environ.get("TORCHTITAN_REPO")
@@ -37,7 +37,7 @@ HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
 def checkout(tmp_path: Path) -> Path:
     """Looks like torchtitan of 2024."""
     (tmp_path / "torchtitan").mkdir()
-    (tmp_path / "train.py").write_text("def main(job_config: JobConfig):\n")
+    (tmp_path / "train.py").write_text("def main(job_config: JobConfig): ...")
     return tmp_path
 
 
@@ -92,7 +92,7 @@ def test_what_it_is_not_asked_for_has_a_reason(checkout: Path, asked: Case, reas
 def release_of_2025(checkout: Path) -> Path:
     """Looks like torchtitan 0.1.0."""
     (checkout / "train.py").unlink()
-    (checkout / "torchtitan" / "train.py").write_text("class Trainer(")
+    (checkout / "torchtitan" / "train.py").write_text("class Trainer: ...")
     return checkout
 
 
@@ -113,7 +113,9 @@ def test_who_balances_context_parallel_is_an_option_since_0_2_2(release_of_2025:
     reason = "cp_load_balance False: this torchtitan of 2025 has no such option"
     assert adapter.unsupported(case(ParallelDims(cp=2), features=unbalanced)) == reason
     (release_of_2025 / "torchtitan" / "config").mkdir()
-    (release_of_2025 / "torchtitan" / "config" / "job_config.py").write_text("context_parallel_load_balancer: str")
+    (release_of_2025 / "torchtitan" / "config" / "job_config.py").write_text(
+        "class Parallelism:\n    context_parallel_load_balancer: str"
+    )
     assert adapter.unsupported(case(ParallelDims(cp=2), features=unbalanced)) is None
 
 
@@ -140,7 +142,7 @@ def test_a_loss_is_noted_once_whoever_computes_it() -> None:
     torch = pytest.importorskip("torch")
     from harness.probe.clock import Clock
     from harness.probe.samples import SampleRecorder
-    from harness.trainers.torchtitan.later import show_loss
+    from harness.trainers.torchtitan.loss import show_loss
 
     def torchs(logits: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -182,7 +184,7 @@ def release(tmp_path: Path) -> Path:
     """Looks like torchtitan 0.3.0."""
     (tmp_path / "torchtitan" / "models" / "llama3").mkdir(parents=True)
     (tmp_path / "torchtitan" / "models" / "llama3" / "config_registry.py").touch()
-    (tmp_path / "torchtitan" / "trainer.py").write_text("num_pipeline_parallel_microbatches\n")
+    (tmp_path / "torchtitan" / "trainer.py").write_text("class Trainer:\n    num_pipeline_parallel_microbatches: int\n")
     return tmp_path
 
 
@@ -191,8 +193,8 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
     (release / "torchtitan" / "trainer.py").write_text("")
     assert adapter.traits(replicas).wrapper == "replicate"
     parallelize = release / "torchtitan" / "models" / "llama3" / "parallelize.py"
-    for words in ("        apply_replicate(\n", "\n    # Always run apply_fsdp\n", "    apply_fsdp_to_decoder(\n"):
-        parallelize.write_text(words)
+    for words in ("apply_replicate(model)", "apply_fsdp(model)", "apply_fsdp_to_decoder(model)"):
+        parallelize.write_text(f"def parallelize_llama(model):\n    {words}\n")
         assert adapter.traits(replicas).wrapper == "fsdp2"
         assert adapter.unsupported(replicas) is None
 
@@ -238,16 +240,17 @@ def test_what_0_3_0_is_not_asked_for_has_a_reason(release: Path, asked: Case, re
 
 
 def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) -> None:
-    (release / "torchtitan" / "trainer.py").write_text("num_pp_microbatches\n")
+    (release / "torchtitan" / "trainer.py").write_text("class Trainer:\n    num_pp_microbatches: int\n")
     found = source.find(str(release))
     assert found.era.flat
     sequences = release / "torchtitan" / "distributed" / "context_parallel" / "api.py"
     sequences.parent.mkdir(parents=True)
-    sequences.write_text("spmd_backend\n")
+    sequences.write_text("parallelism.spmd_backend\n")
     assert trainers.load(f"torchtitan@{release}").unsupported(case(ParallelDims(cp=2))) == (
         "cp 2: this torchtitan since 2026-08-20 does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
     )
-    assert next(found.obstacles(case(ParallelDims(pp=2, dp_replicate=2, dp_shard=2, tp=2))), None) is None
+    staged = case(ParallelDims(pp=2, dp_replicate=2, dp_shard=2, tp=2))
+    assert trainers.load(f"torchtitan@{release}").unsupported(staged) is None
 
 
 def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> None:
@@ -273,7 +276,7 @@ def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
 def release_in_chunks(release: Path) -> Path:
     """Looks like torchtitan with its loss in chunks, its default since 2026-04-27."""
     (release / "torchtitan" / "components").mkdir()
-    (release / "torchtitan" / "components" / "loss.py").write_text("num_chunks: int = 8\nlm_head.unshard()\n")
+    (release / "torchtitan" / "components" / "loss.py").write_text("def chunked(num_chunks):\n    lm_head.unshard()\n")
     return release
 
 
@@ -283,7 +286,7 @@ def test_its_loss_runs_in_the_chunks_that_its_users_run(release_in_chunks: Path)
     assert (traits.loss_chunks, traits.keeps_loss_unit) == (8, False)
     assert adapter.unsupported(case()) is None
     assert not any(text.startswith("loss:") for text in adapter.replaced(case(), "cpu"))
-    (release_in_chunks / "torchtitan" / "components" / "loss.py").write_text("num_chunks: int = 8\n")
+    (release_in_chunks / "torchtitan" / "components" / "loss.py").write_text("def chunked(num_chunks): ...")
     assert adapter.traits(case()).keeps_loss_unit
 
 
@@ -304,7 +307,7 @@ def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
     torch = pytest.importorskip("torch")
     from harness.probe.clock import Clock
     from harness.probe.samples import SampleRecorder
-    from harness.trainers.torchtitan.later import show_loss
+    from harness.trainers.torchtitan.loss import show_loss
 
     clock, labels, phases = Clock(), torch.arange(8).reshape(1, 8), []
 
@@ -351,7 +354,7 @@ def test_0_3_0_is_asked_for_checkpoints(release: Path) -> None:
 
 
 def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
-    from harness.trainers.torchtitan.handover import Samples
+    from harness.trainers.torchtitan.data_loader import Samples
 
     asked = case(training=TrainingConfig(global_batch=4, steps=3))
     before, whole = Samples(asked, 2, 1, lambda: None), Samples(asked, 1, 0, lambda: None)

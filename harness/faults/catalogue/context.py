@@ -330,16 +330,19 @@ def rotation_never_set(fired: Fired) -> None:
     named="as by arithmetic in float32, requested float64",
 )
 def ring_merges_in_float32(fired: Fired) -> None:
-    from harness.trainers.llama3 import context
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    from harness.trainers.support import cpu_attention
 
     def make(original: Any) -> Any:
-        def rounded(*, exact: bool) -> None:
+        def rounded(case: Any) -> None:
             fired()
-            original(exact=False)
+            original(case)
+            ring._cp_options.convert_to_f32 = True
 
         return rounded
 
-    replace(context, "teach_cpu_attention", make)
+    replace(cpu_attention, "support_ring", make)
 
 
 @fault(

@@ -56,7 +56,7 @@ def dp_ranks_read_the_same_samples(fired: Fired) -> None:
     named="ranks along tp start from the same shard",
 )
 def tp_shards_are_equal(fired: Fired) -> None:
-    from harness.trainers.llama3 import trainer
+    from harness.trainers.support import weights
 
     def make(original: Any) -> Any:
         def first_shard(full: Any, parameter: Any) -> Any:
@@ -68,7 +68,7 @@ def tp_shards_are_equal(fired: Fired) -> None:
 
         return first_shard
 
-    replace(trainer, "local_slice", make)
+    replace(weights, "local_slice", make)
 
 
 @fault(

@@ -77,7 +77,7 @@ def layers_left_over_are_never_built(fired: Fired) -> None:
     named="layers.2.attention.wq.weight holds the values of layers.0.attention.wq.weight",
 )
 def stages_start_alike(fired: Fired) -> None:
-    from harness.trainers.llama3 import trainer
+    from harness.trainers.support import weights
 
     def make(original: Any) -> Any:
         def of_the_first_layers(*args: Any) -> Any:
@@ -89,7 +89,7 @@ def stages_start_alike(fired: Fired) -> None:
 
         return of_the_first_layers
 
-    replace(trainer, "read_weights", make)
+    replace(weights, "read_weights", make)
 
 
 @fault(

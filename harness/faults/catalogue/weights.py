@@ -10,7 +10,7 @@ from harness.faults import Fired, fault, replace
 
 def _alter_weights(change: Any) -> None:
     """change(fqn, full, weights): the full weight that is loaded in the place of `full`."""
-    from harness.trainers.llama3 import trainer
+    from harness.trainers.support import weights
 
     def make(original: Any) -> Any:
         def altered(*args: Any) -> Any:
@@ -19,7 +19,7 @@ def _alter_weights(change: Any) -> None:
 
         return altered
 
-    replace(trainer, "read_weights", make)
+    replace(weights, "read_weights", make)
 
 
 @fault(
@@ -98,7 +98,7 @@ def weights_of_no_seed(fired: Fired) -> None:
     named="are cut by dp_shard first and by tp inside",
 )
 def rows_permuted_by_strided_shards(fired: Fired) -> None:
-    from harness.trainers.llama3 import trainer
+    from harness.trainers.support import weights
 
     def make(original: Any) -> Any:
         def plain_order(full: Any, parameter: Any) -> Any:
@@ -111,7 +111,7 @@ def rows_permuted_by_strided_shards(fired: Fired) -> None:
 
         return plain_order
 
-    replace(trainer, "local_slice", make)
+    replace(weights, "local_slice", make)
 
 
 @fault(

@@ -55,11 +55,6 @@ class Llama3(Adapter):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
         return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
 
-    def stop(self) -> None:
-        from harness.trainers.llama3 import trainer
-
-        trainer.leave()
-
     def fqn(self, name: str) -> str:
         return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")  # DDP's, checkpointing's
 

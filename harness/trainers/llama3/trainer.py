@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.spec.case import Case
 from harness.trainers import Metrics
 from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, quantize, recipe, recompute
+from harness.trainers.support import process_group
+from harness.trainers.support.weights import load_weights
 from reference.data import IGNORED
-from reference.model import Llama, at_least_float32, initial_weights, seed_masks
+from reference.model import Llama, at_least_float32, seed_masks
 
 
 class Microbatch(NamedTuple):
@@ -42,7 +42,7 @@ class Microbatch(NamedTuple):
     documents: Tensor | None = None
 
 
-# ---- joining and leaving
+# ---- joining
 
 
 def join(case: Case, device: str) -> torch.device:
@@ -61,18 +61,8 @@ def join(case: Case, device: str) -> torch.device:
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(here)
     if "RANK" in os.environ:
-        dist.init_process_group(
-            "nccl" if here.type == "cuda" else "gloo",
-            init_method=os.environ.get("INIT_METHOD", "env://"),
-            rank=int(os.environ["RANK"]),
-            world_size=world_size,
-        )
+        process_group.join("nccl" if here.type == "cuda" else "gloo")
     return here
-
-
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # ---- the model and its weights
@@ -93,50 +83,8 @@ def build_model(
     pipeline.cut(model, stage, case.n_stages)
     parallelize.shard(model, mesh, case)
     model.to_empty(device=device)
-    load_weights(model, read_weights(weights, case))
+    load_weights([model], case, weights, recompute.plain)
     return parallelize.replicate(model, mesh, case)
-
-
-def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
-    """Full tensors by fqn; from a file each is read when requested. Raises ValueError if names or shapes do not fit."""
-    if weights is None:
-        return initial_weights(case.model, case.training.seed)
-    try:
-        arrays = np.load(weights, allow_pickle=False)
-    except OSError as error:
-        raise ValueError(f"{weights}: cannot be read: {error.strerror or error}") from error
-    expected = case.model.parameter_shapes()
-    if unmatched := sorted(set(arrays) ^ set(expected)):
-        raise ValueError(f"{weights}: {unmatched[0]!r} is {'missing' if unmatched[0] in expected else 'unknown'}")
-    return arrays
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
-    """Copy this rank's slice of every full tensor into place. No communication."""
-    for fqn, parameter in model.named_parameters():
-        full = torch.from_numpy(weights[recompute.plain(fqn)])
-        if full.shape != parameter.shape:
-            raise ValueError(f"weights of {fqn} have shape {tuple(full.shape)}, the model {tuple(parameter.shape)}")
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(local_slice(full, parameter))
-
-
-def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
-    """The part of the full tensor that this rank holds, as torch.chunk splits it: the last ranks may get less, or none.
-
-    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order; its placement
-    says so by being a _StridedShard.
-    """
-    if not isinstance(parameter, DTensor):
-        return full
-    mesh = parameter.device_mesh
-    splits = [(axis, p) for axis, p in enumerate(parameter.placements) if isinstance(p, (Shard, _StridedShard))]
-    for axis, placement in sorted(splits, key=lambda split: isinstance(split[1], _StridedShard)):
-        chunks = full.chunk(mesh.size(axis), placement.dim)
-        rank = mesh.get_local_rank(axis)
-        full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
-    return full
 
 
 # ---- one step

@@ -3,25 +3,32 @@
 Its own mesh, data-parallel set-up, loop, clipping and optimizer are examined. Handed over as data are the model's sizes,
 the seed weights, the samples and the recipe's learning rates; nothing of torchtitan's sources is edited.
 
-    source.py     where torchtitan comes from, and what of it a case can request
-    handover.py   the data handed over, and what torchtitan reports
-    job.py        configuration, sizes and TrainSpec in the words of the time up to 2026-02
-    early.py      2024-09 to 2025-03: a script with one function `main`
-    middle.py     2025-03 to 2026-02, with 0.1.0 to 0.2.2: a Trainer
-    later.py      since 2026-02-23, with 0.3.0: a Trainer, and configurations as objects
-    sizes.py      the model's sizes among those
-    paused.py     runs such a function up to where its set-up is done, and on from there
-    cpu.py        what has to be arranged to run it on CPU; never applied on GPUs
-    warm.py       imports it once for all ranks of a machine
-    drift.py      names that torch has renamed since
-    replaced.py   what does not run as torchtitan's users run it
-    precise.py    torchtitan's casts to float32 leave a float64 recipe's values alone
+    source.py           where torchtitan comes from, and which version it is
+    syntax.py           what its files define and call, without importing them
+    eras.py             what each version can be requested
+    obstacles.py        why a case is not requested of one
+    main_function.py    runs `main(job_config)` of a script: 2024-09 to 2025-03
+    train_spec.py       runs `Trainer(job_config)` with a TrainSpec: 2025-03 to 2026-02, 0.1.0 to 0.2.2
+    trainer_config.py   runs `Trainer.Config().build()`: since 2026-02-23, 0.3.0
+    trainer.py          its Trainer as the one that is driven
+    job_config.py       the case in a JobConfig and a TrainSpec
+    model_config.py     the case's sizes in a model configuration
+    options.py          the options that all these configurations have
+    data_loader.py      the case's samples as its data loader
+    loss.py             its cross entropy, shown to the probe
+    metrics.py          what it reports
+    cpu.py              what has to be arranged to run it on CPU; never applied on GPUs
+    torch_names.py      names that torch has renamed since
+    preload.py          imports it once for all ranks of a machine
+    replaced.py         what does not run as torchtitan's users run it
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +36,8 @@ from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.torchtitan import source
+from harness.trainers.torchtitan.eras import TRAINER_CONFIG
+from harness.trainers.torchtitan.obstacles import obstacles
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Torchtitan(Adapter):
             return ()
         return (
             *era.preload,
-            *(("harness.trainers.torchtitan.warm",) if era.run_by == "later" and not self.where else ()),
+            *((f"{__name__}.preload",) if era.run_by == TRAINER_CONFIG.run_by and not self.where else ()),
         )
 
     @property
@@ -63,7 +72,8 @@ class Torchtitan(Adapter):
 
     def unsupported(self, case: Case) -> str | None:
         try:
-            return next(source.find(self.where).obstacles(case), None)
+            found = source.find(self.where)
+            return next(obstacles(case, found.era, found.traits(case)), None)
         except source.NotThere as error:
             return str(error)
 
@@ -75,13 +85,19 @@ class Torchtitan(Adapter):
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
-        found = source.find(self.where)
-        from harness.trainers.torchtitan import cpu, drift, precise
+        from harness.trainers.support import cpu_attention, float64, learning_rate, process_group
+        from harness.trainers.torchtitan import cpu, torch_names
 
+        found = source.find(self.where)
+        sys.path.insert(0, str(found.folder))
+        os.environ.setdefault("LOCAL_RANK", "0")
         if device == "cpu":
             cpu.arrange(found)
-        drift.bridge()
-        precise.set_dtype(case.training.dtype)
+            cpu_attention.support_ring(case)
+        torch_names.bridge()
+        float64.preserve(case.training.dtype)
+        process_group.redirect()
+        learning_rate.follow_recipe(case)
         runs = importlib.import_module(f"{__name__}.{found.era.run_by}")
         return runs.start(case, found, weights, device)
 

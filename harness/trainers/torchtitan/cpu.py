@@ -22,7 +22,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils import checkpoint
 
-from harness.trainers.torchtitan.source import EARLY, Source
+from harness.trainers.torchtitan.eras import MAIN_FUNCTION
+from harness.trainers.torchtitan.source import Source
 
 READERS = (
     "tiktoken",
@@ -36,7 +37,7 @@ CUDA = re.compile(r"\bcuda\b")
 def arrange(source: Source) -> None:
     before_import()
     lend_memory_calls()
-    if source.era is EARLY:
+    if source.era.run_by == MAIN_FUNCTION.run_by:
         sys.meta_path.insert(0, ReadAsCpu(source.folder))
     use_gloo()
     sum_and_divide()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.spec.case import Case
-from harness.trainers.torchtitan.source import EARLY, Source, chunks_of, why_whole
+from harness.trainers.torchtitan.eras import MAIN_FUNCTION, TRAINER_CONFIG
+from harness.trainers.torchtitan.source import Source, chunks_of, why_whole
 
 
 def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
@@ -16,7 +17,7 @@ def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
     era = source.era
     if era.chunks_loss and chunks_of(case, era) == 1:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
-    if era.run_by == "later":
+    if era.run_by == TRAINER_CONFIG.run_by:
         yield from _of_configurations(source, device)
     if case.training.dtype == "float64":
         yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
@@ -35,5 +36,5 @@ def _of_configurations(source: Source, device: str) -> Iterator[str]:
 
 def _on_cpu(source: Source) -> Iterator[str]:
     yield "communication: NCCL by gloo; averages are sums, then divided"
-    if source.era.run_by == EARLY.run_by:
+    if source.era.run_by == MAIN_FUNCTION.run_by:
         yield "device: cuda is read as cpu in its sources"

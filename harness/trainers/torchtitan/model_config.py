@@ -1,4 +1,4 @@
-"""The case's sizes in the words of torchtitan since 2026-02-23, whose models are made of nested configurations.
+"""torchtitan's nested model configurations, since 2026-02-23, with the case's sizes.
 
 Since 2026-04 they come from builders of layers, before from one layer that is repeated. What a builder or a configuration
 of a time does not take, it is not given: see `known`.
@@ -28,41 +28,17 @@ def put(config: Any, **given: Any) -> None:
             setattr(config, name, value)
 
 
-def model(case: Case, *, flat: bool) -> Any:
+def sized(case: Case, *, flat: bool) -> Any:
+    """torchtitan's configuration of a Llama of the case's sizes."""
     from torchtitan.models import llama3
 
     return of_layers(llama3, case, flat) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
 
 
 def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
-    """wq, wk, wv apart, as an option has it. SDPA, which needs no mask, but where samples lie end to end in a row."""
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-
+    """A configuration for each layer."""
     sizes = case.model
-    rope = known(
-        getattr(llama3, "ComplexRoPE", llama3.RoPE).Config,
-        dim=sizes.head_dim,
-        max_seq_len=case.training.seq_len,
-        max_context_length=case.training.seq_len,
-        theta=sizes.rope_theta,
-        backend="complex",
-        **rescaled(sizes),
-    )
-    layers = known(
-        llama3._build_llama3_layers,
-        n_layers=sizes.n_layers,
-        dim=sizes.dim,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        hidden_dim=sizes.ffn_dim,
-        fuse_qkv=False,
-        attn_backend="flex",
-        rope=rope,
-    )
-    for layer in layers:
-        if not flat:
-            put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
-        layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
+    rope = rotary(llama3, case)
     output = llama3.Linear.Config(
         in_features=sizes.dim,
         out_features=sizes.vocab_size,
@@ -80,7 +56,41 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
         lm_head=output,
         output=output,  # as it was called until 2026-04-27
         rope=rope,
-        layers=layers,
+        layers=layers(llama3, sizes, rope, flat),
+    )
+
+
+def layers(llama3: Any, sizes: ModelConfig, rope: Any, flat: bool) -> Any:
+    """wq, wk, wv apart, as an option has it. SDPA, which needs no mask, but where samples lie end to end in a row."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    made = known(
+        llama3._build_llama3_layers,
+        n_layers=sizes.n_layers,
+        dim=sizes.dim,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        hidden_dim=sizes.ffn_dim,
+        fuse_qkv=False,
+        attn_backend="flex",
+        rope=rope,
+    )
+    for layer in made:
+        if not flat:
+            put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
+        layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
+    return made
+
+
+def rotary(llama3: Any, case: Case) -> Any:
+    return known(
+        getattr(llama3, "ComplexRoPE", llama3.RoPE).Config,
+        dim=case.model.head_dim,
+        max_seq_len=case.training.seq_len,
+        max_context_length=case.training.seq_len,
+        theta=case.model.rope_theta,
+        backend="complex",
+        **rescaled(case.model),
     )
 
 

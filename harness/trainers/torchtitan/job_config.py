@@ -1,4 +1,4 @@
-"""What is asked of torchtitan up to 2026-02, in the words of that whole time: its JobConfig, its models' sizes, its TrainSpec.
+"""torchtitan's JobConfig, model sizes and TrainSpec, up to 2026-02, with the case's values.
 
 An option has every name that it ever had, and is given by those that a version has: one that it does not know yet, or no
 more, is left out.
@@ -18,6 +18,7 @@ import torch
 
 from harness.plan.stages import layers_of_stage
 from harness.spec.case import Case
+from harness.trainers.torchtitan import options
 
 FLAVOR = "debugmodel"
 FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor
@@ -25,6 +26,14 @@ CONFIG_MODULES = ("torchtitan.config", "torchtitan.config_manager")  # where TOR
 SUPERSEDED = {
     "pipeline_parallel_split_points": "module_fqns_per_model_part"
 }  # kept for a while to refuse whoever gives it
+USUAL = {
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "metrics.enable_color_printing": False,
+    "metrics.disable_color_printing": True,
+    "checkpoint.enable_checkpoint": False,
+    "comm.trace_buf_size": 0,
+}
 CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
@@ -35,7 +44,7 @@ def configured(job: Any, case: Case) -> Any:
             sys.modules[name].TORCH_DTYPE_MAP["float64"] = torch.float64
     if hasattr(job, "parse_args"):
         job.parse_args([])
-    for name, value in options(case).items():
+    for name, value in given(case).items():
         section, _, key = name.partition(".")
         put(getattr(job, section, SimpleNamespace()), key, value)
     return job
@@ -47,60 +56,43 @@ def put(section: Any, key: str, value: object) -> None:
         setattr(section, key, value)
 
 
-def options(case: Case) -> dict[str, Any]:
-    dims, training, features = case.dims, case.training, case.features
-    param = training.compute_dtype or training.dtype
+def given(case: Case) -> dict[str, Any]:
+    """By `section.name`. Degrees were options of the section `training` before there was one for them."""
+    features, degrees = case.features, options.parallelism(case) | _former_degrees(case)
     recompute, which = CHECKPOINTING[features.activation_checkpointing]
-    degrees = {
-        "data_parallel_degree": dims.dp,
-        "data_parallel_replicate_degree": dims.dp_replicate,
-        "data_parallel_shard_degree": dims.dp_shard,
-        "tensor_parallel_degree": dims.tp,
-        "context_parallel_degree": dims.cp,
-        "pipeline_parallel_degree": dims.pp,
-        "enable_loss_parallel": features.loss_parallel,
-        "disable_loss_parallel": not features.loss_parallel,
-        "fsdp_reshard_after_forward": features.reshard_after_forward,
-        "context_parallel_rotate_method": features.cp_rotation,
-        "context_parallel_load_balancer": "headtail" if features.cp_load_balance else None,
-        "pipeline_parallel_schedule": features.schedule,
-        "pipeline_parallel_microbatches": case.microbatches,
-        "pipeline_parallel_microbatch_size": case.local_batch,
-        "pipeline_parallel_split_points": [part[0] for part in stages(case)[1:]],
-        "pipeline_parallel_expert_parallel_overlap": False,
-        "module_fqns_per_model_part": stages(case),
-    }
     return {
         "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
         "model.name": "llama3",
         "model.flavor": FLAVOR,
         "model.norm_type": "rmsnorm",
         "optimizer.name": "AdamW",
-        "optimizer.lr": training.lr,
+        "optimizer.lr": case.training.lr,
         "optimizer.fused": True,
+        **options.under("training", options.training(case) | degrees),
         "training.batch_size": case.local_batch * case.microbatches,
-        "training.local_batch_size": case.local_batch * case.microbatches,
-        "training.global_batch_size": training.global_batch,
-        "training.seq_len": training.seq_len,
-        "training.steps": training.steps,
-        "training.warmup_steps": training.warmup_steps,
-        "training.max_norm": float("inf") if training.max_norm is None else training.max_norm,
-        "training.dtype": training.dtype,
-        "training.mixed_precision_param": param,
-        "training.mixed_precision_reduce": features.reduce_dtype or param,
-        "training.enable_cpu_offload": features.cpu_offload,
+        "training.warmup_steps": case.training.warmup_steps,
         "training.compile": False,
-        **{f"{section}.{key}": value for section in ("training", "parallelism") for key, value in degrees.items()},
-        "experimental.pipeline_parallel_degree": dims.pp,
-        "experimental.context_parallel_degree": dims.cp,
+        **options.under("parallelism", degrees),
+        "experimental.pipeline_parallel_degree": case.dims.pp,
+        "experimental.context_parallel_degree": case.dims.cp,
         "activation_checkpoint.mode": recompute,
         "activation_checkpoint.selective_ac_option": which,
-        "metrics.log_freq": 1,
-        "metrics.enable_tensorboard": False,
-        "metrics.enable_color_printing": False,
-        "metrics.disable_color_printing": True,
-        "checkpoint.enable_checkpoint": False,
-        "comm.trace_buf_size": 0,
+        **USUAL,
+    }
+
+
+def _former_degrees(case: Case) -> dict[str, Any]:
+    """And what else is said of parallelism under names that versions of this time alone have."""
+    features = case.features
+    return {
+        "data_parallel_degree": case.dims.dp,
+        "enable_loss_parallel": features.loss_parallel,
+        "disable_loss_parallel": not features.loss_parallel,
+        "context_parallel_rotate_method": features.cp_rotation,
+        "pipeline_parallel_microbatches": case.microbatches,
+        "pipeline_parallel_split_points": [part[0] for part in stages(case)[1:]],
+        "pipeline_parallel_expert_parallel_overlap": False,
+        "module_fqns_per_model_part": stages(case),
     }
 
 
@@ -119,7 +111,7 @@ def sizes(flavor: Any, case: Case) -> Any:
     frequencies are always scaled, it is by 1.
     """
     model = case.model
-    given = {
+    values = {
         "dim": model.dim,
         "n_layers": model.n_layers,
         "n_heads": model.n_heads,
@@ -131,8 +123,8 @@ def sizes(flavor: Any, case: Case) -> Any:
         "ffn_dim_multiplier": 1.5 / int(8 * model.dim / 3),
     }
     if hasattr(flavor, "rope_scaling_args"):
-        given["rope_scaling_args"] = dataclasses.replace(flavor.rope_scaling_args, scaling_factor=1.0)
-    return dataclasses.replace(flavor, **given)
+        values["rope_scaling_args"] = dataclasses.replace(flavor.rope_scaling_args, scaling_factor=1.0)
+    return dataclasses.replace(flavor, **values)
 
 
 def specified(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:

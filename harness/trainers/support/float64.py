@@ -1,6 +1,6 @@
-"""A float64 recipe stays float64: torchtitan's casts to float32 (norms, rotary embedding, loss) mean "at least float32".
+"""A float64 recipe stays float64: a trainer's casts to float32 (norms, rotary embedding, loss) mean "at least float32".
 
-torchtitan writes `x.float()` where bfloat16 is too narrow. Cutting float64 there would hide mistakes below 1e-7. Which
+Trainers write `x.float()` where bfloat16 is too narrow. Cutting float64 there would hide mistakes below 1e-7. Which
 operations run, and on which ranks, is unchanged.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-def set_dtype(name: str, *modules: str) -> None:
-    """Models are made in this dtype. Only ever widens: bfloat16 recipes are left to the trainer's own options.
+def preserve(name: str, *modules: str) -> None:
+    """Models are made in the recipe's dtype `name`. Only ever widens: bfloat16 recipes are left to the trainer's own options.
 
     modules: in these torch.float32 is as wide as well.
     """

@@ -1,0 +1,29 @@
+"""Where the ranks of a launch meet: torchrun's at the environment's address, the local launcher's at INIT_METHOD, a file."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+
+def join(backend: str) -> None:
+    """Enter the process group that RANK, WORLD_SIZE and INIT_METHOD describe."""
+    dist.init_process_group(backend, init_method=os.environ.get("INIT_METHOD", "env://"), **_place())
+
+
+def redirect() -> None:
+    """Of a trainer that joins by itself: its init_process_group meets where the launcher has the ranks meet."""
+    if "INIT_METHOD" not in os.environ:
+        return
+    original, here = dist.init_process_group, {"init_method": os.environ["INIT_METHOD"], **_place()}
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **{**kwargs, **here})
+
+    dist.init_process_group = init_process_group
+
+
+def _place() -> dict[str, Any]:
+    return {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}

@@ -1,0 +1,70 @@
+"""The case's samples in the place of torchtitan's data loader, in the form that each version takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from harness.spec.case import Case
+from harness.trainers.support.samples import rank_samples
+from reference.data import build_dataset
+
+
+class Samples:
+    """The case's samples of the data-parallel rank that torchtitan says this is, step after step: its data loader. Its
+    state is the last step that it gave samples of, the same on all ranks."""
+
+    def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
+        self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
+        self.dataset = build_dataset(case.training, case.model)
+        self.step = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at_start()
+        size = self.case.local_batch * self.case.microbatches
+        while self.step < self.case.training.steps:
+            self.step += 1
+            tokens, labels = rank_samples(self.case, self.dataset, self.step, self.dp_rank, self.dp_degree)
+            for batch in zip(tokens.split(size), labels.split(size), strict=True):
+                yield self.batch(*batch)
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        return tokens, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class Inputs(Samples):
+    """Tokens by name. No positions: without them attention is causal over the whole row, and needs no mask."""
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"input": tokens}, labels
+
+
+class Microbatches(Inputs):
+    """One at a time, with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.case.local_batch
+        for inputs, labels in super().__iter__():
+            for start in range(0, len(labels), size):
+                part = {name: values[start : start + size] for name, values in inputs.items()}
+                yield part, labels[start : start + size]
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        inputs, labels = super().batch(tokens, labels)
+        return inputs | {"positions": torch.arange(labels.shape[1]).expand(labels.shape)}, labels
+
+
+class Rows(Microbatches):
+    """A microbatch is one row, its samples end to end. Where positions begin anew torchtitan's mask has a sample begin."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, labels in super().__iter__():
+            yield {name: values.flatten() for name, values in inputs.items()}, labels.flatten()

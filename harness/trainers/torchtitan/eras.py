@@ -1,0 +1,147 @@
+"""What torchtitan of each time can be requested; a time is named by the API that it is run by."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from harness.spec.dims import AXES
+from harness.spec.features import FEATURE_CHOICES
+from harness.spec.traits import TrainerTraits
+
+MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
+DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
+COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Era:
+    """What torchtitan of a time can be requested, by the names of the case's keys; a key not listed must be as usual.
+
+    run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
+    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
+    one row, told apart by positions.
+    cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
+    resumes: whether checkpoints can be requested of it. traits: what it chose where a case leaves that open.
+    chunks_loss: its loss applies the output, in chunks of the sequence.
+    replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
+    preload: packages that it imports.
+    unasked: keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not.
+    """
+
+    name: str
+    run_by: str
+    axes: tuple[str, ...]
+    features: dict[str, tuple[object, ...]]
+    training: tuple[str, ...]
+    traits: TrainerTraits
+    replicates_by: str
+    wraps_alone: bool
+    reports: tuple[str, ...]
+    inputs_by_name: bool = False
+    fed_microbatches: bool = False
+    flat: bool = False
+    chunks_loss: bool = False
+    cp_by_types: bool = False
+    model: tuple[str, ...] = MODEL
+    resumes: bool = False
+    unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")
+    preload: tuple[str, ...] = DATA_AND_LOGS
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def without(self, key: str) -> str:
+        """Why what a case requests by this key is not done."""
+        if key in self.unasked:
+            return f"{self.name} has such an option, which this adapter does not pass on"
+        return f"{self.name} has no such option"
+
+    def fqn(self, name: str) -> str:
+        """The reference's spelling of a parameter's or module's name."""
+        name = ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+        for theirs, ours in self.renamed:
+            name = re.sub(rf"(^|\.){re.escape(theirs)}(\.|$)", rf"\1{ours}\2", name)
+        return name
+
+
+MAIN_FUNCTION = Era(
+    name="this early torchtitan",
+    run_by="main_function",
+    axes=("dp_replicate", "dp_shard", "tp"),
+    features={
+        "wrapper": ("fsdp2", "replicate"),
+        "loss_parallel": (True, False),
+        "activation_checkpointing": ("none", "full", "layer", "op"),
+        "reduce_dtype": ("float32", "bfloat16", "float64"),
+    },
+    training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
+    + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
+    traits=TrainerTraits(fsdp_units="root", attention="fused", own_model=True),
+    replicates_by="replicate",
+    wraps_alone=False,
+    reports=("loss",),
+)
+TRAIN_SPEC = dataclasses.replace(
+    MAIN_FUNCTION,
+    name="this torchtitan of 2025",
+    run_by="train_spec",
+    axes=AXES,
+    features=MAIN_FUNCTION.features
+    | {
+        "schedule": tuple(name for name in FEATURE_CHOICES["schedule"] if name != "DualPipeV"),
+        "microbatches": tuple(range(1, 65)),
+        "stages_per_rank": tuple(range(1, 65)),
+        "cp_rotation": ("alltoall",),
+        "cpu_offload": (True,),
+        "reshard_after_forward": ("always", "never"),
+    },
+)
+TRAINER_CONFIG = Era(
+    name="torchtitan 0.3.0",
+    run_by="trainer_config",
+    axes=AXES,
+    features={
+        "wrapper": ("fsdp2",),
+        "schedule": FEATURE_CHOICES["schedule"],
+        "microbatches": tuple(range(1, 65)),
+        "stages_per_rank": tuple(range(1, 65)),
+        "cp_load_balance": (False,),
+        "cpu_offload": (True,),
+        "activation_checkpointing": ("none", "full", "op"),
+        "accumulation": tuple(range(1, 65)),
+        "defer_sync": (False,),
+        "reshard_after_forward": ("always", "never"),
+        "reduce_dtype": ("float32", "bfloat16", "float64"),
+    },
+    training=(*MAIN_FUNCTION.training, "decay"),
+    traits=TrainerTraits(
+        fsdp_units="apart", attention="fused", own_model=True, ac_early_stop=False, cp_heads="key_value"
+    ),
+    replicates_by="fsdp2",
+    wraps_alone=True,
+    reports=("loss", "grad_norm"),
+    unasked=("async_tp", "quantize"),
+    preload=(*DATA_AND_LOGS, *COMPILERS),
+    model=(*MODEL, "rope_scaling", "tied_embeddings"),
+    resumes=True,
+    fed_microbatches=True,
+    renamed=(("lm_head", "output"), *((f"qkv_linear.{name}", name) for name in ("wq", "wk", "wv"))),
+)
+"""Its data loader gives the microbatches of a pipeline one by one."""
+TRAINER_CONFIG_OF_BATCHES = dataclasses.replace(
+    TRAINER_CONFIG,
+    name="this torchtitan of 2026",
+    features=TRAINER_CONFIG.features | {"wrapper": ("fsdp2", "replicate")},
+    training=MAIN_FUNCTION.training,
+    model=MODEL,
+    resumes=False,
+    replicates_by="replicate",
+    wraps_alone=False,
+    fed_microbatches=False,
+)
+"""Before: its data loader gives whole batches."""
+TRAINER_CONFIG_OF_ROWS = dataclasses.replace(
+    TRAINER_CONFIG,
+    name="this torchtitan since 2026-08-20",
+    flat=True,
+)

@@ -1,0 +1,99 @@
+"""Why a case is not requested of a version of torchtitan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from harness.spec.case import Case
+from harness.spec.dims import AXES
+from harness.spec.features import Features
+from harness.spec.traits import TrainerTraits, with_wrapper
+from harness.trainers.torchtitan.eras import Era
+from reference.config import ModelConfig, TrainingConfig
+
+
+def obstacles(case: Case, era: Era, traits: TrainerTraits) -> Iterator[str]:
+    """traits: what it chose for this case."""
+    case = with_wrapper(case, traits.wrapper)
+    yield from _of_layout(case, era)
+    yield from _of_features(case, era)
+    if era.fed_microbatches:
+        yield from _of_microbatches(case, era)
+    yield from _of_model(case, era)
+    yield from _without_option(case, era)
+    if (case.resume or case.last_step) and not era.resumes:
+        yield f"resume: this adapter does not let {era.name} write checkpoints"
+    if case.saves_after:
+        yield f"resume: {era.name} leaves its loop at the last step it is configured for, and does not enter it again"
+
+
+def _of_layout(case: Case, era: Era) -> Iterator[str]:
+    dims = case.dims
+    for axis in AXES:
+        if getattr(dims, axis) > 1 and axis not in era.axes:
+            yield f"{axis} {getattr(dims, axis)}: not asked of {era.name} by this adapter"
+    if dims.cp > 1 and era.cp_by_types:
+        yield f"cp {dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
+    if not case.exact and not era.traits.own_model:
+        yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
+    if dims.pp > 1 and case.training.variable_length:
+        why = "torch's pipeline stages fix the shapes they exchange at the first step"
+        yield f"variable_length with pp {dims.pp}: {why}"
+    for axis in ("pp", "tp"):
+        if (degree := getattr(dims, axis)) > 1 and case.wrapper == "replicate":
+            yield f"dp_replicate {dims.dp_replicate} x {axis} {degree}: torchtitan's DDP takes one axis only"
+    if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
+        yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
+
+
+def _of_features(case: Case, era: Era) -> Iterator[str]:
+    if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
+        shown = "upstream_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
+        yield f"accumulation with defer_sync: {era.name} reduces gradients after every microbatch; see {shown}"
+    if case.features.compile and "compile" not in era.unasked:
+        yield f"compile: {era.name} casts to float32 within what it compiles, where this adapter keeps no float64"
+
+
+def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
+    """Of versions whose data loader gives microbatches."""
+    features = case.features
+    if features.activation_checkpointing == "op" and case.dims.cp > 1:
+        yield f"activation_checkpointing op with cp: what {era.name} keeps is attention of GPUs, not of CPUs"
+    if not features.sequence_parallel:
+        why = "moves three to four times what backward needs; see upstream_bugs/torchtitan_tp_without_sequence_parallel.py"
+        yield f"sequence_parallel False: {era.name} then {why}"
+    if not features.loss_parallel:
+        yield f"loss_parallel False: {era.name} always computes the loss in parallel"
+    if case.training.document_mask:
+        why = "positions that begin anew in every document, not counting on"
+        yield f"document_mask: the masks of {era.name} are made of {why}"
+
+
+def _of_model(case: Case, era: Era) -> Iterator[str]:
+    tied = case.model.tied_embeddings and "tied_embeddings" in era.model
+    if tied and case.dims.tp > 1:
+        why = "gathers the one weight twice; see upstream_bugs/torchtitan_tied_under_tp.py"
+        yield f"tied_embeddings with tp: {era.name} {why}"
+    if tied and case.dims.pp > 1:
+        yield f"tied_embeddings with pp: {era.name} refuses that"
+
+
+def _without_option(case: Case, era: Era) -> Iterator[str]:
+    """Whatever is not as usual, and not known of this version."""
+    for key, value in _unusual(case.features, Features()):
+        own = era.traits.fsdp_units if key == "fsdp_units" else None
+        if value not in (*era.features.get(key, ()), own):
+            yield f"{key} {value}: {era.without(key)}"
+    for key, value in _unusual(case.training, TrainingConfig()):
+        if key not in era.training:
+            yield f"{key} {value}: {era.without(key)}"
+    for key, value in _unusual(case.model, ModelConfig()):
+        if key not in era.model:
+            yield f"{key} {value}: the model of {era.without(key)}"
+
+
+def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
+    for one in dataclasses.fields(given):  # type: ignore[arg-type]
+        if getattr(given, one.name) != getattr(usual, one.name):
+            yield one.name, getattr(given, one.name)

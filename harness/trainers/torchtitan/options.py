@@ -1,0 +1,45 @@
+"""The case's values by the names of torchtitan's options that all its configurations have had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.spec.case import Case
+
+
+def training(case: Case) -> dict[str, Any]:
+    """Of the section `training`."""
+    recipe, features = case.training, case.features
+    param = recipe.compute_dtype or recipe.dtype
+    return {
+        "local_batch_size": case.local_batch * case.microbatches,
+        "global_batch_size": recipe.global_batch,
+        "seq_len": recipe.seq_len,
+        "steps": recipe.steps,
+        "max_norm": float("inf") if recipe.max_norm is None else recipe.max_norm,
+        "dtype": recipe.dtype,
+        "mixed_precision_param": param,
+        "mixed_precision_reduce": features.reduce_dtype or param,
+        "enable_cpu_offload": features.cpu_offload,
+    }
+
+
+def parallelism(case: Case) -> dict[str, Any]:
+    """Of the section `parallelism`, but for the cut of a pipeline."""
+    dims, features = case.dims, case.features
+    return {
+        "data_parallel_replicate_degree": dims.dp_replicate,
+        "data_parallel_shard_degree": dims.dp_shard,
+        "tensor_parallel_degree": dims.tp,
+        "context_parallel_degree": dims.cp,
+        "context_parallel_load_balancer": "headtail" if features.cp_load_balance else None,
+        "pipeline_parallel_degree": dims.pp,
+        "pipeline_parallel_schedule": features.schedule,
+        "pipeline_parallel_microbatch_size": case.local_batch,
+        "fsdp_reshard_after_forward": features.reshard_after_forward,
+    }
+
+
+def under(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """By `section.name`."""
+    return {f"{section}.{name}": value for name, value in values.items()}

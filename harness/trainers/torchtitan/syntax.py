@@ -1,0 +1,97 @@
+"""What a file of torchtitan's defines and calls, by its syntax: nothing of it is imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Fact = Callable[[ast.Module], bool]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@functools.lru_cache(maxsize=256)
+def holds(fact: Fact, text: str) -> bool:
+    """Of a file's text. Raises SyntaxError."""
+    return fact(_parsed(text))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def a_function(name: str, parameter: str) -> Fact:
+    """It defines a function of that name with that parameter."""
+    return lambda tree: any(each.name == name and parameter in _parameters(each) for each in _all(tree, *FUNCTIONS))
+
+
+def a_parameter(name: str) -> Fact:
+    return lambda tree: any(name in _parameters(each) for each in _all(tree, *FUNCTIONS))
+
+
+def a_class(name: str) -> Fact:
+    return lambda tree: any(each.name == name for each in _all(tree, ast.ClassDef))
+
+
+def a_field(name: str) -> Fact:
+    """A class has an annotated attribute of that name."""
+    return lambda tree: any(
+        isinstance(each, ast.AnnAssign) and _dotted(each.target) == name
+        for owner in _all(tree, ast.ClassDef)
+        for each in owner.body
+    )
+
+
+def an_attribute(name: str) -> Fact:
+    """It looks up an attribute of that name."""
+    return lambda tree: any(each.attr == name for each in _all(tree, ast.Attribute))
+
+
+def an_import(name: str) -> Fact:
+    return lambda tree: any(each.name == name for each in _all(tree, ast.alias))
+
+
+def a_call(name: str) -> Fact:
+    """It calls something by that name, dots included."""
+    return lambda tree: any(_dotted(each.func) == name for each in _all(tree, ast.Call))
+
+
+def a_keyword(name: str) -> Fact:
+    """It passes an argument by that name."""
+    return lambda tree: any(each.arg == name for each in _all(tree, ast.keyword))
+
+
+def a_list(*items: str) -> Fact:
+    return lambda tree: any(tuple(map(_dotted, each.elts)) == items for each in _all(tree, ast.List))
+
+
+def called_always(*names: str) -> Fact:
+    """A function calls one of these in its body itself, below no condition."""
+    return lambda tree: any(
+        isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) and _dotted(each.value.func) in names
+        for function in _all(tree, *FUNCTIONS)
+        for each in function.body
+    )
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of a name or of attributes of one; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _parameters(function: Any) -> set[str]:
+    given = function.args
+    return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+
+
+def _all(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[Any]:
+    return (node for node in _nodes(tree) if isinstance(node, kinds))
+
+
+@functools.lru_cache(maxsize=64)
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))

@@ -1,0 +1,34 @@
+"""torchtitan from 2025-03 to 2026-02 (0.1.0 to 0.2.2): `Trainer(job_config).train()`, its parts in a TrainSpec."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from harness.spec.case import Case
+from harness.trainers.support.weights import load_weights
+from harness.trainers.torchtitan import job_config
+from harness.trainers.torchtitan.data_loader import Inputs, Samples
+from harness.trainers.torchtitan.source import Source
+from harness.trainers.torchtitan.trainer import TitanTrainer, no_sleep
+
+
+def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
+    train = importlib.import_module("torchtitan.train")
+    no_sleep("torchtitan.train")
+    specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
+    trainer = train.Trainer(job_config.configured(train.JobConfig(), case))
+    train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` requests it
+    load_weights(trainer.model_parts, case, weights, source.era.fqn)
+    return TitanTrainer(trainer, case)
+
+
+def specify(specs: Any, case: Case, inputs: type[Samples]) -> None:
+    """Whatever TrainSpec is looked up has the case's sizes and samples."""
+    original = specs.get_train_spec
+
+    def loader(dp_world_size: int, dp_rank: int, **_: Any) -> Samples:
+        return inputs(case, dp_world_size, dp_rank, lambda: None)
+
+    specs.get_train_spec = lambda name: job_config.specified(original(name), case, loader)

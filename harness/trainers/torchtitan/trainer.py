@@ -1,0 +1,52 @@
+"""torchtitan's class Trainer, since 2025-03, as the trainer that is driven."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from harness.spec.case import Case
+from harness.trainers import Metrics
+from harness.trainers.torchtitan import metrics
+
+
+class TitanTrainer:
+    """harness.trainers.StartedTrainer around torchtitan's Trainer."""
+
+    def __init__(self, trainer: Any, case: Case) -> None:
+        self.model_parts: list[nn.Module] = trainer.model_parts
+        self.metrics: list[Metrics] = []
+        self._trainer, self._case = trainer, case
+        metrics.note_processor(
+            trainer.metrics_processor, self.metrics, lambda: getattr(trainer, "pp_has_last_stage", True)
+        )
+
+    def train(self, last_step: int) -> None:
+        """Its loop ends after the last step that it was configured for."""
+        if last_step != self._case.training.steps:
+            self._trainer.config.training.steps = last_step
+        self._trainer.train()
+
+    def save(self, folder: Path) -> object:
+        checkpointer = self._trainer.checkpointer
+        checkpointer.folder, checkpointer.load_only, checkpointer.interval = str(folder), False, 1
+        return checkpointer.save(self._trainer.step)
+
+    def resume(self, folder: Path) -> None:
+        """As `train` does it, which then finds nothing in the folder that it is left with."""
+        checkpointer = self._trainer.checkpointer
+        usual, checkpointer.folder = checkpointer.folder, str(folder)
+        if not checkpointer.load():
+            raise ValueError(f"{folder}: no complete checkpoint there")
+        checkpointer.folder = usual
+
+
+def no_sleep(module: str) -> None:
+    """torchtitan's rank 0 sleeps two seconds at the end, for the others."""
+    found = importlib.import_module(module)
+    found.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]

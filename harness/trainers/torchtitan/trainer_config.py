@@ -1,0 +1,143 @@
+"""torchtitan since 2026-02-23, with 0.3.0: `Trainer(config).train()`, with configurations as objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.spec.case import Case
+from harness.spec.features import LOOPED
+from harness.trainers.support import float64
+from harness.trainers.support.weights import load_weights
+from harness.trainers.torchtitan import cpu, model_config, options
+from harness.trainers.torchtitan.data_loader import Inputs, Microbatches, Rows
+from harness.trainers.torchtitan.eras import Era
+from harness.trainers.torchtitan.loss import show_loss
+from harness.trainers.torchtitan.source import Source, chunks_of
+from harness.trainers.torchtitan.trainer import TitanTrainer, no_sleep
+
+NORMS = r"norm\.weight$"
+
+
+class Built:
+    """Stands in a configuration for a component, whose builder it is."""
+
+    def __init__(self, component: Any) -> None:
+        self.component = component
+
+    def build(self, **_: Any) -> Any:
+        return self.component(**_) if callable(self.component) else self.component
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
+    no_sleep("torchtitan.trainer")
+    if source.era.flat and device == "cpu":
+        cpu.attend_densely()
+    float64.widen(case.training.dtype, "torchtitan.components.loss")  # where gradients of chunks are collected
+    trainer = configuration(case, source.era).build()
+    load_weights(trainer.model_parts, case, weights, source.era.fqn)
+    show_loss(trainer.loss_fn)
+    return TitanTrainer(trainer, case)
+
+
+def configuration(case: Case, era: Era) -> Any:
+    """torchtitan's own for its debug model, with the case's values."""
+    from torchtitan.components import loss
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    TORCH_DTYPE_MAP["float64"] = torch.float64
+    config = llama3_debugmodel()
+    config.model_spec.model = model_config.sized(case, flat=era.flat)
+    if hasattr(config, "loss"):
+        if chunks_of(case, era) == 1:
+            config.loss = loss.CrossEntropyLoss.Config()
+        model_config.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
+    config.optimizer = adamw(case)
+    inputs = Rows if era.flat else Microbatches if era.fed_microbatches else Inputs
+    config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
+    config.tokenizer = Built(None)
+    for name, value in given(case).items():
+        section, _, key = name.rpartition(".")
+        model_config.put(getattr(config, section) if section else config, **{key: value})
+    if getattr(config.parallelism, "spmd_backend", "default") == "spmd_types":  # which needs a newer torch
+        config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
+    return config
+
+
+def adamw(case: Case) -> Any:
+    """With a group of its own, which matches first, for norms that are not decayed."""
+    from torchtitan.components import optimizer
+
+    config = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)(lr=case.training.lr)
+    if case.training.decay == "matrices":
+        (whole,) = config.param_groups
+        undecayed = {**whole.optimizer_kwargs, "weight_decay": 0.0}
+        config.param_groups.insert(0, dataclasses.replace(whole, pattern=NORMS, optimizer_kwargs=undecayed))
+    return config
+
+
+def checkpointing(kind: str) -> Any:
+    """Of a class each since 2026-06-15, before of one with modes."""
+    from torchtitan.config import configs
+    from torchtitan.distributed import activation_checkpoint
+
+    if hasattr(configs, "ActivationCheckpointConfig"):
+        mode = {"none": "none", "full": "full", "op": "selective"}[kind]
+        return model_config.known(configs.ActivationCheckpointConfig, mode=mode, selective_ac_option="op")
+    return {
+        "none": lambda: None,
+        "full": lambda: activation_checkpoint.FullAC.Config(),
+        "op": lambda: activation_checkpoint.SelectiveAC.Config(),
+    }[kind]()
+
+
+def stages(case: Case) -> list[list[str]] | None:
+    """What each stage holds, cut by torchtitan's own function. None: it counts one or two stages a rank itself.
+
+    Told how many layers a stage has it could not make six stages of seven layers.
+    """
+    usual = 2 if case.features.schedule in LOOPED else 1
+    if case.dims.pp == 1 or case.stages_per_rank == usual:
+        return None
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    return _generate_llm_fqn_per_model_part(case.n_stages, case.model.n_layers, 0, 0)
+
+
+def given(case: Case) -> dict[str, Any]:
+    """By `section.name`, or the name of what is in no section."""
+    tokens = {
+        "num_tokens_per_microbatch_per_dp_rank": case.local_batch * case.training.seq_len,
+        "num_tokens_per_train_step": case.training.global_batch * case.training.seq_len,
+        "max_context_length": case.training.seq_len,
+        "disable_cuda_graphs": True,
+    }
+    pipeline = {
+        "num_pp_microbatches": case.microbatches,
+        "module_fqns_per_model_part": stages(case),
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+        "enable_sequence_parallel": case.features.sequence_parallel,
+    }
+    return {
+        "activation_checkpoint": checkpointing(case.features.activation_checkpointing),
+        "dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
+        **options.under("training", options.training(case) | tokens),
+        **options.under("parallelism", options.parallelism(case) | pipeline),
+        "metrics.log_freq": 1,
+        "checkpoint.enable": bool(case.resume or case.last_step),
+        "checkpoint.load_only": True,  # but for `save`
+        "checkpoint.folder": f"none_of_{os.getpid()}",
+        "validator.enable": False,
+        "comm.trace_buf_size": 0,
+        "debug.enable_structured_logging": False,
+    }
