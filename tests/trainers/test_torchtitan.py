@@ -25,7 +25,7 @@ from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
 from harness.spec.traits import settled
-from harness.trainers.torchtitan import source
+from harness.trainers.torchtitan import source, syntax
 from harness.trainers.torchtitan.job_config import configured, stages
 from reference.config import ModelConfig, RopeScaling, TrainingConfig
 
@@ -186,6 +186,26 @@ def release(tmp_path: Path) -> Path:
     (tmp_path / "torchtitan" / "models" / "llama3" / "config_registry.py").touch()
     (tmp_path / "torchtitan" / "trainer.py").write_text("class Trainer:\n    num_pipeline_parallel_microbatches: int\n")
     return tmp_path
+
+
+def test_what_a_comment_or_a_string_says_is_no_fact_of_a_version(middle: Path) -> None:
+    (middle / "torchtitan" / "train.py").write_text(
+        'class Trainer:\n    """gradient_accumulation_steps: int"""\n    # gradient_accumulation_steps: int\n'
+    )
+    assert "accumulation" not in source.find(str(middle)).era.features
+
+
+def test_what_is_called_below_a_condition_is_not_always_called() -> None:
+    always = syntax.called_always("apply_fsdp")
+    assert syntax.holds(always, "def parallelize(model):\n    apply_fsdp(model)\n")
+    assert not syntax.holds(always, "def parallelize(model):\n    if sharded:\n        apply_fsdp(model)\n")
+
+
+def test_a_file_that_is_no_python_is_a_reason(middle: Path) -> None:
+    script = middle / "torchtitan" / "train.py"
+    script.write_text("class Trainer(\n")
+    reason = trainers.load(f"torchtitan@{middle}").unsupported(case())
+    assert reason == f"{script}: cannot be parsed: '(' was never closed, line 1"
 
 
 def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:

@@ -15,6 +15,7 @@ class TrainingFunction:
     def __init__(self, function: Callable[[TrainingFunction], None]) -> None:
         self._ready, self._go = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._waited = False
         self._thread = threading.Thread(target=self._run, args=(function,), name="trainer", daemon=True)
 
     def set_up(self) -> None:
@@ -23,7 +24,7 @@ class TrainingFunction:
         self._ready.wait()
         if self._error is not None:
             raise self._error
-        if not self._thread.is_alive():
+        if not self._waited:
             raise RuntimeError("the trainer ended before its first step")
 
     def train(self) -> None:
@@ -35,6 +36,7 @@ class TrainingFunction:
 
     def wait(self) -> None:
         """To be called by the function itself."""
+        self._waited = True
         self._ready.set()
         self._go.wait()
 

@@ -1,0 +1,58 @@
+"""What adapters share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.trainers.support.names import pairs, renamed
+from harness.trainers.support.samples import rank_samples
+from harness.trainers.support.training_function import TrainingFunction
+from reference.config import TrainingConfig
+from reference.data import build_dataset
+
+
+def test_names_are_told_part_by_part_and_others_stay() -> None:
+    table = pairs("blocks=layers q=attention.wq")
+    assert renamed("blocks.0.q.weight", table) == "layers.0.attention.wq.weight"
+    assert renamed("q_norm.weight", table) == "q_norm.weight"
+
+
+@pytest.mark.parametrize(("step", "length"), [(1, 32), (2, 16)])
+def test_ranks_have_every_sample_of_a_step_between_them_once(step: int, length: int) -> None:
+    case = Case("any", "a test", ParallelDims(dp_shard=4), training=TrainingConfig(seq_len=32, variable_length=True))
+    dataset = build_dataset(case.training, case.model)
+    (tokens, labels), ranks = (
+        rank_samples(case, dataset, step),
+        [rank_samples(case, dataset, step, r, 4) for r in range(4)],
+    )
+    assert tokens.shape == labels.shape == (case.training.global_batch, length)
+    for which, whole in enumerate((tokens, labels)):
+        assert torch.equal(torch.stack([rank[which] for rank in ranks], 1).flatten(0, 1), whole)
+
+
+def test_a_training_function_stops_where_it_waits_and_goes_on() -> None:
+    seen = []
+
+    def train(function: TrainingFunction) -> None:
+        seen.append("set up")
+        function.wait()
+        seen.append("trained")
+
+    function = TrainingFunction(train)
+    function.set_up()
+    assert seen == ["set up"]
+    function.train()
+    assert seen == ["set up", "trained"]
+
+
+def test_what_a_training_function_raises_is_raised_and_one_that_never_waits_is_told() -> None:
+    def fails(_: TrainingFunction) -> None:
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        TrainingFunction(fails).set_up()
+    with pytest.raises(RuntimeError, match="ended before its first step"):
+        TrainingFunction(lambda _: None).set_up()
