@@ -17,18 +17,21 @@ def unexplained(trial: Trial, wrong: list[Pair]) -> str:
     off = loss_off(trial)
     if largest < 1e-6 and (off or 0.0) < 1e-6:
         what = f"gradients are off by {largest:.0e} {where}" + (f", the loss of step 1 by {off:.0e}" if off else "")
-        return f"{what}: as by arithmetic in float32, requested {trial.case.training.dtype}"
+        return f"{what}: no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
     if off and (again := _counted_again(trial)):
         return again
     if off:
         told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
         told += _first_wrong_input(trial)
         return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    dims, told = trial.case.dims, f"gradients are wrong {where}: the loss of step 1 is right"
-    if dims.cp > 1 and (dims.dp > 1 or trial.case.passes > 1):  # whose tokens count for what cannot be told then
-        told = f"{told} before anybody divides it, so the mistake is in what each rank divides it by,"
-        return _paired_wrongly(trial, wrong) or f"{told} in backward or after it"
-    return _paired_wrongly(trial, wrong) or f"{told}, so the mistake is in backward or after it"
+    return _paired_wrongly(trial, wrong) or f"gradients are wrong {where}, {_matching_loss(trial)}"
+
+
+def _matching_loss(trial: Trial) -> str:
+    """Said of gradients that are the first to be wrong."""
+    dims, bound = trial.case.dims, f"the loss of step 1 matches within {trial.bounds.loss[1]:.0e}"
+    undivided = dims.cp > 1 and (dims.dp > 1 or trial.case.passes > 1)  # whose tokens count for what is not seen then
+    return bound + (", summed over tokens; what each rank divides it by is not seen" if undivided else "")
 
 
 def _first_wrong_input(trial: Trial) -> str:

@@ -327,7 +327,7 @@ def rotation_never_set(fired: Fired) -> None:
     bug="of the family of N03: torch's default for ring attention (_cp_options.convert_to_f32), whatever the model's dtype",
     case="cp_2",
     caught_by="traffic loss gradients",
-    named="as by arithmetic in float32, requested float64",
+    named="no more than arithmetic in float32 rounds, requested float64",
 )
 def ring_merges_in_float32(fired: Fired) -> None:
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
