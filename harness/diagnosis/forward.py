@@ -24,7 +24,7 @@ def unexplained(trial: Trial, wrong: list[Pair]) -> str:
         told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
         told += _first_wrong_input(trial)
         return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    return _paired_wrongly(trial, wrong) or f"gradients are wrong {where}, {_matching_loss(trial)}"
+    return _paired_wrongly(trial, wrong) or f"gradients are wrong {where}: {_matching_loss(trial)}"
 
 
 def _matching_loss(trial: Trial) -> str:

@@ -93,7 +93,7 @@ def test_gradients_wrong_in_some_parameters_by_no_factor() -> None:
     expect(
         jolted(fsdp_4(), 0.3, NORM, EMBEDDING),
         """\
-gradients are wrong in 2 of 12 parameters (tok_embeddings.weight, norm.weight), the loss of step 1 matches within 1e-14
+gradients are wrong in 2 of 12 parameters (tok_embeddings.weight, norm.weight): the loss of step 1 matches within 1e-14
   gradients: rank 0, step 1, tok_embeddings.weight: 1.087 times the reference's by best fit
   gradients: rank 1, step 1, tok_embeddings.weight: 1.032 times the reference's by best fit
   loss: equal to the reference exactly: a loss-curve test passes here""",
