@@ -22,9 +22,12 @@ from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
 from harness.evidence.records import (
     Activity,
     AfterForward,
+    Attention,
+    Call,
     Collective,
     Exit,
     Group,
+    Matmul,
     Microbatch,
     RankEvidence,
     Resumed,
@@ -232,14 +235,14 @@ def _activity(case: Case) -> Activity:
     """The calls and matmuls of the tiny model's one layer, whose seven matmuls and the output's count twice in backward."""
     passes, dtype = case.passes, case.training.compute_dtype or case.training.dtype
     kind, compiled = case.features.activation_checkpointing, case.features.compile
-    calls = {"forward ": passes}
-    calls |= {} if compiled else {"forward layers.0": passes, "forward layers.0.attention.wq": passes}
-    recomputed = kind in ("full", "op")
-    calls |= {"backward layers.0": passes, "backward layers.0.ffn_norm": passes} if recomputed and not compiled else {}
+    calls = {Call("forward", ""): passes}
+    calls |= {} if compiled else {Call("forward", "layers.0"): passes, Call("forward", "layers.0.attention.wq"): passes}
+    recomputed = ("layers.0", "layers.0.ffn_norm") if kind in ("full", "op") and not compiled else ()
+    calls |= {Call("backward", fqn): passes for fqn in recomputed}
     again = {"full": 6, "op": 3}.get(kind, 0)
-    matmuls = {f"forward {dtype}": 8 * passes, f"backward {dtype}": (16 + again) * passes}
-    attention = {"forward attention": passes, "backward attention_backward": passes}
-    attention |= {"backward attention": passes} if kind == "full" else {}
+    matmuls = {Matmul("forward", dtype): 8 * passes, Matmul("backward", dtype): (16 + again) * passes}
+    attention = {Attention("forward", "attention"): passes, Attention("backward", "attention_backward"): passes}
+    attention |= {Attention("backward", "attention"): passes} if kind == "full" else {}
     attention = attention if case.dims.cp == 1 else {}
     return Activity(calls, matmuls, attention, {"forward": 2 * passes} if case.model.dropout else {})
 

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.evidence.records import StepEvidence
+from harness.evidence.records import Attention, QuantizedMatmul, StepEvidence
 from harness.judge.result import Finding, Result, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -102,8 +102,7 @@ def layers_of(trial: Trial, rank: int) -> list[int]:
 
 def recomputations(step: StepEvidence) -> dict[str, int]:
     """How often each module was called inside backward."""
-    called = step.activity.calls.items()
-    return {key.removeprefix("backward "): count for key, count in called if key.startswith("backward ")}
+    return {call.fqn: count for call, count in step.activity.calls.items() if call.phase == "backward"}
 
 
 def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
@@ -125,8 +124,8 @@ def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
     """Matmuls of a phase by dtype."""
     counted = Counter[str]()
     for key, count in step.activity.matmuls.items():
-        if key.startswith(f"{phase} "):
-            counted[key.removeprefix(f"{phase} ")] += count
+        if key.phase == phase:
+            counted[key.dtype] += count
     return counted
 
 
@@ -172,6 +171,8 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 # ---- attention
 
+FUSED = Attention("forward", "attention")
+
 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
@@ -180,9 +181,9 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
     again = 0 if case.features.activation_checkpointing == "op" else again
     where = f"rank {rank}, step {step.step}, attention"
-    yield _expect(f"{where} in forward", forward, seen.get("forward attention", 0))
-    yield _expect(f"{where} recomputed", again, seen.get("backward attention", 0))
-    yield _expect(f"{where}'s gradients", forward, seen.get("backward attention_backward", 0))
+    yield _expect(f"{where} in forward", forward, seen.get(FUSED, 0))
+    yield _expect(f"{where} recomputed", again, seen.get(Attention("backward", "attention"), 0))
+    yield _expect(f"{where}'s gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_matmuls(step), case.passes * len(trial.plan.stages[rank])
     where = f"rank {rank}, step {step.step}, batched matmuls"
     yield None if batched <= most else Finding(where, f"at most {most}", str(batched))
@@ -193,7 +194,7 @@ def fused_in_forward(trial: Trial, rank: int) -> int:
 
 
 def batched_matmuls(step: StepEvidence) -> int:
-    return sum(count for key, count in step.activity.attention.items() if key.endswith("batched matmul"))
+    return sum(count for key, count in step.activity.attention.items() if key.kind == "batched matmul")
 
 
 def attention_is_fused(trial: Trial) -> bool:
@@ -203,7 +204,7 @@ def attention_is_fused(trial: Trial) -> bool:
     """
     if trial.traits.attention == "fused" and has_fused_kernel(trial):
         return True
-    return any(step.activity.attention.get("forward attention") for _, step, _ in trial.steps())
+    return any(step.activity.attention.get(FUSED) for _, step, _ in trial.steps())
 
 
 def has_fused_kernel(trial: Trial) -> bool:
@@ -236,8 +237,8 @@ def matmuls_beside(step: StepEvidence) -> int:
 
 def blocks_beside(step: StepEvidence) -> int:
     """Calls of blocks, and of what is in them, outside of forward and backward."""
-    calls = (key.partition(" ") + (count,) for key, count in step.activity.calls.items())
-    return sum(count for phase, _, fqn, count in calls if phase in BESIDE and fqn.startswith("layers."))
+    calls = step.activity.calls.items()
+    return sum(count for call, count in calls if call.phase in BESIDE and call.fqn.startswith("layers."))
 
 
 def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
@@ -264,8 +265,9 @@ HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torc
 
 def foreign_hooks(step: StepEvidence) -> list[str]:
     """Whose hooks were put on tensors saved for backward, besides those of recomputation."""
-    owners = {key.partition(" ")[2] for key in step.activity.saved}
-    return sorted(owner.replace(" ", ".") for owner in owners if not owner.startswith(HOOKS_OF))
+    return sorted(
+        {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
+    )
 
 
 def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
@@ -291,22 +293,22 @@ def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         return
     wanted = _planned_products(trial, rank, seen)
     for key in sorted(wanted | seen):
-        phase, fqn, format = key.split(" ")
-        where = f"rank {rank}, step {step.step}, {format} matmuls of {fqn} in {phase}"
+        where = f"rank {rank}, step {step.step}, {key.format} matmuls of {key.fqn} in {key.phase}"
         yield _expect(where, wanted.get(key, 0), seen.get(key, 0))
 
 
-def _planned_products(trial: Trial, rank: int, seen: dict[str, int]) -> dict[str, int]:
+def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
     """Recomputation may repeat the forward matmul; it stops where nobody needs the rest."""
     case, layers, again = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
-    wanted: dict[str, int] = {}
+    wanted: dict[QuantizedMatmul, int] = {}
     for fqn in trial.plan.quantized:
         format, backward = QUANTIZED_PRODUCTS[case.training.quantize or ""]
         layer = int(fqn.split(".")[1])
         if layer in layers:
-            repeated = layer in again and seen.get(f"backward {fqn} {format}") == (backward + 1) * case.passes
-            wanted[f"forward {fqn} {format}"] = case.passes
-            wanted[f"backward {fqn} {format}"] = (backward + repeated) * case.passes
+            in_backward = QuantizedMatmul("backward", fqn, format)
+            repeated = layer in again and seen.get(in_backward) == (backward + 1) * case.passes
+            wanted[QuantizedMatmul("forward", fqn, format)] = case.passes
+            wanted[in_backward] = (backward + repeated) * case.passes
     return wanted
 
 
@@ -317,7 +319,8 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Each module of a block is called once a pass; of a compiled block none is."""
     wanted = 0 if trial.case.features.compile else trial.case.passes
     for layer in layers_of(trial, rank):
-        inside = {count for key, count in step.activity.calls.items() if key.startswith(f"forward layers.{layer}.")}
+        calls = ((call, n) for call, n in step.activity.calls.items() if call.phase == "forward")
+        inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
         where = f"rank {rank}, step {step.step}, calls of each module of layers.{layer}"
         yield _expect(
             where, wanted, " or ".join(map(str, sorted(inside))) if len(inside) > 1 else max(inside, default=0)

@@ -14,8 +14,7 @@ def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Random numbers of a recomputation that are not those of forward. Told by the generator's state, seen from step 2 on."""
     steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
     drawn = any(step.activity.random.get("backward") for step in steps)
-    words = "other state "
-    other = {key.removeprefix(words) for step in steps for key in step.activity.random if key.startswith(words)}
+    other = {fqn for step in steps for fqn in step.activity.other_states}
     if not (drawn and other and "gradients" in broken):
         return None
     blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
@@ -38,7 +37,7 @@ def _quantization(trial: Trial) -> str | None:
     """Modules that ran in 8 bits and should not, or that should and did not."""
     recipe, wanted = trial.case.training.quantize, set(trial.plan.quantized)
     keys = {key for evidence in trial.ranks.values() for step in evidence.steps for key in step.activity.quantized}
-    ran = {fqn: kind for _, fqn, kind in map(str.split, sorted(keys))}
+    ran = {key.fqn: key.format for key in sorted(keys)}
     if trial.case.features.compile or set(ran) == wanted:
         return None
     if not ran:
@@ -67,7 +66,7 @@ def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "features" not in broken:
         return None
     for rank, step, _ in trial.steps():
-        seen = step.activity.attention.get("forward attention", 0)
+        seen = step.activity.attention.get(features.FUSED, 0)
         layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
         if seen not in (0, layers):
             often = f"{seen / layers:.4g} times in forward (rank {rank}, step {step.step})"
@@ -81,7 +80,7 @@ def _fallback(trial: Trial) -> str | None:
     if not features.attention_is_fused(trial):
         return None
     for rank, step, _ in trial.steps():
-        seen, wanted = step.activity.attention.get("forward attention", 0), features.fused_in_forward(trial, rank)
+        seen, wanted = step.activity.attention.get(features.FUSED, 0), features.fused_in_forward(trial, rank)
         if seen < wanted and (batched := features.batched_matmuls(step)):
             told = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
             return f"attention falls back to plain matmuls: {told} (rank {rank}, step {step.step})"

@@ -16,6 +16,7 @@ from harness.judge.traffic import still_gathered
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
 from harness.plan.make_plan import make_plan
+from harness.spec.case import Case
 
 
 def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -64,7 +65,14 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     if _is_one_unit(trial):
         told = [f"{told[0]}: the whole model is one {trial.case.wrapper} unit, no block is one of its own"]
     policy = trial.case.features.reshard_after_forward
-    other = next((value for value in _other_policies(trial) if _fits(trial, value)), None)
+    other = next(
+        (
+            value
+            for value in _other_policies(trial.case, left_open=trial.plan.observed is not None)
+            if _fits(trial, value)
+        ),
+        None,
+    )
     force = f"reshard_after_forward {policy} is requested" + (f", {other} is observed" if other else "")
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
@@ -122,10 +130,9 @@ def _kept_otherwise(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _other_policies(trial: Trial) -> Iterator[str | int]:
+def _other_policies(case: Case, *, left_open: bool = False) -> Iterator[str | int]:
     """Where units are the trainer's choice the default is whatever it does, and explains nothing."""
-    case, policies = trial.case, list[str | int](["always", "never"])
-    policies[:0] = [] if trial.plan.observed is not None else ["default"]
+    policies: list[str | int] = ["always", "never"] if left_open else ["default", "always", "never"]
     if case.wrapper == "fsdp2":
         policies += [ways for ways in range(2, case.shards) if case.shards % ways == 0]
     yield from (policy for policy in policies if policy != case.features.reshard_after_forward)

@@ -30,6 +30,8 @@ def fields_digest(kind: type) -> str:
 def _fields(kind: Any) -> list[Any]:
     if dataclasses.is_dataclass(kind):
         return [kind.__name__, *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]  # type: ignore[union-attr]
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        return [kind.__name__, *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]
     origin = typing.get_origin(kind) or kind
     name = "|" if origin in (types.UnionType, typing.Union) else getattr(origin, "__qualname__", str(origin))
     return [name, *map(_fields, typing.get_args(kind))]

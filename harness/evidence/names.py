@@ -15,11 +15,6 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     def keys(found: dict[str, T]) -> dict[str, T]:
         return {fqn(name): value for name, value in found.items()}
 
-    def counted(counts: dict[str, int], *, at: int = 1) -> dict[str, int]:
-        """The name is word `at` of a key that has so many words."""
-        told = ((key.split(" "), count) for key, count in counts.items())
-        return {" ".join([*w[:at], *map(fqn, w[at : at + 1]), *w[at + 1 :]]): count for w, count in told}
-
     steps = tuple(
         dataclasses.replace(
             step,
@@ -28,9 +23,9 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
             optimizer_state=keys(step.optimizer_state),
             activity=dataclasses.replace(
                 step.activity,
-                calls=counted(step.activity.calls),
-                quantized=counted(step.activity.quantized),
-                random=counted(step.activity.random, at=2),
+                calls={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.calls.items()},
+                quantized={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.quantized.items()},
+                other_states=keys(step.activity.other_states),
                 inputs=keys(step.activity.inputs),
             ),
             changed=None if step.changed is None else keys(step.changed),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,28 +79,58 @@ class Microbatch:
     chunks: tuple[int, ...] = ()
 
 
+class Call(NamedTuple):
+    """Of a module's forward, from Python: in backward it is a recomputation."""
+
+    phase: str
+    fqn: str
+
+
+class Matmul(NamedTuple):
+    phase: str
+    dtype: str
+
+
+class Attention(NamedTuple):
+    """kind: fused ("attention"), its backward ("attention_backward"), or a "batched matmul"."""
+
+    phase: str
+    kind: str
+
+
+class QuantizedMatmul(NamedTuple):
+    """One of a module's that ran in 8 bits."""
+
+    phase: str
+    fqn: str
+    format: str
+
+
+class SavedTensorsHook(NamedTuple):
+    """Put on the tensors that autograd saves for backward. owner: the class or function of this Python module that it is of."""
+
+    phase: str
+    module: str
+    owner: str
+
+
 @dataclass(frozen=True)
 class Activity:
-    """What a rank computed in a step, counted. Keys are words with a blank between them.
+    """What a rank computed in a step, counted.
 
-    calls: "phase fqn", forward calls of a module from Python; "backward layers.0" is its recomputation.
-    matmuls: "phase dtype", matmuls of that dtype. attention: "phase kind", fused attention ("attention"), its
-    backward ("attention_backward") and batched matmuls ("batched matmul").
-    quantized: "phase fqn format", matmuls of a module's that ran in 8 bits: "forward layers.0.attention.wq float8_rowwise".
-    random: "phase", operators that drew random numbers, and "other state fqn", recomputations that began with another state
-    of the generator than forward.
-    inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in forward, and how many numbers it was.
-    saved: "phase owner", how often hooks were put on the tensors that autograd saves for backward, by the module and class
-    or function that they come from: "forward torch.utils.checkpoint _checkpoint_hook".
+    random: by phase, operators that drew random numbers. other_states: by fqn, recomputations that began with another state
+    of the generator than forward. inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in
+    forward, and how many numbers it was.
     """
 
-    calls: dict[str, int] = field(default_factory=dict)
-    matmuls: dict[str, int] = field(default_factory=dict)
-    attention: dict[str, int] = field(default_factory=dict)
+    calls: dict[Call, int] = field(default_factory=dict)
+    matmuls: dict[Matmul, int] = field(default_factory=dict)
+    attention: dict[Attention, int] = field(default_factory=dict)
     random: dict[str, int] = field(default_factory=dict)
-    quantized: dict[str, int] = field(default_factory=dict)
+    quantized: dict[QuantizedMatmul, int] = field(default_factory=dict)
     inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    saved: dict[str, int] = field(default_factory=dict)
+    saved: dict[SavedTensorsHook, int] = field(default_factory=dict)
+    other_states: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

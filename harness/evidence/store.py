@@ -123,12 +123,17 @@ def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
     if kind is np.ndarray:
         return lambda record, blob: blob.take(*record)
     if origin is dict:
-        read = _reader(args[1])
-        return lambda record, blob: {key: read(item, blob) for key, item in record}
+        read, key_of = _reader(args[1]), _key_reader(args[0])
+        return lambda record, blob: {key_of(key): read(item, blob) for key, item in record}
     if origin is tuple:
         each = _reader(args[0])
         return lambda record, blob: tuple([each(item, blob) for item in record])
     return lambda record, blob: record
+
+
+def _key_reader(kind: Any) -> Callable[[Any], Any]:
+    """Keys are words, or NamedTuples of words, which JSON makes lists of."""
+    return kind._make if hasattr(kind, "_make") else lambda key: key
 
 
 RUN_FILE = "run.json"

@@ -11,14 +11,16 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from harness.evidence.records import Activity
+from harness.evidence.records import Activity, Attention, Call, Matmul
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import local, plain_fqn
+
+K = TypeVar("K")
 
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
 """aten's matmuls, those with `out` called by compiled code -> which argument is the first factor."""
@@ -90,12 +92,12 @@ class ActivityRecorder:
             if (where := self._clock.where()) != self._last:
                 self._last = where
                 self.on_phase()
-            _count(self._now().matmuls, f"{self._clock.phase()} {str(first.dtype).removeprefix('torch.')}")
+            _count(self._now().matmuls, Matmul(self._clock.phase(), str(first.dtype).removeprefix("torch.")))
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_real(args[0]):
-            _count(self._now().attention, f"{self._clock.phase()} {kind}")
+            _count(self._now().attention, Attention(self._clock.phase(), kind))
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _draw(self, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +111,7 @@ class ActivityRecorder:
         if torch.compiler.is_compiling():
             return
         phase = self._clock.phase()
-        _count(self._now().calls, f"{phase} {fqn}")
+        _count(self._now().calls, Call(phase, fqn))
         if self._clock.step == 1 and phase == "forward":
             self._measure(fqn, inputs)
         if self._draws:
@@ -130,7 +132,7 @@ class ActivityRecorder:
         if phase != "backward":
             seen.add(state)
         elif seen and state not in seen:
-            _count(self._now().random, f"other state {fqn}")
+            _count(self._now().other_states, fqn)
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -141,7 +143,7 @@ def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
 
 
-def _count(counts: dict[str, int], key: str, by: int = 1) -> None:
+def _count(counts: dict[K, int], key: K, by: int = 1) -> None:
     counts[key] = counts.get(key, 0) + by
 
 
@@ -149,7 +151,7 @@ def _together(accounts: Iterable[Activity]) -> Activity:
     """Of a step: one for all that surely trained, and one for each pass of which that turned out later."""
     whole = Activity()
     for seen in accounts:
-        for name in ("calls", "matmuls", "attention", "random"):
+        for name in ("calls", "matmuls", "attention", "random", "other_states"):
             for key, count in getattr(seen, name).items():
                 _count(getattr(whole, name), key, count)
         for fqn, measured in seen.inputs.items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.evidence.records import QuantizedMatmul
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import plain_fqn
 
@@ -31,7 +32,7 @@ MM = torch.ops.aten.mm.default
 class QuantizedRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._accounts: dict[Account, Counter[str]] = defaultdict(Counter)
+        self._accounts: dict[Account, Counter[QuantizedMatmul]] = defaultdict(Counter)
         self._module = ""
         self._undo: list[Callable[[], None]] = []
 
@@ -54,8 +55,10 @@ class QuantizedRecorder:
             undo()
         self._undo = []
 
-    def of_step(self, step: int) -> dict[str, int]:
-        return dict(sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[str]()))
+    def of_step(self, step: int) -> dict[QuantizedMatmul, int]:
+        return dict(
+            sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[QuantizedMatmul]())
+        )
 
     def _called(self, fqn: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -66,7 +69,7 @@ class QuantizedRecorder:
 
         @functools.wraps(original)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self._accounts[self._clock.account][f"{self._clock.phase()} {self._module} {_format(args)}"] += 1
+            self._accounts[self._clock.account][QuantizedMatmul(self._clock.phase(), self._module, _format(args))] += 1
             return original(*args, **kwargs)
 
         table[MM] = noted

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from harness.evidence.records import SavedTensorsHook
 from harness.probe.clock import Account, Clock
 
 PUSH = "_push_saved_tensors_default_hooks"
@@ -19,7 +20,7 @@ PUSH = "_push_saved_tensors_default_hooks"
 class SavedTensorsRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._accounts: dict[Account, Counter[str]] = defaultdict(Counter)
+        self._accounts: dict[Account, Counter[SavedTensorsHook]] = defaultdict(Counter)
         self._original: Any = None
 
     def install(self) -> None:
@@ -36,14 +37,16 @@ class SavedTensorsRecorder:
             setattr(torch._C._autograd, PUSH, self._original)
         self._original = None
 
-    def of_step(self, step: int) -> dict[str, int]:
-        return dict(sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[str]()))
+    def of_step(self, step: int) -> dict[SavedTensorsHook, int]:
+        return dict(
+            sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[SavedTensorsHook]())
+        )
 
     def _note(self, pack: Any) -> None:
-        self._accounts[self._clock.account][f"{self._clock.phase()} {owner(pack)}"] += 1
+        self._accounts[self._clock.account][SavedTensorsHook(self._clock.phase(), *owner(pack))] += 1
 
 
-def owner(hook: Any) -> str:
+def owner(hook: Any) -> tuple[str, str]:
     """Its module, and the outermost class or function that it is defined in."""
     named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return f"{named.__module__} {named.__qualname__.partition('.')[0]}"
+    return named.__module__, named.__qualname__.partition(".")[0]

@@ -10,6 +10,7 @@ from checked import cause, found, with_activity
 from literal import ADAMW, APART, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 
 from harness.diagnosis import diagnose
+from harness.evidence.records import Call, Matmul, SavedTensorsHook
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
@@ -46,7 +47,10 @@ def to_the_end(trial: Trial) -> Trial:
         for step in evidence.steps:
             seen = step.activity.matmuls
             trial = with_activity(
-                trial, rank, step.step, matmuls=seen | {"backward float64": seen["backward float64"] + 1}
+                trial,
+                rank,
+                step.step,
+                matmuls=seen | {Matmul("backward", "float64"): seen[Matmul("backward", "float64")] + 1},
             )
     return trial
 
@@ -71,8 +75,10 @@ def test_every_second_block_begins_with_the_second_so_that_a_single_block_is_lef
 
 def test_a_block_recomputed_in_one_step_of_three_is_not_enough() -> None:
     trial = trial_of(tiny_case("fsdp_2", activation_checkpointing="full"))
-    calls = {"forward layers.0.attention.wq": 1}
-    trial = with_activity(trial, 1, 2, calls=calls, matmuls={"forward float64": 8, "backward float64": 16})
+    calls = {Call("forward", "layers.0.attention.wq"): 1}
+    trial = with_activity(
+        trial, 1, 2, calls=calls, matmuls={Matmul("forward", "float64"): 8, Matmul("backward", "float64"): 16}
+    )
     assert found(trial) == [
         Finding("rank 1, step 2, recomputations of layers.0", "1", "0"),
         Finding("rank 1, step 2, matmuls recomputed in backward", "6", "0"),
@@ -86,7 +92,7 @@ def test_fused_projections_change_the_number_of_products_and_break_nothing() -> 
     trial = trial_of(tiny_case("fsdp_2", activation_checkpointing="full"))
     for rank in trial.ranks:
         for step in (1, 2, 3):
-            fused = {"forward float64": 6, "backward float64": 16}
+            fused = {Matmul("forward", "float64"): 6, Matmul("backward", "float64"): 16}
             trial = with_activity(trial, rank, step, matmuls=fused)
     assert found(trial) == []
 
@@ -136,7 +142,12 @@ def test_gradients_reduced_in_another_dtype_are_seen() -> None:
 
 
 def test_products_in_another_dtype_are_seen() -> None:
-    trial = with_activity(trial_of(tiny_case("single")), 0, 3, matmuls={"forward float64": 8, "backward float32": 16})
+    trial = with_activity(
+        trial_of(tiny_case("single")),
+        0,
+        3,
+        matmuls={Matmul("forward", "float64"): 8, Matmul("backward", "float32"): 16},
+    )
     assert found(trial) == [Finding("rank 0, step 3, matmuls' dtype", "float64", "float32 and float64")]
 
 
@@ -149,7 +160,7 @@ def test_dropout_is_seen_by_the_random_numbers_it_draws(asked: float, really: fl
 
 def test_recomputation_that_began_with_another_random_state_explains_wrong_gradients() -> None:
     case = tiny_case("single", model=replace(TINY, dropout=0.1), activation_checkpointing="full")
-    trial = with_activity(trial_of(case), 0, 2, random={"forward": 2, "backward": 2, "other state layers.0": 1})
+    trial = with_activity(trial_of(case), 0, 2, random={"forward": 2, "backward": 2}, other_states={"layers.0": 1})
     gradients = {fqn: 1.5 * gradient for fqn, gradient in trial.ranks[0].steps[1].gradients.items()}
     trial = with_step(trial, 0, 2, gradients=gradients)
     told = diagnose(trial, [judged("gradients", trial)])
@@ -199,9 +210,11 @@ def test_keys_and_values_go_round_again() -> None:
 
 def test_recomputation_may_put_hooks_on_saved_tensors_and_nobody_else() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
-    hooks = {"forward torch.utils.checkpoint _checkpoint_hook": 1}
+    hooks = {SavedTensorsHook("forward", "torch.utils.checkpoint", "_checkpoint_hook"): 1}
     assert found(with_activity(trial, 0, 1, saved=hooks)) == []
-    trial = with_activity(trial, 1, 2, saved=hooks | {"forward torch.autograd.graph save_on_cpu": 2})
+    trial = with_activity(
+        trial, 1, 2, saved=hooks | {SavedTensorsHook("forward", "torch.autograd.graph", "save_on_cpu"): 2}
+    )
     where = "rank 1, step 2, hooks on tensors saved for backward"
     assert found(trial) == [Finding(where, "none", "torch.autograd.graph.save_on_cpu")]
     told = "activations saved for backward go through torch.autograd.graph.save_on_cpu, which nobody requested"

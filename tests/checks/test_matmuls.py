@@ -20,6 +20,7 @@ from literal import (
 )
 
 from harness.checks.features import QUANTIZED_PRODUCTS
+from harness.evidence.records import Attention, Call, Matmul, QuantizedMatmul
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -31,8 +32,8 @@ def quantized(recipe: str, matmuls: dict[str, int]) -> Trial:
     """One layer; `matmuls` alters what rank 1 did in step 2."""
     trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize=recipe)))
     format, backward = QUANTIZED_PRODUCTS[recipe]
-    right = {f"forward {fqn} {format}": 1 for fqn in trial.plan.quantized}
-    right |= {f"backward {fqn} {format}": backward for fqn in trial.plan.quantized}
+    right = {QuantizedMatmul("forward", fqn, format): 1 for fqn in trial.plan.quantized}
+    right |= {QuantizedMatmul("backward", fqn, format): backward for fqn in trial.plan.quantized}
     for rank in trial.ranks:
         for step in (1, 2, 3):
             trial = with_activity(trial, rank, step, quantized=right)
@@ -45,7 +46,7 @@ def test_products_of_all_blocks_in_the_format_asked_for_pass(recipe: str) -> Non
 
 
 def test_a_module_that_was_left_out_of_the_conversion_is_named() -> None:
-    missing = {f"{phase} layers.0.feed_forward.w2 mxfp8": 0 for phase in ("forward", "backward")}
+    missing = {QuantizedMatmul(phase, "layers.0.feed_forward.w2", "mxfp8"): 0 for phase in ("forward", "backward")}
     assert found(quantized("mxfp8", missing)) == [
         Finding("rank 1, step 2, mxfp8 matmuls of layers.0.feed_forward.w2 in backward", "2", "0"),
         Finding("rank 1, step 2, mxfp8 matmuls of layers.0.feed_forward.w2 in forward", "1", "0"),
@@ -53,7 +54,7 @@ def test_a_module_that_was_left_out_of_the_conversion_is_named() -> None:
 
 
 def test_a_module_that_was_converted_too_is_named() -> None:
-    trial = quantized("float8_rowwise", {"forward output float8_rowwise": 1})
+    trial = quantized("float8_rowwise", {QuantizedMatmul("forward", "output", "float8_rowwise"): 1})
     assert found(trial) == [Finding("rank 1, step 2, float8_rowwise matmuls of output in forward", "0", "1")]
     assert cause(trial) == "float8_rowwise matmuls of output, which nobody requested"
 
@@ -69,10 +70,10 @@ def test_a_conversion_that_did_not_take_place_is_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "finding"),
     [
-        ({"forward attention": 2}, Finding("rank 0, step 1, attention in forward", "1", "2")),
-        ({"backward attention": 1}, Finding("rank 0, step 1, attention recomputed", "0", "1")),
-        ({"backward attention_backward": 2}, Finding("rank 0, step 1, attention's gradients", "1", "2")),
-        ({"forward batched matmul": 2}, Finding("rank 0, step 1, batched matmuls", "at most 1", "2")),
+        ({Attention("forward", "attention"): 2}, Finding("rank 0, step 1, attention in forward", "1", "2")),
+        ({Attention("backward", "attention"): 1}, Finding("rank 0, step 1, attention recomputed", "0", "1")),
+        ({Attention("backward", "attention_backward"): 2}, Finding("rank 0, step 1, attention's gradients", "1", "2")),
+        ({Attention("forward", "batched matmul"): 2}, Finding("rank 0, step 1, batched matmuls", "at most 1", "2")),
     ],
 )
 def test_attention_that_is_done_once_too_often_is_seen(changed: dict[str, int], finding: Finding) -> None:
@@ -85,7 +86,7 @@ def test_attention_is_done_for_each_part_of_the_sequence_that_a_rank_may_look_at
     for balanced, parts in ((True, (2, 2)), (False, (1, 2))):
         trial = trial_of(tiny_case(ParallelDims(cp=2), cp_load_balance=balanced))
         for rank, count in enumerate(parts):
-            right = {"forward attention": count, "backward attention_backward": count}
+            right = {Attention("forward", "attention"): count, Attention("backward", "attention_backward"): count}
             for step in (1, 2, 3):
                 trial = with_activity(trial, rank, step, attention=right)
         assert found(trial) == []
@@ -93,7 +94,7 @@ def test_attention_is_done_for_each_part_of_the_sequence_that_a_rank_may_look_at
             assert len(found(with_activity(trial, rank, 1, attention={key: 3 for key in right}))) == 2
 
 
-MATMULS = {"forward batched matmul": 2, "backward batched matmul": 4}
+MATMULS = {Attention("forward", "batched matmul"): 2, Attention("backward", "batched matmul"): 4}
 
 
 def all_attend(trial: Trial, attention: dict[str, int]) -> Trial:
@@ -105,7 +106,7 @@ def all_attend(trial: Trial, attention: dict[str, int]) -> Trial:
 def test_a_table_of_angles_breaks_nothing() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = trial.ranks[0].steps[0].activity.attention
-    assert found(with_activity(trial, 0, 1, attention=seen | {"forward batched matmul": 1})) == []
+    assert found(with_activity(trial, 0, 1, attention=seen | {Attention("forward", "batched matmul"): 1})) == []
 
 
 def test_a_trainer_whose_attention_is_plain_matmuls_everywhere_is_right() -> None:
@@ -140,7 +141,7 @@ def test_gpus_have_no_fused_attention_in_float64() -> None:
 def test_attention_computed_twice_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = trial.ranks[0].steps[0].activity.attention
-    trial = with_activity(trial, 0, 1, attention=seen | {"forward attention": 2})
+    trial = with_activity(trial, 0, 1, attention=seen | {Attention("forward", "attention"): 2})
     assert cause(trial) == "attention is computed 2 times in forward (rank 0, step 1), once is needed"
 
 
@@ -151,7 +152,7 @@ def test_attention_computed_twice_is_named() -> None:
 def test_a_second_pass_of_the_bare_model_is_named(phase: str) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     record = trial.ranks[0].steps[1].activity
-    matmuls, calls = record.matmuls | {f"{phase} float64": 8}, record.calls | {f"{phase} layers.0": 1}
+    matmuls, calls = record.matmuls | {Matmul(phase, "float64"): 8}, record.calls | {Call(phase, "layers.0"): 1}
     trial = with_activity(trial, 0, 2, matmuls=matmuls, calls=calls)
     assert found(trial) == [Finding("rank 0, step 2, matmuls besides training passes", "0", "8")]
     told = "8 matmuls, some in its blocks, outside of forward and backward (rank 0, step 2)"
@@ -162,22 +163,28 @@ def two_layers(case: dict[str, Any]) -> Trial:
     """Forward without the output's matmul, which a loss does in two chunks: 2 x 7 of blocks, and 2 beside them."""
     trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, n_layers=2)))
     for rank, step in itertools.product(trial.ranks, (1, 2, 3)):
-        calls = {f"forward layers.{layer}": 1 for layer in (0, 1)} | {
-            f"forward layers.{layer}.attention.wq": 1 for layer in (0, 1)
+        calls = {Call("forward", f"layers.{layer}"): 1 for layer in (0, 1)} | {
+            Call("forward", f"layers.{layer}.attention.wq"): 1 for layer in (0, 1)
         }
-        attention = {"forward attention": 2, "backward attention_backward": 2}
+        attention = {Attention("forward", "attention"): 2, Attention("backward", "attention_backward"): 2}
         trial = with_activity(trial, rank, step, calls=calls, attention=attention, **case)
     return trial
 
 
 def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> None:
-    matmuls = {"forward float64": 14, "other float64": 2, "backward float64": 32}
+    matmuls = {Matmul("forward", "float64"): 14, Matmul("other", "float64"): 2, Matmul("backward", "float64"): 32}
     assert found(two_layers({"matmuls": matmuls})) == []
-    assert found(two_layers({"matmuls": matmuls | {"backward float64": 34}})) == []  # the chunks are recomputed
-    fused = {"forward float64": 14, "other float64": 6, "backward float64": 28}  # their gradients are computed at once
+    assert (
+        found(two_layers({"matmuls": matmuls | {Matmul("backward", "float64"): 34}})) == []
+    )  # the chunks are recomputed
+    # gradients of the chunks are computed at once
+    fused = {Matmul("forward", "float64"): 14, Matmul("other", "float64"): 6, Matmul("backward", "float64"): 28}
     assert found(two_layers({"matmuls": fused})) == []
-    assert "recomputed in backward" in found(two_layers({"matmuls": matmuls | {"backward float64": 35}}))[0].where
-    whole = {"forward float64": 15, "other float64": 2, "backward float64": 30}
+    assert (
+        "recomputed in backward"
+        in found(two_layers({"matmuls": matmuls | {Matmul("backward", "float64"): 35}}))[0].where
+    )
+    whole = {Matmul("forward", "float64"): 15, Matmul("other", "float64"): 2, Matmul("backward", "float64"): 30}
     assert "besides" in found(two_layers({"matmuls": whole}))[0].where
 
 
@@ -189,10 +196,10 @@ def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:
         tiny_case("fsdp_2", replace(ADAMW, quantize="float8_rowwise"), activation_checkpointing=kind, model=TWO)
     )
     assert trial.plan.quantized
-    matmuls = {f"forward {fqn} float8_rowwise": 1 for fqn in trial.plan.quantized}
+    matmuls = {QuantizedMatmul("forward", fqn, "float8_rowwise"): 1 for fqn in trial.plan.quantized}
     for fqn in trial.plan.quantized:
         again = repeated and (kind == "full" or fqn.startswith("layers.1."))
-        matmuls[f"backward {fqn} float8_rowwise"] = 3 if again else 2
+        matmuls[QuantizedMatmul("backward", fqn, "float8_rowwise")] = 3 if again else 2
     for rank in trial.ranks:
         for step in trial.ranks[rank].steps:
             trial = with_step(trial, rank, step.step, activity=replace(step.activity, quantized=matmuls))
@@ -211,7 +218,7 @@ def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_n
     assert about_formats(quantized_and_recomputed(True, kind="layer")) == []
     trial = quantized_and_recomputed(False, kind="none")
     step = trial.ranks[0].steps[0]
-    matmuls = step.activity.quantized | {"backward layers.0.attention.wq float8_rowwise": 3}
+    matmuls = step.activity.quantized | {QuantizedMatmul("backward", "layers.0.attention.wq", "float8_rowwise"): 3}
     more = with_step(trial, 0, 1, activity=replace(step.activity, quantized=matmuls))
     where = "rank 0, step 1, float8_rowwise matmuls of layers.0.attention.wq in backward"
     assert Finding(where, "2", "3") in judged("features", more).findings
@@ -220,7 +227,10 @@ def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_n
 def test_modules_of_a_block_that_were_called_differently_often_are_told_together() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     step = trial.ranks[1].steps[0]
-    calls = step.activity.calls | {"forward layers.0.attention.wq": 1, "forward layers.0.attention.wk": 2}
+    calls = step.activity.calls | {
+        Call("forward", "layers.0.attention.wq"): 1,
+        Call("forward", "layers.0.attention.wk"): 2,
+    }
     told = judged("features", with_step(trial, 1, 1, activity=replace(step.activity, calls=calls)))
     assert told.findings == (Finding("rank 1, step 1, calls of each module of layers.0", "1", "1 or 2"),)
 

@@ -20,7 +20,7 @@ from literal import (
 from harness.diagnosis.features import _compile, wrong_features, wrong_masks
 from harness.diagnosis.pipeline import _others
 from harness.diagnosis.reshard import _other_policies, wrong_resharding, wrong_wrapper
-from harness.evidence.records import HeldTensor
+from harness.evidence.records import Call, HeldTensor
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
 
@@ -74,8 +74,8 @@ def recomputing(*blocks: int, asked: str = "layer") -> Trial:
     trial = trial_of(tiny_case("ddp_2", model=THREE, activation_checkpointing=asked))
     for rank, evidence in trial.ranks.items():
         for step in evidence.steps:
-            forward = {key: count for key, count in step.activity.calls.items() if key.startswith("forward")}
-            again = {f"backward layers.{block}.ffn_norm": 1 for block in blocks}
+            forward = {key: count for key, count in step.activity.calls.items() if key.phase == "forward"}
+            again = {Call("backward", f"layers.{block}.ffn_norm"): 1 for block in blocks}
             trial = with_step(trial, rank, step.step, activity=replace(step.activity, calls=forward | again))
     return trial
 
@@ -102,14 +102,15 @@ def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradien
     trial = trial_of(case)
     (first, *_) = trial.ranks[0].steps
 
-    def drawing(random: dict[str, int]) -> Trial:
-        return with_step(trial, 0, 2, activity=replace(first.activity, random=random))
+    def drawing(random: dict[str, int], *other_states: str) -> Trial:
+        activity = replace(first.activity, random=random, other_states=dict.fromkeys(other_states, 1))
+        return with_step(trial, 0, 2, activity=activity)
 
-    other = drawing({"forward": 2, "backward": 2, "other state layers.0": 1, "other state layers.0.attention": 1})
+    other = drawing({"forward": 2, "backward": 2}, "layers.0", "layers.0.attention")
     told = "recomputation of layers.0 began with another random state than forward: its masks are not those that the loss was computed with"
     assert cause_of(wrong_masks(other, broken("gradients"))) == told
     assert wrong_masks(other, broken("features")) is None
-    assert wrong_masks(drawing({"forward": 2, "other state layers.0": 1}), broken("gradients")) is None
+    assert wrong_masks(drawing({"forward": 2}, "layers.0"), broken("gradients")) is None
     assert wrong_masks(drawing({"forward": 2, "backward": 2}), broken("gradients")) is None
 
 
@@ -125,8 +126,8 @@ def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
     five = trial_of(tiny_case("ddp_2", model=replace(TINY, n_layers=12), activation_checkpointing="layer"))
     for rank, evidence in five.ranks.items():
         for step in evidence.steps:
-            calls = {key: 1 for key in step.activity.calls if key.startswith("forward")}
-            again = {f"backward layers.{block}.ffn_norm": 1 for block in (0, 2, 4, 6, 8)}
+            calls = {key: 1 for key in step.activity.calls if key.phase == "forward"}
+            again = {Call("backward", f"layers.{block}.ffn_norm"): 1 for block in (0, 2, 4, 6, 8)}
             five = with_step(five, rank, step.step, activity=replace(step.activity, calls=calls | again))
     told = cause_of(wrong_features(five, broken("features"))).partition("recomputed are ")[2]
     assert told == (

@@ -22,10 +22,12 @@ from harness.evidence.format import fields_digest, version_of
 from harness.evidence.names import renamed
 from harness.evidence.records import (
     Activity,
+    Call,
     Collective,
     Exit,
     Group,
     Microbatch,
+    QuantizedMatmul,
     RankEvidence,
     Resumed,
     Run,
@@ -381,16 +383,18 @@ def test_what_was_resumed_is_told_in_the_references_spelling_too() -> None:
 
 def test_counts_by_module_are_told_in_the_references_spelling_too() -> None:
     activity = Activity(
-        calls={"forward blocks.0.q": 1},
-        quantized={"backward blocks.0.q mxfp8": 2},
-        random={"forward": 3, "other state blocks.0": 1},
+        calls={Call("forward", "blocks.0.q"): 1},
+        quantized={QuantizedMatmul("backward", "blocks.0.q", "mxfp8"): 2},
+        random={"forward": 3},
+        other_states={"blocks.0": 1},
     )
     step = StepEvidence(1, (), None, None, None, {}, {}, {}, {}, activity=activity)
     told = renamed(replace(SMALL, steps=(step,)), lambda name: name.replace("blocks", "layers")).steps[0].activity
     assert told == Activity(
-        calls={"forward layers.0.q": 1},
-        quantized={"backward layers.0.q mxfp8": 2},
-        random={"forward": 3, "other state layers.0": 1},
+        calls={Call("forward", "layers.0.q"): 1},
+        quantized={QuantizedMatmul("backward", "layers.0.q", "mxfp8"): 2},
+        random={"forward": 3},
+        other_states={"layers.0": 1},
     )
 
 

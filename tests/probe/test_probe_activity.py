@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.records import Activity
+from harness.evidence.records import Activity, Call, Matmul, SavedTensorsHook
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.compiler import CompilerRecorder, compiler
@@ -52,11 +52,17 @@ def seen(recorder: ActivityRecorder, model: nn.Module, passes: int = 1) -> Activ
 def test_a_block_that_is_computed_again_is_called_inside_backward(recorder: ActivityRecorder) -> None:
     activity = seen(recorder, nn.Sequential(nn.Linear(4, 4, bias=False), checkpoint_wrapper(Block())))
     assert activity.calls == {
-        **{"forward ": 1, "forward 0": 1, "forward 1": 1, "forward 1.up": 1, "forward 1.down": 1},
-        **{"backward 1": 1, "backward 1.up": 1, "backward 1.down": 1},
+        **{
+            Call("forward", ""): 1,
+            Call("forward", "0"): 1,
+            Call("forward", "1"): 1,
+            Call("forward", "1.up"): 1,
+            Call("forward", "1.down"): 1,
+        },
+        **{Call("backward", "1"): 1, Call("backward", "1.up"): 1, Call("backward", "1.down"): 1},
     }
     # forward three; backward one for each weight and each input that needs a gradient, and `up` again
-    assert activity.matmuls == {"forward float32": 3, "backward float32": 5 + 1}
+    assert activity.matmuls == {Matmul("forward", "float32"): 3, Matmul("backward", "float32"): 5 + 1}
     assert activity.random == {"forward": 1, "backward": 1}
 
 
@@ -76,7 +82,7 @@ def test_samples_that_lie_end_to_end_in_one_row_are_cut_at_the_recipes_length(
 def test_a_recomputation_that_draws_other_random_numbers_is_noticed(recorder: ActivityRecorder) -> None:
     model = nn.Sequential(checkpoint_wrapper(Block(), preserve_rng_state=False), nn.Linear(4, 4))
     activity = seen(recorder, model, passes=2)
-    assert activity.random["other state 0"] == 2
+    assert activity.other_states["0"] == 2
 
 
 def test_one_that_restores_the_state_is_not(recorder: ActivityRecorder) -> None:
@@ -102,10 +108,10 @@ def test_a_pass_of_the_bare_model_between_steps_counts_only_if_it_records_gradie
     recorder._clock.leave_optimizer()
     with torch.no_grad():
         inner(torch.ones(2, 4))
-    assert not any(key.startswith("other") for key in recorder.of_step(1).calls | recorder.of_step(1).matmuls)
+    assert not any(key.phase == "other" for key in recorder.of_step(1).calls | recorder.of_step(1).matmuls)
     inner(torch.ones(2, 4))
     activity = recorder.of_step(1)
-    assert (activity.calls["other 0"], activity.matmuls["other float32"]) == (1, 2)
+    assert (activity.calls[Call("other", "0")], activity.matmuls[Matmul("other", "float32")]) == (1, 2)
 
 
 def test_before_the_optimizer_a_pass_of_the_bare_model_counts_in_any_case(recorder: ActivityRecorder) -> None:
@@ -113,7 +119,7 @@ def test_before_the_optimizer_a_pass_of_the_bare_model_counts_in_any_case(record
     seen(recorder, nn.Sequential(inner))
     with torch.no_grad():
         inner(torch.ones(2, 4))
-    assert recorder.of_step(1).matmuls["other float32"] == 2
+    assert recorder.of_step(1).matmuls[Matmul("other", "float32")] == 2
 
 
 # ---- who hooks saved tensors
@@ -139,10 +145,10 @@ def test_who_puts_hooks_on_saved_tensors_is_known_by_name_whichever_way_it_goes(
     with torch.autograd.graph.save_on_cpu():
         pass
     assert recorder.of_step(0) == {
-        "other torch.autograd.graph save_on_cpu": 1,
-        f"other {__name__} Elsewhere": 1,
-        "other torch.utils.checkpoint _checkpoint_hook": 1,
-        "backward torch.utils.checkpoint _recomputation_hook": 1,
+        SavedTensorsHook("other", "torch.autograd.graph", "save_on_cpu"): 1,
+        SavedTensorsHook("other", __name__, "Elsewhere"): 1,
+        SavedTensorsHook("other", "torch.utils.checkpoint", "_checkpoint_hook"): 1,
+        SavedTensorsHook("backward", "torch.utils.checkpoint", "_recomputation_hook"): 1,
     }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.records import Microbatch
+from harness.evidence.records import Call, Microbatch
 from harness.probe import Probe
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])
@@ -72,7 +72,7 @@ def test_a_validation_pass_belongs_to_no_step(probe: Probe, mode: type) -> None:
     assert tokens_of(probe) == {1: [1, 1], 2: [2, 2]}
     (one, two) = probe.evidence({}).steps
     assert [part.valid_tokens for part in (*one.microbatches, *two.microbatches)] == [6, 6, 6, 6]
-    assert one.activity.calls == {"forward ": 2, "forward 0": 2, "forward 1": 2}
+    assert one.activity.calls == {Call("forward", ""): 2, Call("forward", "0"): 2, Call("forward", "1"): 2}
     assert len(one.after_forward) == 2
     assert (one.changed, two.changed) == ({}, {})
 
@@ -83,7 +83,11 @@ def test_a_model_may_train_in_eval_mode(probe: Probe) -> None:
         train(probe, number)
         step(probe)
     assert tokens_of(probe) == {1: [1], 2: [2]}
-    assert probe.evidence({}).steps[0].activity.calls == {"forward ": 1, "forward 0": 1, "forward 1": 1}
+    assert probe.evidence({}).steps[0].activity.calls == {
+        Call("forward", ""): 1,
+        Call("forward", "0"): 1,
+        Call("forward", "1"): 1,
+    }
 
 
 def test_weights_that_validation_alters_are_noticed(probe: Probe) -> None:
