@@ -10,6 +10,7 @@ from harness.cli.exit_codes import PASSED
 from harness.cli.options import add_command
 from harness.report.output import say
 from harness.run.folders import case_folders
+from harness.run.judging import judge_folder
 
 
 def add(commands: Any) -> None:
@@ -21,9 +22,8 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
-    from harness.report.pictures import PICTURE, draw_folder  # matplotlib takes half a second
+    from harness.report.pictures import draw_judged  # matplotlib takes half a second
 
     for folder in case_folders(args.folders):
-        draw_folder(folder)
-        say(folder / PICTURE)
+        say(draw_judged(judge_folder(folder)))
     return PASSED

@@ -20,25 +20,26 @@ import numpy as np
 from harness.evidence.store import EvidenceError
 from harness.evidence.text import ranks_text
 from harness.judge import tolerance
+from harness.judge.judgement import Judgement
 from harness.judge.losses import global_loss
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import Slice, numel
 from harness.report.text import headline
-from harness.run.judging import judge_folder
 
 PICTURE = "picture.png"
 COLORS = [plt.get_cmap("tab20")(index) for index in range(20)]
 
 
-def draw_folder(folder: Path) -> None:
-    """Judges what `harness run` stored there and puts the picture beside it. Raises EvidenceError."""
-    trial, judgement = load_trial(folder), judge_folder(folder)
+def draw_judged(judgement: Judgement) -> Path:
+    """The picture, beside the evidence that was judged. Raises EvidenceError."""
+    folder, trial = judgement.folder, load_trial(judgement.folder)
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     if missing:
         raise EvidenceError(f"{folder}: ranks {ranks_text(missing)} left no evidence; see {folder / 'report.txt'}")
     draw(trial, folder / PICTURE, headline(judgement))
+    return folder / PICTURE
 
 
 def draw(trial: Trial, path: Path, title: str) -> None:
