@@ -19,7 +19,7 @@ from harness.judge import golden
 from harness.judge.golden import GoldenError
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.launch import LaunchError, default_server, preload
+from harness.launch import LaunchError, default_server
 from harness.report.text import check_text
 from harness.run.options import Options, Unsupported
 from harness.run.reference_cache import reference_folder
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--case-timeout") <= 0:
         raise pytest.UsageError(f"--case-timeout must be above 0, got {config.getoption('--case-timeout'):g}")
     try:
-        preload(trainers.load(trainer_of(config)).preload)
+        trainers.load(trainer_of(config))
     except ValueError as error:
         raise pytest.UsageError(f"--trainer: {error}") from error
 
@@ -85,7 +85,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The rank server needs 3 s to start; other tests may run meanwhile."""
     local = session.config.getoption("--launcher") == "local" and not session.config.getoption("collectonly")
     if local and not session.testsfailed and any(isinstance(item, Law) for item in session.items):
-        default_server()
+        default_server(trainers.load(trainer_of(session.config)).preload)
 
 
 @pytest.hookimpl(optionalhook=True)

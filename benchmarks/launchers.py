@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness import trainers
 from harness.judge.result import Verdict
-from harness.launch import preload
+from harness.launch import default_server
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--trainer", default="llama3")
     chosen = parser.parse_args()
-    preload(trainers.load(chosen.trainer).preload)
+    default_server(trainers.load(chosen.trainer).preload)
     names = chosen.only or [*LISTED, *(f"{name}_sgd" for name in LISTED if chosen.sgd)]
     cases = [case for case in load_all() if case.name in names]
     with tempfile.TemporaryDirectory() as folder:

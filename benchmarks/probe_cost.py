@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.launch import Job, launch, preload
+from harness.launch import Job, default_server, launch
 from harness.spec.case import to_json
 from harness.spec.loading import from_json
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trainer", default="llama3")
     chosen = parser.parse_args()
-    preload(trainers.load(chosen.trainer).preload)
+    default_server(trainers.load(chosen.trainer).preload)
     model = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "vocab_size": 1024}
     training = {"dtype": "float32", "seq_len": 128, "global_batch": 8 * chosen.ranks, "steps": 1000}
     case = from_json(

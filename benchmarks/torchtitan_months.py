@@ -23,7 +23,7 @@ from harness.bisect.commits import clone, git
 from harness.evidence.store import write_text
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.launch import preload
+from harness.launch import default_server
 from harness.report.text import headline
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--until", default="2026-08")
     parser.add_argument("--out", type=Path, default=Path("out/months"))
     chosen = parser.parse_args()
-    preload(TRAINER_CONFIG.preload)
+    default_server(TRAINER_CONFIG.preload)
     rows = []
     for month in months(chosen.since, chosen.until):
         rows.append(judged(chosen.repo, month, chosen.out))

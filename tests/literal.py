@@ -162,7 +162,7 @@ def _tensor(case: Case, fqn: str, full: np.ndarray, value: np.ndarray) -> Tensor
             "tp": "Replicate" if cut is None else f"Shard({cut})",
         }
         placements = tuple(words[axis] for axis in axes)
-    return TensorEvidence(fqn, full.shape, value.shape, str(full.dtype), mesh, placements, value.nbytes, value.copy())
+    return TensorEvidence(fqn, full.shape, str(full.dtype), mesh, placements, value.copy())
 
 
 def _groups(asked: Case, ran: Case, rank: int) -> tuple[Group, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from harness import ROOT, trainers
 from harness.faults import FaultError, load_fault
-from harness.launch import preload
 from harness.run.options import Options
 from harness.spec import random_cases
 from harness.spec.case import Case
@@ -109,7 +108,7 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
     """Raises BadInput and FaultError, before anything is started."""
     try:
         trainer = trainers.spec(args.trainer, args.source, args.out)
-        preload(trainers.load(trainer).preload)
+        trainers.load(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
     fault = _checked_fault(args.fault) if getattr(args, "fault", None) else None

@@ -50,16 +50,13 @@ class TensorEvidence:
     """A parameter as this rank holds it. Mesh and placements are what its metadata claims; `value` is what is there.
 
     mesh: the claimed mesh's ranks, nested by axis; None for a plain tensor. placements: one string per mesh axis.
-    storage_bytes: size of the storage that backs the local tensor.
     """
 
     fqn: str
     global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
     dtype: str
     mesh: Any
     placements: tuple[str, ...]
-    storage_bytes: int
     value: np.ndarray
 
 
@@ -260,7 +257,7 @@ class Exit:
     """How one rank's process ended.
 
     how: "ok", "raised", "signal", "killed" (by the harness, at the time limit or because others failed) or "lost".
-    error: one line. stack: the Python stack where it raised or was stuck. waiting_for: the collective it was in.
+    error: one line. stack: the Python stack where it raised or was stuck. last_collective: the one it was in.
     blamed: True for the rank that caused the failure, False for those that only waited for it.
     left: command lines of processes that it started and that outlived it, until they were killed.
     """

@@ -9,12 +9,10 @@ keeps the true one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
-import os
 import types
 import typing
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import numpy as np
 from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.format import other_version, version_of
 from harness.evidence.records import Exit, RankEvidence, Run
+from harness.evidence.whole_file import whole_file
 
 T = TypeVar("T")
 
@@ -39,17 +38,10 @@ def save(path: Path, record: Any) -> None:
     arrays: list[np.ndarray] = []
     kind = type(record)
     header = json.dumps({"format": version_of(kind), "type": kind.__name__, "record": _encode(record, arrays)})
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        with whole_file(path) as file:
             np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join(arrays))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise EvidenceError(_unwritable(path, error)) from error
 
 
@@ -165,9 +157,9 @@ def load_run(directory: Path) -> Run:
         raise EvidenceError(f"{path}: no such file; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
-    for rank in filter(lambda rank: rank_file(directory, rank).exists(), range(run.world_size)):
+    for rank in filter(lambda rank: evidence_file(directory, rank).exists(), range(run.world_size)):
         try:
-            run.ranks[rank] = load(rank_file(directory, rank), RankEvidence)
+            run.ranks[rank] = load(evidence_file(directory, rank), RankEvidence)
         except EvidenceError as error:
             run.unreadable[rank] = str(error)
     if (directory / CHECKPOINT_FILE).exists():
@@ -175,18 +167,14 @@ def load_run(directory: Path) -> Run:
     return run
 
 
-def rank_file(directory: Path, rank: int) -> Path:
+def evidence_file(directory: Path, rank: int) -> Path:
     return directory / "ranks" / f"rank_{rank:02d}.npz"
 
 
 def write_text(path: Path, text: str) -> None:
     """A small text file, complete or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise EvidenceError(_unwritable(path, error)) from error

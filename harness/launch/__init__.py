@@ -13,7 +13,7 @@ from harness.launch.blame import judge
 from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare
 from harness.launch.leftovers import end_leftovers
-from harness.launch.local import LocalRanks, RankServer, default_server, preload
+from harness.launch.local import LocalRanks, RankServer, default_server
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
 
@@ -27,7 +27,6 @@ __all__ = [
     "current",
     "default_server",
     "launch",
-    "preload",
     "read_inflight",
 ]
 
@@ -43,7 +42,7 @@ def launch(job: Job, launcher: str = "local", *, server: RankServer | None = Non
     if launcher == "torchrun":
         ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, job_file)
     else:
-        ranks = LocalRanks(server or default_server(), job_file, job.world_size)
+        ranks = LocalRanks(server or default_server(job.preload), job_file, job.world_size)
     try:
         with ranks:
             ranks.start()

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.whole_file import whole_file
+
 SUFFIXES = {"logs": "log", "failures": "json", "stacks": "txt", "inflight": "bin", "exits": "json"}
 BYTES_PER_RANK = 1_000_000  # log, stacks and in-flight record of a short job; evidence is not counted
 
@@ -34,6 +36,7 @@ class Job:
     directory: fresh for this launch. options: JSON-able. timeout: seconds for the whole job, held by the parent.
     group_timeout: seconds, for every process group that is made without a timeout of its own. env: added to what the
     ranks inherit; the local launcher's ranks inherit the environment the harness had when its server started.
+    preload: modules that a rank server which is started for this job imports once for all its ranks.
     torchrun_args: replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes.
     """
 
@@ -46,6 +49,7 @@ class Job:
     device: str = "cpu"
     env: dict[str, str] = field(default_factory=dict)
     torchrun_args: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
 
 
 def rank_file(directory: Path, kind: str, rank: int) -> Path:
@@ -84,13 +88,9 @@ def absolute_sys_path() -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Complete or absent, also when the machine stops in between."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    """Complete or absent."""
+    with whole_file(path) as file:
+        file.write(json.dumps(value).encode())
 
 
 def read_json(path: Path) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.launch.job import rank_file
 
 MARK = "HARNESS_RANK"  # in the environment of a rank: FOLDER OF THE LAUNCH:RANK
-PATIENCE = 10.0  # seconds for helpers that see that their rank has ended (a pool's workers, a resource tracker)
+HELPER_PATIENCE = 10.0  # seconds for helpers that see that their rank has ended (a pool's workers, a resource tracker)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def command(process: Path) -> str:
 
 def outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     """Those that do not end by themselves soon after their ranks."""
-    ranks, give_up = list(ranks), time.monotonic() + PATIENCE
+    ranks, give_up = list(ranks), time.monotonic() + HELPER_PATIENCE
     while (found := leftovers(directory, ranks)) and time.monotonic() < give_up:
         time.sleep(0.1)
     return found
@@ -74,7 +74,7 @@ def outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
 
 def end_leftovers(directory: Path, ranks: Iterable[int]) -> None:
     """Kill them, and what they start meanwhile."""
-    ranks, give_up = list(ranks), time.monotonic() + PATIENCE
+    ranks, give_up = list(ranks), time.monotonic() + HELPER_PATIENCE
     while (found := leftovers(directory, ranks)) and time.monotonic() < give_up:
         for each in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -79,7 +79,9 @@ class RankServer:
     one of these is checked out, close it and make another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[str] = ()) -> None:
+        """modules: what it imports besides, where it is there: a trainer's own dependencies."""
+        self.modules = tuple(modules)
         self.news = threading.Condition()
         self.jobs: dict[int, LocalRanks] = {}
         self.numbers = itertools.count(1)
@@ -95,7 +97,7 @@ class RankServer:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", "harness.launch.server", str(theirs_in), str(theirs_out)],
+            [sys.executable, "-m", "harness.launch.server", str(theirs_in), str(theirs_out), *self.modules],
             pass_fds=(theirs_in, theirs_out),
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -173,11 +175,6 @@ class RankServer:
         self.close()
 
 
-def preload(modules: Iterable[str]) -> None:
-    """What a server that is started from now on imports besides, where it is there: a trainer's own dependencies."""
-    os.environ["HARNESS_PRELOAD"] = " ".join(modules)
-
-
 def environment() -> dict[str, str]:
     """Ours, one thread per library, and the harness importable from wherever we run."""
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -188,11 +185,12 @@ _default: RankServer | None = None
 _default_lock = threading.Lock()
 
 
-def default_server() -> RankServer:
-    """This process's server, started now if there is none or the last one died. Call it early: it starts in 3 s."""
+def default_server(modules: Iterable[str] = ()) -> RankServer:
+    """This process's server, started now, with these modules, if there is none or the last one died. Call it early: it
+    starts in 3 s."""
     global _default
     with _default_lock:
         if _default is None or _default.gone or _default.owner != os.getpid():
-            _default = RankServer()
+            _default = RankServer(modules)
             atexit.register(_default.close)
         return _default

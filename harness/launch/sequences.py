@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from harness.evidence.text import ranks_text
 from harness.launch.fate import Fate, busy
 from harness.launch.inflight import Issued
 
@@ -141,7 +142,7 @@ def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
 
 
 def describe(issued: Issued) -> str:
-    """`all_reduce #12 of group [0,1,2,3] (step 2, backward, 16.4 KB)`"""
+    """`all_reduce #12 of group [0-3] (step 2, backward, 16.4 KB)`"""
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
     about = ", ".join(filter(None, [f"step {issued.step}", issued.phase, size(issued.bytes)]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
@@ -152,12 +153,3 @@ def size(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count} B"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """All of a small group, the ends of a long run: [0,1,2,3], [0-15]; otherwise the first and how many."""
-    if len(ranks) <= 8:
-        return f"[{','.join(map(str, ranks))}]"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"[{ranks[0]}-{ranks[-1]}]"
-    return f"[{','.join(map(str, ranks[:4]))},.. {len(ranks)} ranks]"

@@ -1,4 +1,4 @@
-"""The process that has torch imported and forks every local rank: `python -m harness.launch.server IN OUT`.
+"""The process that has torch imported and forks every local rank: `python -m harness.launch.server IN OUT MODULE..`.
 
 One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n}   {"signal": number, "job": job}
                          Out: {"ready": seconds}   {"job", "rank", "pid"}   {"job", "rank", "status", "ended"}
@@ -19,6 +19,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -133,9 +134,9 @@ class Server:
         os.write(self.reports, json.dumps(values).encode() + b"\n")
 
 
-def preload() -> None:
-    """Import what every trainer will, and keep the collector from touching (so copying) those pages in the children."""
-    for name in (*PRELOAD, *os.environ.get("HARNESS_PRELOAD", "").split()):
+def preload(modules: Iterable[str]) -> None:
+    """Import these and what every trainer will, and keep the collector from touching (so copying) those pages in the children."""
+    for name in (*PRELOAD, *modules):
         try:
             importlib.import_module(name)
         except ImportError:
@@ -144,10 +145,10 @@ def preload() -> None:
     gc.freeze()
 
 
-def main(requests: int, reports: int) -> None:
+def main(requests: int, reports: int, modules: Iterable[str]) -> None:
     began = time.monotonic()
     server = Server(requests, reports)
-    preload()
+    preload(modules)
     server.report(ready=time.monotonic() - began)
     try:
         server.serve()
@@ -156,4 +157,4 @@ def main(requests: int, reports: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

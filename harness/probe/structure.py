@@ -67,15 +67,12 @@ def parameter_evidence(parts: Iterable[nn.Module]) -> tuple[TensorEvidence, ...]
 
 
 def _tensor_evidence(fqn: str, tensor: torch.Tensor) -> TensorEvidence:
-    held = local(tensor)
     return TensorEvidence(
         fqn=fqn,
         global_shape=tuple(tensor.shape),
-        local_shape=tuple(held.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         mesh=tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None,
         placements=placements(tensor),
-        storage_bytes=held.untyped_storage().nbytes(),
         value=as_numpy(tensor),
     )
 

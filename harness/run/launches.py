@@ -23,7 +23,7 @@ RANK_ENTRY = "harness.run.rank_main:rank"
 CHECKPOINT = "checkpoint"
 UNWATCHED_ENTRY = "harness.run.rank_main:unwatched"
 CHECKPOINT_ENTRY = "harness.run.rank_main:checkpoint"
-PATIENCE = 5  # with ranks that have to compile before their first step ends: times the time limit
+COMPILING = 5  # times the time limit, for ranks that have to compile before their first step ends
 
 
 def launch_all(case: Case, folder: Path, weights: Path, options: Options) -> None:
@@ -130,7 +130,7 @@ def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[s
 
 
 def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:
-    timeout = options.timeout * (PATIENCE if case.features.compile else 1)
+    timeout = options.timeout * (COMPILING if case.features.compile else 1)
     job = Job(
         folder,
         case.dims.world_size,
@@ -140,5 +140,6 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, 
         device=options.device,
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
+        preload=trainers.load(options.trainer).preload,
     )
     return launch(job, options.launcher)

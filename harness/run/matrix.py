@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
+from harness import trainers
 from harness.evidence.store import EvidenceError
 from harness.launch import LaunchError, default_server
 from harness.report.grid import Outcome
@@ -22,7 +23,7 @@ PROBLEMS = (CaseError, EvidenceError, LaunchError)
 def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Progress) -> list[Outcome]:
     """Every case, `jobs` at a time; outcomes in the order of `cases`. KeyboardInterrupt leaves ranks still alive."""
     if options.launcher == "local":
-        default_server()
+        default_server(trainers.load(options.trainer).preload)
     outcomes: dict[str, Outcome] = {}
     pool = ThreadPoolExecutor(jobs)
     pending = {pool.submit(attempt, case, options, progress) for case in cases}

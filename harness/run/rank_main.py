@@ -20,7 +20,7 @@ import numpy as np
 from harness import trainers
 from harness.evidence.names import renamed
 from harness.evidence.records import Collective
-from harness.evidence.store import CHECKPOINT_FILE, rank_file, save, write_text
+from harness.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
 from harness.spec.case import Case
@@ -68,7 +68,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         evidence = renamed(evidence, adapter.fqn)
     finally:
         probe.remove()
-    save(rank_file(Path(options["directory"]), this), evidence)
+    save(evidence_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
 
@@ -93,7 +93,7 @@ def _row_length(case: Case, step: int) -> int:
 
 def started_file(directory: Path, rank: int) -> Path:
     """There as soon as the rank has set up all it needs for its first step."""
-    path = rank_file(directory, rank)
+    path = evidence_file(directory, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_suffix(".started")
 
@@ -138,7 +138,7 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
 def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
     """What it returns fills when the fault's code runs. So does a file, for a rank that will not live to tell."""
     fired: list[bool] = []
-    mark = rank_file(Path(options["directory"]), rank).with_suffix(".fired")
+    mark = evidence_file(Path(options["directory"]), rank).with_suffix(".fired")
 
     def note() -> None:
         if not fired:

@@ -24,7 +24,7 @@ from harness.spec.variants import in_dtype
 LAYOUTS = ("data parallel", "tp", "cp", "pp")
 LEFT_OUT = ("compile", "async TP")  # minutes each; no CPU kernel
 LARGEST_WORLD = 8
-PATIENCE = 2000  # draws in a row that cannot run, before cases that can are said to be too rare
+MOST_REFUSED = 2000  # draws in a row that cannot run, before cases that can are said to be too rare
 MOST_REASONS = 3
 
 
@@ -46,7 +46,7 @@ def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: st
             found, reasons = [*found, case], []
         if len(found) == count:
             return found
-        if len(reasons) == PATIENCE:
+        if len(reasons) == MOST_REFUSED:
             raise CaseError(f"--random {count}: {_too_rare(len(found), number, reasons)}")
     raise AssertionError("counting does not end")
 

@@ -46,7 +46,7 @@ def cut_as(asked: ParallelDims, ran: ParallelDims, rank_of: list[int]) -> Trial:
     for rank, other in enumerate(rank_of):
         part = {f: cut(s) for f, s in slices_of_rank(ran, other, trial.plan.shapes).items()}
         tensors = [(t, trial.reference.weights[t.fqn][part[t.fqn]]) for t in trial.ranks[rank].parameters]
-        tensors = tuple(replace(t, value=value, local_shape=value.shape) for t, value in tensors)
+        tensors = tuple(replace(t, value=value) for t, value in tensors)
         trial = with_rank(trial, rank, parameters=tensors)
         for step in trial.reference.steps:
             gradients = {f: full[part[f]] for f, full in step.gradients.items()}

@@ -34,13 +34,13 @@ from harness.evidence.records import (
     StepEvidence,
     TensorEvidence,
 )
-from harness.evidence.store import EvidenceError, load, load_run, rank_file, save, save_run, write_text
+from harness.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run, write_text
 from reference.record import ReferenceRun
 
 SMALL = RankEvidence(
     rank=0,
     world_size=1,
-    parameters=(TensorEvidence("w", (2,), (2,), "float64", [[0]], ("Shard(0)",), 16, np.array([0.1, -0.0])),),
+    parameters=(TensorEvidence("w", (2,), "float64", [[0]], ("Shard(0)",), np.array([0.1, -0.0])),),
     groups=(Group("0", (0,), "gloo"),),
     collectives=(),
     steps=(),
@@ -97,8 +97,8 @@ def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
     record = replace(
         SMALL,
         parameters=(
-            TensorEvidence("w", (4, 4), (2, 4), "bfloat16", [[0, 1], [2, 3]], ("A", "B"), 16, np.ones((2, 4), "f4")),
-            TensorEvidence("v", (), (), "float64", None, (), 8, np.array(1.0)),
+            TensorEvidence("w", (4, 4), "bfloat16", [[0, 1], [2, 3]], ("A", "B"), np.ones((2, 4), "f4")),
+            TensorEvidence("v", (), "float64", None, (), np.array(1.0)),
         ),
         collectives=(
             Collective("send", (0, 3), "g", "float64", 8, "forward", 1, 0, peer=3),
@@ -125,7 +125,7 @@ def test_a_whole_run_comes_back_as_it_was(tmp_path: Path) -> None:
     run = replace(trial.run, directory=str(tmp_path), seconds=1.5, fault="a fault", exits=exits)
     save_run(run)
     for rank, record in run.ranks.items():
-        save(rank_file(tmp_path, rank), record)
+        save(evidence_file(tmp_path, rank), record)
     assert_same(load_run(tmp_path), run)
 
 
@@ -260,16 +260,16 @@ def stored(tmp_path: Path) -> Path:
     trial = trial_of(tiny_case("ddp_2"))
     save_run(replace(trial.run, directory=str(tmp_path)))
     for rank, record in trial.run.ranks.items():
-        save(rank_file(tmp_path, rank), record)
+        save(evidence_file(tmp_path, rank), record)
     return tmp_path
 
 
 def test_a_missing_and_a_damaged_rank_are_told_and_the_others_read(tmp_path: Path) -> None:
-    path = rank_file(stored(tmp_path), 1)
+    path = evidence_file(stored(tmp_path), 1)
     path.unlink()
     run = load_run(tmp_path)
     assert (list(run.ranks), run.unreadable) == ([0], {})
-    path.write_bytes(rank_file(tmp_path, 0).read_bytes()[:-500])
+    path.write_bytes(evidence_file(tmp_path, 0).read_bytes()[:-500])
     run = load_run(tmp_path)
     assert list(run.ranks) == [0]
     assert run.unreadable[1].startswith(f"{path}: damaged evidence (")

@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_as_it_exits_is_blamed_though_its_work_was_done(tmp_pa
 
 @needs_proc
 def test_processes_that_outlive_their_rank_are_named_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.launch.leftovers.PATIENCE", 2.0)
+    monkeypatch.setattr("harness.launch.leftovers.HELPER_PATIENCE", 2.0)
     well, leaves = launch(job(tmp_path, "leaves_processes"))
     assert summary([well, leaves]) == [("ok", False)] * 2
     command = f"{sys.executable} -c import time; time.sleep(600)"

@@ -116,8 +116,8 @@ def test_another_size_at_the_same_place_blames_the_odd_rank_not_the_one_gloo_abo
     found = blamed(*fates)
     assert list(found) == [1]
     assert found[1].endswith(
-        "issued all_reduce #4 of group [0,1,2] (step 2, backward, 32 B) "
-        "where rank 0 issued all_reduce #4 of group [0,1,2] (step 2, backward, 16 B)"
+        "issued all_reduce #4 of group [0-2] (step 2, backward, 32 B) "
+        "where rank 0 issued all_reduce #4 of group [0-2] (step 2, backward, 16 B)"
     )
 
 
@@ -200,7 +200,7 @@ def test_only_the_main_threads_last_dump_is_shown_and_the_launchers_frames_are_n
 
 def test_a_collective_is_told_in_one_phrase():
     assert describe(all_reduce(12, (0, 1, 2, 3), 16_400)) == (
-        "all_reduce #12 of group [0,1,2,3] (step 2, backward, 16.4 KB)"
+        "all_reduce #12 of group [0-3] (step 2, backward, 16.4 KB)"
     )
     assert describe(all_reduce(1, tuple(range(16)), 8, op="send", peer=3)) == (
         "send #1 to rank 3 of group [0-15] (step 2, backward, 8 B)"
@@ -269,8 +269,8 @@ def test_a_send_and_its_receive_of_different_sizes_blame_both_sides():
     found = blamed(sent, received)
     assert list(found) == [0, 1]
     assert found[0].endswith(
-        "issued send #4 to rank 1 of group [0,1,2] (step 2, pipeline, 64 B) "
-        "where rank 1 issued recv #4 from rank 0 of group [0,1,2] (step 2, pipeline, 32 B)"
+        "issued send #4 to rank 1 of group [0-2] (step 2, pipeline, 64 B) "
+        "where rank 1 issued recv #4 from rank 0 of group [0-2] (step 2, pipeline, 32 B)"
     )
 
 

@@ -176,7 +176,12 @@ def test_a_run_resumes_in_another_layout(layout: str, straight: Any, tmp_path: P
 @pytest.mark.parametrize("warmup", [0, 1, 3, 8, 20])
 def test_the_learning_rate_is_the_recipes(warmup: int) -> None:
     training = TrainingConfig(steps=8, warmup_steps=warmup)
-    shown = [training.lr * recipe.lr_factor(finished, training) for finished in range(10)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.lr)
+    scheduler, shown = recipe.build_scheduler(optimizer, training), []
+    for _ in range(10):
+        shown += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
     assert shown == [learning_rate(step, training) for step in range(1, 11)]
 
 

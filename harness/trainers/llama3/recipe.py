@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
 
 import torch
@@ -12,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.spec.loading import TrainingConfig
+from reference.config import TrainingConfig
+from reference.train import lr_factor
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
@@ -46,18 +45,4 @@ def weight_decay(fqn: str, training: TrainingConfig) -> float:
 
 
 def build_scheduler(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:
-    return LambdaLR(optimizer, functools.partial(lr_factor, training=training))
-
-
-def lr_factor(finished: int, training: TrainingConfig) -> float:
-    """What the learning rate is multiplied by after this many finished steps.
-
-    Linear up to 1 in step `warmup_steps`, then a cosine down to final_lr_fraction in step `steps`, then constant.
-    """
-    step = finished + 1
-    if step <= training.warmup_steps:
-        return step / training.warmup_steps
-    decay_steps = max(1, training.steps - training.warmup_steps)
-    progress = min(1.0, (step - training.warmup_steps) / decay_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return training.final_lr_fraction + (1 - training.final_lr_fraction) * cosine
+    return LambdaLR(optimizer, lambda finished: lr_factor(finished + 1, training))
