@@ -135,7 +135,7 @@ class Server:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import these and what every trainer will, and keep the collector from touching (so copying) those pages in the children."""
+    """Import these and what every trainer will; keep the collector from touching (so copying) those pages in the children."""
     for name in (*PRELOAD, *modules):
         try:
             importlib.import_module(name)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
+from harness import ROOT, trainers
 from harness.checks import all_checks
 from harness.faults import Fault, FaultError, load_fault
 from harness.faults.attempt import STEPS, Attempt, Outcome
@@ -88,6 +88,7 @@ def baselines(
     needed: Sequence[Case], options: Options, *, jobs: int, curves: bool, progress: Progress
 ) -> dict[str, Baseline]:
     """The cases without any fault, by name."""
+    default_server(trainers.load(options.trainer).preload)
     tasks = {case.name: _baseline_of(case, options, curves) for case in needed}
     return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
 
@@ -123,7 +124,6 @@ def _side_by_side(
     told: Callable[[Any], str],
 ) -> dict[str, Any]:
     """What each task returned, by name; `jobs` at a time, and beside them those that only wait."""
-    default_server()
     began: dict[str, float] = {}
 
     def timed(name: str, task: Callable[[], Any]) -> tuple[str, Any]:
