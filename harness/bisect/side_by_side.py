@@ -75,25 +75,25 @@ def facts(trial: Trial) -> dict[str, str]:
     if evidence is None or not evidence.steps:
         return {"rank 0": "left no evidence" if evidence is None else "finished no step"}
     step = evidence.steps[0]
-    told = {"process groups of rank 0": " ".join(sorted({ranks_text(g.ranks) for g in evidence.groups}))}
+    found = {"process groups of rank 0": " ".join(sorted({ranks_text(g.ranks) for g in evidence.groups}))}
     root = next(iter(evidence.structure.values()), {})
     for axis in ("shard", "replicate"):
         if f"{axis}_ranks" in root:
-            told[f"it {axis}s over"] = ranks_text(tuple(root[f"{axis}_ranks"]))
+            found[f"it {axis}s over"] = ranks_text(tuple(root[f"{axis}_ranks"]))
     first = evidence.parameters[0]
     part = trial.holdings[0][first.fqn]
-    told[f"its {first.fqn}"] = slice_text(part, first.global_shape) if part else "found nowhere"
+    found[f"its {first.fqn}"] = slice_text(part, first.global_shape) if part else "found nowhere"
     moved: dict[str, int] = {}
     for call in evidence.collectives:
         if call.step == step.step and call.phase in ("forward", "backward"):
             key = f"{call.phase} {call.op} over {ranks_text(call.ranks)}"
             moved[key] = moved.get(key, 0) + call.bytes
-    told |= {key: bytes_text(count) for key, count in sorted(moved.items())}
-    told["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
-    told["gradients of all ranks"] = _gradients(trial)
-    told["losses reported"] = _curve(s.reported_loss for s in evidence.steps)
-    told["norms reported"] = _curve(s.grad_norm for s in evidence.steps)
-    return told
+    found |= {key: bytes_text(count) for key, count in sorted(moved.items())}
+    found["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
+    found["gradients of all ranks"] = _gradients(trial)
+    found["losses reported"] = _curve(s.reported_loss for s in evidence.steps)
+    found["norms reported"] = _curve(s.grad_norm for s in evidence.steps)
+    return found
 
 
 def _curve(numbers: Iterable[float | None]) -> str:
@@ -101,7 +101,7 @@ def _curve(numbers: Iterable[float | None]) -> str:
 
 
 def _gradients(trial: Trial) -> str:
-    """What differs is told by a bound: rounding differs from commit to commit."""
+    """What differs is decided by a bound: rounding differs from commit to commit."""
     apart = [
         (gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn]), rank, step.step, fqn)
         for rank, step, reference in trial.steps()

@@ -74,14 +74,14 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
 
 
 def _missing(trial: Trial) -> str:
-    """Whose account is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
+    """Whose evidence is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
     ranks = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     if ranks:
         return f"from {_some(ranks)}"
     wanted = set(trial.case.steps)
-    told = {"the reference": {step.step for step in trial.reference.steps}}
-    told |= {f"rank {rank}": {step.step for step in trial.ranks[rank].steps} for rank in sorted(trial.ranks)}
-    for who, steps in told.items():
+    recorded = {"the reference": {step.step for step in trial.reference.steps}}
+    recorded |= {f"rank {rank}": {step.step for step in trial.ranks[rank].steps} for rank in sorted(trial.ranks)}
+    for who, steps in recorded.items():
         lacking = sorted(wanted - steps)
         if lacking:
             return f"from {who} of step {', '.join(map(str, lacking))}"

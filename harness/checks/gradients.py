@@ -42,8 +42,8 @@ def check(trial: Trial) -> Result:
 
 
 def _remedy(step: int) -> str:
-    told = f"step {step}: the optimizer was given the reference's clipped gradients, nobody saw them before clipping"
-    return f"{told}; let the adapter call `harness.probe.values.note_gradients()` just before the trainer clips"
+    text = f"step {step}: the optimizer was given the reference's clipped gradients, nobody saw them before clipping"
+    return f"{text}; let the adapter call `harness.probe.values.note_gradients()` just before the trainer clips"
 
 
 def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:

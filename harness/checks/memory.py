@@ -68,8 +68,8 @@ def _allowances_text(trial: Trial) -> str:
             for _, phase, size in copied_at_once(evidence)
         ),
     }
-    told = [(one, "" if used[one.what] else ", not used") for one in trial.allow if one.what in used]
-    return "; ".join(f"allowed: {one.what} {one.bytes} ({one.reason}){stale}" for one, stale in told)
+    found = [(one, "" if used[one.what] else ", not used") for one in trial.allow if one.what in used]
+    return "; ".join(f"allowed: {one.what} {one.bytes} ({one.reason}){stale}" for one, stale in found)
 
 
 def _beside(trial: Trial, rank: int) -> list[Finding]:

@@ -44,10 +44,10 @@ def check(trial: Trial) -> Result:
 
 def _units_text(trial: Trial) -> str:
     """Those of the first rank of each pipeline stage, where they are the trainer's choice."""
-    told: dict[tuple[str, ...], tuple[Unit, ...]] = {}
+    found: dict[tuple[str, ...], tuple[Unit, ...]] = {}
     for rank, units in (trial.plan.observed or {}).items():
-        told.setdefault(tuple(trial.plan.slices[rank]), units)
-    every = [unit for units in told.values() for unit in units]
+        found.setdefault(tuple(trial.plan.slices[rank]), units)
+    every = [unit for units in found.values() for unit in units]
     return f"{len(every)} FSDP units observed: {units_text(every, trial.case.shards)}" if every else ""
 
 
@@ -147,8 +147,8 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
         if parts != [frozenset(unit)]:
             where = f"rank {rank}, FSDP unit of {unit[0]}"
             others = {fqn for part in parts for fqn in part - set(unit)}
-            told = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
-            findings.append(Finding(where, f"its {len(unit)} parameters gathered together, and no others", told))
+            text = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
+            findings.append(Finding(where, f"its {len(unit)} parameters gathered together, and no others", text))
     return findings
 
 

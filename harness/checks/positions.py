@@ -1,4 +1,4 @@
-"""The positions that model parts are told, which turn queries and keys, are those of the tokens that they receive."""
+"""The positions that model parts receive, which turn queries and keys, are those of their tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ STAGE = "data"
 
 
 def check(trial: Trial) -> Result:
-    told = {rank: sum(len(step.positions) for step in evidence.steps) for rank, evidence in trial.ranks.items()}
-    if not any(told.values()):
-        return not_applicable("positions", "the model is told none: it counts from 0, or reads them from a table")
+    counts = {rank: sum(len(step.positions) for step in evidence.steps) for rank, evidence in trial.ranks.items()}
+    if not any(counts.values()):
+        return not_applicable("positions", "the model receives none: it counts from 0, or reads them from a table")
     findings = []
     for rank, step, _ in trial.steps():
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
-        if not step.positions:  # others are told
-            findings.append(Finding(f"rank {rank}, step {step.step}", positions_text(wanted), "told none"))
+        if not step.positions:  # others receive some
+            findings.append(Finding(f"rank {rank}, step {step.step}", positions_text(wanted), "none received"))
         findings += [
             Finding(f"rank {rank}, step {step.step}", positions_text(wanted), positions_text(row))
             for row in wrong_rows(step.positions, wanted)[:1]
         ]
-    return verdict_of("positions", findings, sum(told.values()))
+    return verdict_of("positions", findings, sum(counts.values()))
 
 
-def wrong_rows(told: tuple[np.ndarray, ...], wanted: np.ndarray) -> list[np.ndarray]:
+def wrong_rows(received: tuple[np.ndarray, ...], wanted: np.ndarray) -> list[np.ndarray]:
     """One position a token, the same for every sample or a row for each."""
-    rows = [row for positions in told for row in positions.reshape(-1, positions.shape[-1])]
+    rows = [row for positions in received for row in positions.reshape(-1, positions.shape[-1])]
     return [row for row in rows if not np.array_equal(row, wanted)]

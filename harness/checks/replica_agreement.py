@@ -34,8 +34,8 @@ def check(trial: Trial) -> Result:
                 findings += _differing(trial, step, what, fqn, ranks)
     apart = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
     if apart and not findings:
-        told = f"ranks {ranks_text(planned[apart[0]])} should hold the same slice of {apart[0][0]} and do not"
-        note = f"{told} ({len(apart)} of {len(planned)} such slices); see `shard_contents`"
+        text = f"ranks {ranks_text(planned[apart[0]])} should hold the same slice of {apart[0][0]} and do not"
+        note = f"{text} ({len(apart)} of {len(planned)} such slices); see `shard_contents`"
         return Result("replica_agreement", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("replica_agreement", findings, examined)
 

@@ -27,8 +27,10 @@ def check(trial: Trial) -> Result:
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
             where = f"rank {rank}, step {step.step}"
-            told = {fqn for record in step.after_forward for fqn in record.bytes}
-            findings += [Finding(f"{where}, {fqn}", "an account of it", "none") for fqn in _untold(trial, rank, told)]
+            recorded = {fqn for record in step.after_forward for fqn in record.bytes}
+            findings += [
+                Finding(f"{where}, {fqn}", "a record of it", "none") for fqn in _unrecorded(trial, rank, recorded)
+            ]
             for record in step.after_forward:
                 examined += len(record.bytes)
                 findings += _kept(trial, rank, where, record)
@@ -71,8 +73,8 @@ def _why_not(trial: Trial) -> str:
     return f"wrapper {wrapper}" + (" with one rank a shard group" if wrapper.startswith("fsdp") else " shards nothing")
 
 
-def _untold(trial: Trial, rank: int, told: set[str]) -> list[str]:
-    return [fqn for fqn in trial.plan.after_forward[rank] if fqn not in told]
+def _unrecorded(trial: Trial, rank: int, recorded: set[str]) -> list[str]:
+    return [fqn for fqn in trial.plan.after_forward[rank] if fqn not in recorded]
 
 
 def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Finding]:

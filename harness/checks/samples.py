@@ -40,8 +40,8 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
         found = positions_received(trial, rank, step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step))
         if found is not None and not np.array_equal(found, wanted):
-            told = (f"the tokens at positions {positions_text(wanted)}", f"those at {positions_text(found)}")
-            findings.append(Finding(f"rank {rank}, step {step}", *told))
+            words = (f"the tokens at positions {positions_text(wanted)}", f"those at {positions_text(found)}")
+            findings.append(Finding(f"rank {rank}, step {step}", *words))
     return findings
 
 

@@ -70,12 +70,12 @@ def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
 
 
 def _allowances_text(trial: Trial, used: set[Key]) -> str:
-    told = []
+    texts = []
     for one in trial.allow:
         if one.what == "moved":
             stale = "" if any(key[1:] == (one.op, one.phase) for key in used) else ", not used"
-            told.append(f"allowed: {one.op} over {one.axis} in {one.phase} {one.bytes} ({one.reason}){stale}")
-    return "; ".join(told)
+            texts.append(f"allowed: {one.op} over {one.axis} in {one.phase} {one.bytes} ({one.reason}){stale}")
+    return "; ".join(texts)
 
 
 def spared(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
@@ -114,8 +114,8 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     most = trial.plan.integer_bytes if step <= trial.first_step + 1 else trial.plan.used_bytes
     if moved <= most:
         return []
-    told = f"at most {amount(most)}" if most else amount(0)
-    return [Finding(f"rank {rank}, step {step}, integers in forward and backward", told, amount(moved))]
+    text = f"at most {amount(most)}" if most else amount(0)
+    return [Finding(f"rank {rank}, step {step}, integers in forward and backward", text, amount(moved))]
 
 
 def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
@@ -144,8 +144,8 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
         if expected != moved:
             ranks, op, phase = key
             place = f"rank {rank}, step {step}, {phase} {op} over {axis_text(trial, ranks)}"
-            told = amount(moved) + dtype_words(trial, rank, step, key, expected, moved)
-            findings.append(Finding(place, amount(expected), told))
+            text = amount(moved) + dtype_words(trial, rank, step, key, expected, moved)
+            findings.append(Finding(place, amount(expected), text))
     return findings
 
 

@@ -110,8 +110,8 @@ def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[
             found = rule(trial, broken)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"the rule {rule.__name__} raised {error!r} at {where.name}:{where.lineno}, so it names no cause"
-            skipped.append(("not diagnosed", told))
+            text = f"the rule {rule.__name__} raised {error!r} at {where.name}:{where.lineno}, so it names no cause"
+            skipped.append(("not diagnosed", text))
             continue
         if found is not None:
             return found, tuple(skipped)

@@ -16,11 +16,11 @@ def wrong_checkpoint(trial: Trial, broken: Broken) -> Diagnosis | None:
     held = trial.run.checkpoint
     if set(broken) != {"checkpoint"} or held is None:
         return None
-    told = [*_more(trial, held), *_other_types(trial, held), *_lacking(trial, held)]
+    texts = [*_more(trial, held), *_other_types(trial, held), *_lacking(trial, held)]
     line = finding_line("checkpoint", broken["checkpoint"])
-    first = told[0] if told else f"holds something else than what trained: {line[1]}"
+    first = texts[0] if texts else f"holds something else than what trained: {line[1]}"
     where = f"the checkpoint of step {trial.case.saved_step}"
-    return Diagnosis(f"{where} {first}", (*(("also", f"it {more}") for more in told[1:]), line))
+    return Diagnosis(f"{where} {first}", (*(("also", f"it {more}") for more in texts[1:]), line))
 
 
 def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:

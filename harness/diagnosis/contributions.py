@@ -1,4 +1,4 @@
-"""Samples and tokens that contribute unequally to a gradient, told from the weights that a fit gives each of them.
+"""Samples and tokens that contribute unequally to a gradient, found from the weights that a fit gives each of them.
 
 A weight of 1 is due; 0 is a sample that is lost, other numbers are means taken in the wrong place. Trap: a weight says
 nothing unless the fit explains the whole gradient (`Weights.explained`).
@@ -57,8 +57,8 @@ def unequal_parts(trial: Trial, wrong: list[Pair]) -> str | None:
     for rank, weights in known.items():
         contributing = [place for place, weight in weights.by_sample.items() if abs(weight) > weights.close]
         if len(contributing) < len(weights.by_sample):
-            told = f"rank {rank}'s gradient holds the tokens of {contributing} of {trial.case.dims.cp} cp ranks only"
-            return f"gradient reduction without effect over cp: {told}"
+            text = f"rank {rank}'s gradient holds the tokens of {contributing} of {trial.case.dims.cp} cp ranks only"
+            return f"gradient reduction without effect over cp: {text}"
     weights = next(iter(known.values()))
     return None if weights.uniform is not None else _parts_text(trial, weights)
 
@@ -144,9 +144,9 @@ def own_samples_only(trial: Trial, wrong: list[Pair]) -> str | None:
         axis for axis in axes if all(_nothing_from_peers(trial, contributing, rank, axis) for rank in contributing)
     ]
     rank = next(iter(contributing))
-    told = f"rank {rank}'s gradient holds the samples of {rank_words(contributing[rank])} only, though collectives ran"
+    text = f"rank {rank}'s gradient holds the samples of {rank_words(contributing[rank])} only, though collectives ran"
     over = f" over {' and '.join(missing)}" if missing else ""
-    return f"gradient reduction without effect{over}: {told}"
+    return f"gradient reduction without effect{over}: {text}"
 
 
 def everyone_contributes(trial: Trial, contributing: dict[int, list[int]] | None) -> bool:

@@ -45,18 +45,18 @@ def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
     where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
-    told = _all_alike(trial, strange) or _drawn_anew(trial, strange)
-    cause = f"training does not start from the seed weights {where}{told}"
+    found = _all_alike(trial, strange) or _drawn_anew(trial, strange)
+    cause = f"training does not start from the seed weights {where}{found}"
     return Diagnosis(cause, tuple(_strange_line(trial, *strange[0])))
 
 
 def _all_alike(trial: Trial, strange: list[tuple[int, str]]) -> str:
     """What all of them are instead, if it is the same of all."""
-    told = {_instead(trial, rank, fqn) for rank, fqn in strange}
+    found = {_instead(trial, rank, fqn) for rank, fqn in strange}
     rank, fqn = strange[0]
-    if all(text.startswith("the values of ") for text in told):
+    if all(text.startswith("the values of ") for text in found):
         return f": {fqn} holds {_instead(trial, rank, fqn)}"
-    return f": {told.pop()}" if len(told) == 1 and "" not in told else ""
+    return f": {found.pop()}" if len(found) == 1 and "" not in found else ""
 
 
 def _drawn_anew(trial: Trial, strange: list[tuple[int, str]]) -> str:
@@ -160,17 +160,17 @@ def _cut_otherwise(trial: Trial, received: Received, step: int, when: str) -> st
     if not odd:
         return None
     rank, cut = next(iter(odd.items()))
-    told = f"rank {rank} receives the tokens at {positions_text(cut)}{when}, its positions are"
-    told = f"{told} {positions_text(wanted[rank])}"
+    text = f"rank {rank} receives the tokens at {positions_text(cut)}{when}, its positions are"
+    text = f"{text} {positions_text(wanted[rank])}"
     if all(len(at) == trial.case.seq_len(step) for at in odd.values()) and len(odd) == len(received):
         return f"CP not applied: every cp rank receives whole sequences{when}, requested cp {trial.case.dims.cp}"
     features, balance = trial.case.features, trial.case.features.cp_load_balance
     other = replace(trial.case, features=replace(features, cp_load_balance=not balance))
     if all(np.array_equal(at, positions(other, rank, trial.case.seq_len(step))) for rank, at in odd.items()):
-        return f"cp_load_balance {balance} is requested, {not balance} is observed: {told}"
+        return f"cp_load_balance {balance} is requested, {not balance} is observed: {text}"
     if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(received) - set(odd)}) == 1:
         return f"the sequence is not divided over cp: every rank receives the tokens at {positions_text(cut)}{when}"
-    return f"cp ranks receive the wrong part of the sequence: {told}"
+    return f"cp ranks receive the wrong part of the sequence: {text}"
 
 
 def _no_samples(trial: Trial, received: Received, when: str) -> str | None:
@@ -178,12 +178,12 @@ def _no_samples(trial: Trial, received: Received, when: str) -> str | None:
     if not strange:
         return None
     steps = len(trial.reference.samples)
-    told = (
+    text = (
         f"received tokens of no sample of the recipe's {steps} steps{when}{on_ranks(trial, strange) or ' on all ranks'}"
     )
     if _share_rows(trial):
-        return f"dp ranks draw overlapping samples, each by an order of its own: {told}"
-    return told + (": another seed, order or data set" if len(strange) == len(received) else "")
+        return f"dp ranks draw overlapping samples, each by an order of its own: {text}"
+    return text + (": another seed, order or data set" if len(strange) == len(received) else "")
 
 
 def _share_rows(trial: Trial) -> bool:
@@ -254,16 +254,16 @@ def _wrong_labels(trial: Trial, step: int) -> str | None:
         return None
     labels = [label for of_rank in wrong.values() for label in of_rank]
     hint = _shifted_after_the_cut(trial, step, wrong) or _mask_is_off(labels)
-    told = f"{len(labels)} labels of step {step} are not those of their sample{hint}"
-    return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {told}"
+    text = f"{len(labels)} labels of step {step} are not those of their sample{hint}"
+    return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {text}"
 
 
 def _lost_labels(trial: Trial, step: int) -> str | None:
     """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
     if not (found := misshapen_labels(trial, step)):
         return None
-    told = f"{found[0].observed} ({found[0].where}), {found[0].expected} are requested"
-    return f"a part of the loss is lost or counted twice: it is computed from {told}"
+    text = f"{found[0].observed} ({found[0].where}), {found[0].expected} are requested"
+    return f"a part of the loss is lost or counted twice: it is computed from {text}"
 
 
 def _shifted_after_the_cut(trial: Trial, step: int, wrong: dict[int, list[Label]]) -> str:
@@ -296,9 +296,9 @@ def wrong_positions(trial: Trial, broken: Broken) -> Diagnosis | None:
         for row in wrong_rows(step.positions, wanted)[:1]:
             wrong.setdefault(rank, (row, wanted))
     rank, (row, wanted) = next(iter(wrong.items()))
-    told = f"rank {rank} is told {positions_text(row)} for its tokens at {positions_text(wanted)}"
+    text = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
     restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
     what = "rotary positions restart at 0 on each cp rank" if restarted else "wrong rotary positions"
     if not set(wrong) & set(trial.first_stages()):
         what = "later pipeline stages turn queries and keys by other positions than the first"
-    return Diagnosis(f"{what}: {told}", (finding_line("positions", broken["positions"]),))
+    return Diagnosis(f"{what}: {text}", (finding_line("positions", broken["positions"]),))

@@ -20,15 +20,15 @@ def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
     """All numbers of the case that the factor may be; empty if it is none. everywhere: of every parameter."""
     if math.isclose(factor, -1.0):
         return ": the sign is wrong"
-    told = []
+    texts = []
     for value, text in ((factor, "not divided by {} ({})"), (1 / factor, "divided by {} (1/{}) once too often")):
         names = _axes(trial, value) + (_counts(trial, value) if everywhere else [])
         if names:
-            told.append(text.format(" or ".join(names[:MOST_NAMES]), round(value)))
+            texts.append(text.format(" or ".join(names[:MOST_NAMES]), round(value)))
     step = trial.reference.steps[0]
     if everywhere and factor != 1 and math.isclose(factor, step.valid_tokens / _positions(trial), rel_tol=1e-6):
-        told.append("divided by the number of all tokens, not of the valid ones")
-    return f": {', or '.join(told)}" if told else ""
+        texts.append("divided by the number of all tokens, not of the valid ones")
+    return f": {', or '.join(texts)}" if texts else ""
 
 
 def _axes(trial: Trial, value: float) -> list[str]:

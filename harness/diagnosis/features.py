@@ -82,8 +82,8 @@ def _fallback(trial: Trial) -> str | None:
     for rank, step, _ in trial.steps():
         seen, wanted = step.activity.attention.get(features.FUSED, 0), features.fused_in_forward(trial, rank)
         if seen < wanted and (batched := features.batched_matmuls(step)):
-            told = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
-            return f"attention falls back to plain matmuls: {told} (rank {rank}, step {step.step})"
+            text = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
+            return f"attention falls back to plain matmuls: {text} (rank {rank}, step {step.step})"
     return None
 
 
@@ -92,8 +92,8 @@ def _beside(trial: Trial) -> str | None:
     for rank, step, _ in trial.steps():
         if count := features.beside(trial, rank, step):
             blocks = ", some in its blocks," if features.blocks_beside(step) else ""
-            told = f"{count} matmuls{blocks} outside of forward and backward (rank {rank}, step {step.step})"
-            return f"the model runs besides its training passes: {told}"
+            text = f"{count} matmuls{blocks} outside of forward and backward (rank {rank}, step {step.step})"
+            return f"the model runs besides its training passes: {text}"
     return None
 
 
@@ -145,11 +145,11 @@ def _checkpointing(trial: Trial) -> str | None:
     wrong = [rank for rank in trial.ranks if blocks[rank] != wanted[rank]]
     if not wrong or trial.case.features.compile:
         return None
-    told = some(sorted(blocks[wrong[0]]), 4) or "none"
+    found = some(sorted(blocks[wrong[0]]), 4) or "none"
     meant = some(sorted(wanted[wrong[0]]), 4) or "none"
     return (
         f"activation checkpointing {asked} is in the wrong place{on_ranks(trial, wrong)}:"
-        f" recomputed are {told}, requested {meant}"
+        f" recomputed are {found}, requested {meant}"
     )
 
 

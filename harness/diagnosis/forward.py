@@ -21,9 +21,9 @@ def unexplained(trial: Trial, wrong: list[Pair]) -> str:
     if off and (again := _counted_again(trial)):
         return again
     if off:
-        told = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
-        told += _first_wrong_input(trial)
-        return told + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
+        text = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
+        text += _first_wrong_input(trial)
+        return text + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
     return _paired_wrongly(trial, wrong) or f"gradients are wrong {where}: {_matching_loss(trial)}"
 
 
@@ -44,11 +44,13 @@ def _first_wrong_input(trial: Trial) -> str:
         if not math.isclose(
             sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=close
         ):
-            before = f"{_input_words(trial, right)} is as long as it should be, " if right else ""
-            return f": {before}{_input_words(trial, fqn)} is not{_in_attention(right, fqn)}"
+            if not right:
+                return f": {_input_words(trial, fqn)} does not match the reference in mean square"
+            before = f"{_input_words(trial, right)} matches the reference in mean square"
+            return f": {before}, {_input_words(trial, fqn)} does not{_in_attention(right, fqn)}"
         right = fqn
-    same = "what goes into each module is as long as it should be: it is the loss itself (smoothing, scale of logits),"
-    same += " or something turns or changes places"
+    same = "what goes into each module matches the reference in mean square: it is the loss itself (smoothing,"
+    same += " scale of logits), or something turns or changes places"
     return f": {same}" if right else ""
 
 
@@ -84,8 +86,8 @@ def _counted_again(trial: Trial) -> str | None:
     extra = (global_loss(trial, 1) or 0.0) - trial.reference.steps[0].loss
     for axis in trial.plan.groups:
         if axis in AXES and math.isclose(extra, math.log(getattr(trial.case.dims, axis)), rel_tol=1e-6):
-            told = f"too large by {extra:.6g} a token, the logarithm of {axis} {getattr(trial.case.dims, axis)}"
-            return f"the loss of step 1 is {told}: its normaliser counts each logit once for every rank along {axis}"
+            text = f"too large by {extra:.6g} a token, the logarithm of {axis} {getattr(trial.case.dims, axis)}"
+            return f"the loss of step 1 is {text}: its normaliser counts each logit once for every rank along {axis}"
     return None
 
 
@@ -94,8 +96,8 @@ def documents_see_each_other(trial: Trial, wrong: list[Pair]) -> str | None:
     ranks = [rank for rank in trial.last_stages() if _looks_past_separators(trial, rank)]
     if not ranks:
         return None
-    told = "the losses of step 1 are those without a document mask, which is requested"
-    return f"documents see each other{on_ranks(trial, ranks)}: {told}"
+    text = "the losses of step 1 are those without a document mask, which is requested"
+    return f"documents see each other{on_ranks(trial, ranks)}: {text}"
 
 
 def _looks_past_separators(trial: Trial, rank: int) -> bool:

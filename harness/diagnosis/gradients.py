@@ -98,8 +98,8 @@ def _not_finite(trial: Trial, wrong: list[Pair]) -> str | None:
     seen = [m.loss_sum for e in trial.ranks.values() for m in e.steps[0].microbatches if m.loss_sum is not None]
     finite = all(map(math.isfinite, seen))
     what = "gradients are" if finite else "loss and gradients are"
-    told = f"{what} NaN or infinite in step 1 {where_text(trial, bad)}{', the losses are finite' if finite and seen else ''}"
-    return told + (_mean_over_none(trial) if finite else "")
+    text = f"{what} NaN or infinite in step 1 {where_text(trial, bad)}{', the losses are finite' if finite and seen else ''}"
+    return text + (_mean_over_none(trial) if finite else "")
 
 
 def _mean_over_none(trial: Trial) -> str:
@@ -122,8 +122,8 @@ def _nothing_goes_round(trial: Trial, wrong: list[Pair]) -> str | None:
 
 
 CP_ROLES = {
-    "keys and values": "no keys and values go round over cp: attention sees its own part of the sequence only",
-    "gradients of keys and values": "gradients of keys and values do not go round over cp: each rank keeps its own",
+    "keys and values": "no K/V exchange over cp: attention sees its own part of the sequence only",
+    "gradients of keys and values": "no exchange of K/V gradients over cp: each rank keeps its own",
 }
 
 
@@ -168,10 +168,10 @@ def _missing_reduction(trial: Trial, wrong: list[Pair]) -> str | None:
                 missing[flow.axis] = flow.op
     if not missing or everyone_contributes(trial, attribution.contributors(trial)):
         return None
-    told = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
+    texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
     more = f", but over {groups_text(instead)}" if instead else ""
-    return f"gradient reduction missing over {' and '.join(missing)}: {', '.join(told)}{more}"
+    return f"gradient reduction missing over {' and '.join(missing)}: {', '.join(texts)}{more}"
 
 
 def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
@@ -204,9 +204,9 @@ def scaled_by_powers(trial: Trial, wrong: list[Pair], step: int = 1) -> str | No
     if None in factors.values() or len({round(factor, 9) for factor in by_fqn.values()}) < 2:
         return None
     kinds = sorted({round(factor, 9) for factor in by_fqn.values()})
-    told = [f"{kind:.4g} ({some([fqn for fqn, f in by_fqn.items() if round(f, 9) == kind], 1)})" for kind in kinds[:4]]
+    texts = [f"{kind:.4g} ({some([fqn for fqn, f in by_fqn.items() if round(f, 9) == kind], 1)})" for kind in kinds[:4]]
     causes = "some are scaled more often than others, by bucket, by stage or by wrapper"
-    return f"gradients are scaled by different factors {where_text(trial, wrong)}: {', '.join(told)}: {causes}"
+    return f"gradients are scaled by different factors {where_text(trial, wrong)}: {', '.join(texts)}: {causes}"
 
 
 def _lost_before(trial: Trial, wrong: list[Pair]) -> str | None:
@@ -265,10 +265,10 @@ def _why(cause: str) -> Iterator[tuple[str, str]]:
             "why",
             "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing",
         )
-    if "as long as it should be" in cause:
+    if "in mean square" in cause:
         yield (
             "why",
-            "lengths are mean squares over all ranks: tokens that changed places, or were turned, show only where they meet",
+            "a mean square is over all ranks: tokens that changed places, or were turned, show only where they meet",
         )
 
 

@@ -33,24 +33,24 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     wrong, line = wrong_pairs(trial, step), finding_line("gradients", broken["gradients"])
     if step == trial.first_step:
-        told = f"gradients are wrong from step {step} on, the first after resuming, {where_text(trial, wrong)}"
+        text = f"gradients are wrong from step {step} on, the first after resuming, {where_text(trial, wrong)}"
         as_saved = run_check("resume", resume.check, trial).verdict is Verdict.PASS
         why = ": parameters, optimizer state and samples are those that were saved" if as_saved else ""
-        return Diagnosis(told + why, (line,))
+        return Diagnosis(text + why, (line,))
     if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
         return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
     where, factor = where_text(trial, wrong), common_factor(trial, wrong, step)
     if factor is not None:
-        told = f"gradients are right in step {trial.first_step} and from step {step} on {times_text(factor)}"
-        told += f" what they should be {where}"
-        return Diagnosis(told + _count_of_another_step(trial, step, factor), (line,))
+        text = f"gradients are right in step {trial.first_step} and from step {step} on {times_text(factor)}"
+        text += f" what they should be {where}"
+        return Diagnosis(text + _count_of_another_step(trial, step, factor), (line,))
     powers = scaled_by_powers(trial, wrong, step)
     if powers:
         return Diagnosis(f"from step {step} on {powers}", (line,))
     off = loss_off(trial, step)
     if off:
-        told = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
-        return Diagnosis(told, (line, *_what_may_be_kept(trial)))
+        text = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
+        return Diagnosis(text, (line, *_what_may_be_kept(trial)))
     return Diagnosis(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
 
 

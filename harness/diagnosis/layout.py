@@ -88,7 +88,7 @@ def _layouts(dims: ParallelDims) -> Iterator[Layout]:
 
 
 def _parts_of_the_fold(dims: ParallelDims) -> list[tuple[str, ...]]:
-    """Sharded over some axes that are not folded with cp as they should be."""
+    """Sharded over some axes that are not folded with cp as requested."""
     if dims.cp == 1:
         return []
     return [("dp_shard",), ("cp",), ("dp_replicate", "dp_shard"), ("dp_replicate",)]

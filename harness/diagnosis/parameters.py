@@ -44,14 +44,14 @@ def _scaled(trial: Trial, wrong: list[Misfit], bounds: Bounds) -> str | None:
         return f"gradients are {best.fit:.3g} times what they should be {_where(trial, wrong)}"
     if not all(one.scaled for one in scaled):
         return None
-    told = f"times {min(factors):.3g} to {max(factors):.3g}"
-    return f"gradients are scaled by different factors {_where(trial, wrong)}: {told}"
+    text = f"times {min(factors):.3g} to {max(factors):.3g}"
+    return f"gradients are scaled by different factors {_where(trial, wrong)}: {text}"
 
 
 def _off(trial: Trial, wrong: list[Misfit]) -> str:
     worst = max(wrong, key=lambda one: one.excess)
-    told = f"by {worst.distance:.1e} of its length in {worst.fqn}, where noise explains {worst.distance_bound:.1e}"
-    return f"gradients are off {_where(trial, wrong)}, and no factor explains it: {told}; no single entry stands out"
+    text = f"by {worst.distance:.1e} of its length in {worst.fqn}, where noise explains {worst.distance_bound:.1e}"
+    return f"gradients are off {_where(trial, wrong)}, and no factor explains it: {text}; no single entry stands out"
 
 
 def _where(trial: Trial, wrong: list[Misfit]) -> str:

@@ -1,4 +1,4 @@
-"""A rank died, hung, raised, left early, or left an incomplete account."""
+"""A rank died, hung, raised, left early, or left incomplete evidence."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def process_failed(trial: Trial, broken: Broken) -> Diagnosis | None:
     alike: dict[str, list[int]] = defaultdict(list)
     for exit in blamed:
         alike[_how_it_ended(exit)].append(exit.rank)
-    told = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
+    texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
     lines = [
         (f"rank {exit.rank}", f"last collective {exit.last_collective}") for exit in blamed[:2] if exit.last_collective
     ]
     lines += [("" if i else "stack", line.strip()) for i, line in enumerate(blamed[0].stack.splitlines()[:4])]
     if others:
         lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
-    return Diagnosis("; ".join(told[:3]), tuple(lines))
+    return Diagnosis("; ".join(texts[:3]), tuple(lines))
 
 
 def _how_it_ended(exit: Exit) -> str:
     ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
-    told = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
-    own, disagrees, other = told.partition("; issued ")
+    text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
+    own, disagrees, other = text.partition("; issued ")
     if disagrees:  # says more than what came of it
         return f"issued {other}, then {ended}: {own}"
-    return f"{ended}: {told}" if told else ended
+    return f"{ended}: {text}" if text else ended
 
 
 def _nobody_to_blame(failed: list[Exit]) -> Diagnosis:
@@ -50,7 +50,7 @@ def _nobody_to_blame(failed: list[Exit]) -> Diagnosis:
 
 
 def incomplete(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """All processes ended well, and still something that should have been told was not."""
+    """All processes ended well, and still something that should have been recorded was not."""
     if "completed" not in broken:
         return None
     asked, ran = trial.plan.dims.world_size, trial.run.world_size
@@ -68,8 +68,8 @@ def incomplete(trial: Trial, broken: Broken) -> Diagnosis | None:
         return Diagnosis(f"{rank_words(silent)} left no evidence: its process ended with code 0 and wrote no file")
     leaving = [exit for exit in trial.run.exits if exit.left]
     if leaving:
-        told = f"{rank_words([exit.rank for exit in leaving])} left a process behind: {'; '.join(leaving[0].left)}"
-        return Diagnosis(told, (("ended", "by the harness, which looks for what ranks started and did not end"),))
+        text = f"{rank_words([exit.rank for exit in leaving])} left a process behind: {'; '.join(leaving[0].left)}"
+        return Diagnosis(text, (("ended", "by the harness, which looks for what ranks started and did not end"),))
     return _missing_steps(trial) or _missing_parameters(trial)
 
 
@@ -84,9 +84,9 @@ def _missing_steps(trial: Trial) -> Diagnosis | None:
     if not odd:
         return None
     steps = seen[odd[0]]
-    told = f"trained steps {', '.join(map(str, steps))} only" if steps else "trained no step"
+    text = f"trained steps {', '.join(map(str, steps))} only" if steps else "trained no step"
     asked = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
-    return Diagnosis(f"{rank_words(odd)} {told}, requested {asked}")
+    return Diagnosis(f"{rank_words(odd)} {text}, requested {asked}")
 
 
 def _missing_parameters(trial: Trial) -> Diagnosis | None:

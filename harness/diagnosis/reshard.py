@@ -1,6 +1,6 @@
 """Another wrapper than requested is at work, or other units are freed after forward than the policy frees.
 
-Neither shows in any number: the one is told by what the wrappers say they are, the other by memory and second gathering.
+Neither shows in any number: the one is found from what the wrappers claim to be, the other from memory and second gathering.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     units = _wrong_units(trial)
     if not units:
         return None  # only what is gathered again differs, or memory that is no parameter's
-    told = [f"{some(names, 3)} {state}, should be {wanted}" for (wanted, state), names in units.items()]
+    texts = [f"{some(names, 3)} {state}, should be {wanted}" for (wanted, state), names in units.items()]
     if _is_one_unit(trial):
-        told = [f"{told[0]}: the whole model is one {trial.case.wrapper} unit, no block is one of its own"]
+        texts = [f"{texts[0]}: the whole model is one {trial.case.wrapper} unit, no block is one of its own"]
     policy = trial.case.features.reshard_after_forward
     other = next(
         (
@@ -76,15 +76,15 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     force = f"reshard_after_forward {policy} is requested" + (f", {other} is observed" if other else "")
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
-    return Diagnosis(f"after forward: {'; '.join(told)}{ranks}; {force}", lines)
+    return Diagnosis(f"after forward: {'; '.join(texts)}{ranks}; {force}", lines)
 
 
 def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Other parameters are gathered together than the plan says: more collectives, or more memory at a time."""
     if "placements" in broken and (apart := disagreements(trial)):
-        told = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
+        text = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
         line = finding_line("placements", broken["placements"])
-        return Diagnosis(f"ranks wrap different {trial.case.wrapper} units: {told}", (line,))
+        return Diagnosis(f"ranks wrap different {trial.case.wrapper} units: {text}", (line,))
     seen = {rank: units_seen(trial, rank) for rank in sorted(trial.ranks)}
     wanted = {rank: {frozenset(unit) for unit in trial.plan.units[rank]} for rank in seen}
     wrong = [rank for rank in seen if seen[rank] and seen[rank] != wanted[rank]]
@@ -93,8 +93,8 @@ def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
     units = seen[wrong[0]]
     finer = all(any(unit <= whole for whole in wanted[wrong[0]]) for unit in units)
     cause = f"{trial.case.wrapper} units are {'finer' if finer else 'others'} than requested"
-    told = f"parameters are gathered in {len(units)} pieces, requested {len(wanted[wrong[0]])}"
-    return Diagnosis(f"{cause}: {told}{on_ranks(trial, wrong)}", (finding_line("placements", broken["placements"]),))
+    text = f"parameters are gathered in {len(units)} pieces, requested {len(wanted[wrong[0]])}"
+    return Diagnosis(f"{cause}: {text}{on_ranks(trial, wrong)}", (finding_line("placements", broken["placements"]),))
 
 
 def _is_one_unit(trial: Trial) -> bool:

@@ -47,9 +47,9 @@ def wrong_reports(trial: Trial, broken: Broken) -> Diagnosis | None:
         cause = f"gradients are {ratio:.3g} times as long as the reference's, though no entry is beyond its noise"
         return Diagnosis(cause, (finding_line("grad_norm", broken["grad_norm"]),))
     hints = {name: HINTS[name](trial) for name in wrong}
-    told = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
+    text = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
     what = f"the reported {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
-    return Diagnosis(f"{what}, the training itself is right: {told}", lines)
+    return Diagnosis(f"{what}, the training itself is right: {text}", lines)
 
 
 REPORTED: dict[str, Read] = {
@@ -62,14 +62,16 @@ REPORTED: dict[str, Read] = {
 def _silent(trial: Trial, what: str, read: Read) -> str:
     """Of the first rank that is silent: in which steps it reports, and in which not."""
     rank = next(
-        rank for rank, e in sorted(trial.ranks.items()) if _told(e, read) and set(due(trial, rank)) - _told(e, read)
+        rank
+        for rank, e in sorted(trial.ranks.items())
+        if _reported_steps(e, read) and set(due(trial, rank)) - _reported_steps(e, read)
     )
-    told, wanted = sorted(_told(trial.ranks[rank], read)), due(trial, rank)
-    silent = [step for step in wanted if step not in told]
-    return f"rank {rank} reports the {what} of {_steps(told)} only, that of {_steps(silent)} is lacking"
+    reported, wanted = sorted(_reported_steps(trial.ranks[rank], read)), due(trial, rank)
+    silent = [step for step in wanted if step not in reported]
+    return f"rank {rank} reports the {what} of {_steps(reported)} only, that of {_steps(silent)} is lacking"
 
 
-def _told(evidence: RankEvidence, read: Read) -> set[int]:
+def _reported_steps(evidence: RankEvidence, read: Read) -> set[int]:
     return {step.step for step in evidence.steps if read(step) is not None}
 
 
@@ -80,11 +82,11 @@ def _steps(steps: list[int]) -> str:
 def _length(trial: Trial) -> float | None:
     """By what factor the gradients seen are longer, where they are as long as reported. Noise hides that from `gradients`."""
     first, lengths = trial.first_step, {step: observed_norm(trial, step) for step in trial.case.steps}
-    told = all(
+    clipped = all(
         step.grad_norm and math.isclose(step.grad_norm, lengths[step.step], rel_tol=1e-4)
         for _, step, _ in trial.steps()
     )
-    return None if trial.case.exact or not told else lengths[first] / trial.reference_step(first).grad_norm
+    return None if trial.case.exact or not clipped else lengths[first] / trial.reference_step(first).grad_norm
 
 
 def _shown_loss(trial: Trial) -> str:
@@ -205,17 +207,17 @@ def out_of_order(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "collective_order" not in broken or not {"loss", "gradients", "grad_norm", "reported_loss"} & set(broken):
         return None
     first = broken["collective_order"].findings[0]
-    told = f"{STRUCTURE['collective_order']}: {first.where}: {first.observed}, {first.expected}"
-    return Diagnosis(told, (finding_line("collective_order", broken["collective_order"]),))
+    text = f"{STRUCTURE['collective_order']}: {first.where}: {first.observed}, {first.expected}"
+    return Diagnosis(text, (finding_line("collective_order", broken["collective_order"]),))
 
 
 def ranks_wait(trial: Trial, broken: Broken) -> Diagnosis | None:
     """Collectives that move nothing. Asked late: ranks that wait compute the right thing."""
     for rank, step, _ in trial.steps() if "traffic" in broken else ():
         for (ranks, op, phase), count in sorted(waits(trial.ranks[rank], step.step).items()):
-            told = f"{count} x {op} of no bytes over {ranks_text(ranks)} (rank {rank}, step {step.step})"
+            text = f"{count} x {op} of no bytes over {ranks_text(ranks)} (rank {rank}, step {step.step})"
             return Diagnosis(
-                f"ranks wait for each other in {phase}: {told}", (finding_line("traffic", broken["traffic"]),)
+                f"ranks wait for each other in {phase}: {text}", (finding_line("traffic", broken["traffic"]),)
             )
     return None
 
@@ -227,7 +229,7 @@ def copies_kept(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     held = memory.copies_kept(trial, ranks[0])
     size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
-    cause = f"{size} of {dtypes} are kept beside parameters, gradients and optimizer state{on_ranks(trial, ranks)}"
+    cause = f"{size} of {dtypes} are retained in unaccounted tensors{on_ranks(trial, ranks)}"
     return Diagnosis(cause + _as_large_as(trial, ranks[0]), (finding_line("memory", broken["memory"]),))
 
 
@@ -307,8 +309,8 @@ def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "determinism" not in broken:
         return None
     first = broken["determinism"].findings[0]
-    told = f"the same case run twice gives different bytes{_fed_otherwise(trial)}"
-    return Diagnosis(f"{told}, first on {first.where}: {first.observed}")
+    text = f"the same case run twice gives different bytes{_fed_otherwise(trial)}"
+    return Diagnosis(f"{text}, first on {first.where}: {first.observed}")
 
 
 def _fed_otherwise(trial: Trial) -> str:

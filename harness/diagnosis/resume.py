@@ -42,8 +42,8 @@ def started_elsewhere(trial: Trial, broken: Broken) -> Diagnosis | None:
         )
     for step, state in _moments(trial):
         if _is_all(trial, state):
-            told = f"resumed from the state after step {step}, requested the checkpoint of step {asked}"
-            return Diagnosis(f"{told}: an older one was read, or a stale one written", (line,))
+            text = f"resumed from the state after step {step}, requested the checkpoint of step {asked}"
+            return Diagnosis(f"{text}: an older one was read, or a stale one written", (line,))
     return None
 
 
@@ -52,12 +52,12 @@ def resumed_wrongly(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "resume" not in broken:
         return None
     wrong = _wrong(trial)
-    told = [cause for explain in (_parameters, _optimizer) if (cause := explain(trial, wrong))]
-    told += [cause for cause in (_schedule(trial), _data(trial)) if cause]
+    texts = [cause for explain in (_parameters, _optimizer) if (cause := explain(trial, wrong))]
+    texts += [cause for cause in (_schedule(trial), _data(trial)) if cause]
     line = finding_line("resume", broken["resume"])
-    if not told:
+    if not texts:
         return Diagnosis(f"what was resumed is not what was saved: {line[1]}")
-    return Diagnosis(told[0], (*(("also", cause) for cause in told[1:]), line))
+    return Diagnosis(texts[0], (*(("also", cause) for cause in texts[1:]), line))
 
 
 def _wrong(trial: Trial) -> Wrong:
@@ -206,8 +206,8 @@ def _schedule(trial: Trial) -> str | None:
         if step.lr is not None and not math.isclose(step.lr, wanted.lr, rel_tol=1e-12):
             like = [number for number, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
             seen = f"that of step {like[0]}" if like else f"{step.lr:.6g} on rank {rank}"
-            told = "the schedule starts anew" if _anew(trial, rank, step.step) else "the schedule does not continue"
-            return f"{told} after resuming: the learning rate of step {step.step} is {seen}, requested {wanted.lr:.6g}"
+            text = "the schedule starts anew" if _anew(trial, rank, step.step) else "the schedule does not continue"
+            return f"{text} after resuming: the learning rate of step {step.step} is {seen}, requested {wanted.lr:.6g}"
     return None
 
 

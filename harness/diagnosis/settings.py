@@ -12,21 +12,21 @@ NUMBERS = (*settings.FLOAT32, "default dtype")
 
 def wrong_precision(trial: Trial, broken: Broken) -> Diagnosis | None:
     """What explains wrong numbers is asked before them."""
-    return _told(trial, broken, [finding for finding in settings.findings(trial) if _name(finding) in NUMBERS])
+    return _diagnosis(trial, broken, [finding for finding in settings.findings(trial) if _name(finding) in NUMBERS])
 
 
 def wrong_settings(trial: Trial, broken: Broken) -> Diagnosis | None:
-    return _told(trial, broken, settings.findings(trial))
+    return _diagnosis(trial, broken, settings.findings(trial))
 
 
-def _told(trial: Trial, broken: Broken, found: list[Finding]) -> Diagnosis | None:
+def _diagnosis(trial: Trial, broken: Broken, found: list[Finding]) -> Diagnosis | None:
     if "settings" not in broken or not found:
         return None
     first, name = found[0], _name(found[0])
     ranks = [int(finding.where.split(",")[0].removeprefix("rank ")) for finding in found if _name(finding) == name]
     step = first.where.split(", ")[1]
-    told = f"{name} {_verb(name)} {first.observed} from {step} on, requested {first.expected}{on_ranks(trial, ranks)}"
-    return Diagnosis(told, (finding_line("settings", broken["settings"]),))
+    text = f"{name} {_verb(name)} {first.observed} from {step} on, requested {first.expected}{on_ranks(trial, ranks)}"
+    return Diagnosis(text, (finding_line("settings", broken["settings"]),))
 
 
 def _verb(name: str) -> str:

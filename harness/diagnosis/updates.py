@@ -49,8 +49,8 @@ def changed_afterwards(trial: Trial, broken: Broken) -> Diagnosis | None:
     step = next(iter(changes), None)
     if "update" not in broken or step is None or any(wrong_pairs(trial, s) for s in trial.case.steps if s <= step):
         return None
-    told = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
-    cause = f"{told}: {_as_if(trial, step, changes[step])}{_where(trial, changes[step])}"
+    text = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
+    cause = f"{text}: {_as_if(trial, step, changes[step])}{_where(trial, changes[step])}"
     return Diagnosis(cause, (finding_line("update", broken["update"]),))
 
 

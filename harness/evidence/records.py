@@ -163,7 +163,7 @@ class StepEvidence:
     changed: of parameters that were something else when the next step began, or training ended, what they then were;
     None if nobody looked.
     memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
-    positions: int64 [positions] or [samples, positions], the different ones that model parts were told for their tokens.
+    positions: int64 [positions] or [samples, positions], the different ones that model parts received for their tokens.
     actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
     after_forward: one record for each forward pass of each model part.
     graphs: how many torch.compile had made in this process when the optimizer had stepped; None if nobody looked.

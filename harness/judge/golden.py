@@ -88,7 +88,7 @@ def load(case: Case, folder: Path | None = None) -> Golden:
             tuple(float(step["loss"]) for step in steps),
             tuple(float(step["grad_norm"]) for step in steps),
             record["environment"],
-            {key: _noise(told) for key, told in record.get("noise", {}).items()},
+            {key: _noise(stored) for key, stored in record.get("noise", {}).items()},
         )
     except FileNotFoundError as error:
         remedy = f"make it with `{accept_command(case)}`, review it"
@@ -116,24 +116,24 @@ def review_command(case: Case) -> str:
     return f"git -C {shlex.quote(str(folder))} diff ."
 
 
-def _noise(told: dict[str, Any]) -> Noise:
-    loss, grad_norm, gradient = (_numbers(told[name]) for name in NUMBERS)
-    by_parameter = told.get("by_parameter", {})
+def _noise(stored: dict[str, Any]) -> Noise:
+    loss, grad_norm, gradient = (_numbers(stored[name]) for name in NUMBERS)
+    by_parameter = stored.get("by_parameter", {})
     distance, fit = ({fqn: _numbers(spreads[name]) for fqn, spreads in by_parameter.items()} for name in OF_PARAMETER)
-    return Noise(int(told["repeats"]), loss, grad_norm, gradient, distance, fit)
+    return Noise(int(stored["repeats"]), loss, grad_norm, gradient, distance, fit)
 
 
-def _numbers(told: Iterable[float]) -> tuple[float, ...]:
-    return tuple(map(float, told))
+def _numbers(stored: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, stored))
 
 
 def _noise_lines(noise: Mapping[str, Noise]) -> str:
     """One line a kind and one a parameter."""
-    lines = ",\n".join(f'    "{key}": {_told(one)}' for key, one in noise.items())
+    lines = ",\n".join(f'    "{key}": {_as_json(one)}' for key, one in noise.items())
     return f',\n  "noise": {{\n{lines}\n  }}' if lines else ""
 
 
-def _told(one: Noise) -> str:
+def _as_json(one: Noise) -> str:
     numbers = _spreads({name: getattr(one, name) for name in NUMBERS})
     lines = ",\n".join(
         f'      "{fqn}": {{{_spreads({name: getattr(one, name)[fqn] for name in OF_PARAMETER})}}}'

@@ -1,7 +1,7 @@
 """The labels that a microbatch's loss was computed from, laid as its samples lie.
 
 A trainer may compute its loss in several calls, each from a part of the rows or of the positions, and may leave out the
-tokens that do not count. How labels were cut is not told; of the ways there are, that one is taken which fits best.
+tokens that do not count. How labels were cut is not recorded; of the ways there are, that one is taken which fits best.
 """
 
 from __future__ import annotations

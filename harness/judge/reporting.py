@@ -47,10 +47,10 @@ def silences(trial: Trial, what: str, read: Read) -> list[Finding]:
     """Steps that are due and of which a rank says nothing, though it does of others."""
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):
-        told = [step.step for step in evidence.steps if read(step) is not None]
-        for step in due(trial, rank) if told else ():
-            if step not in told:
+        reported_in = [step.step for step in evidence.steps if read(step) is not None]
+        for step in due(trial, rank) if reported_in else ():
+            if step not in reported_in:
                 findings.append(
-                    Finding(f"rank {rank}, step {step}", f"a {what}, as in step {told[0]}", "none reported")
+                    Finding(f"rank {rank}, step {step}", f"a {what}, as in step {reported_in[0]}", "none reported")
                 )
     return findings

@@ -76,5 +76,5 @@ def _read(path: Path, build: Callable[[Any], T]) -> T:
 
 def torch_of(run: Run) -> str:
     """The release that the ranks ran, as they tell; without any evidence of theirs, what was installed where they started."""
-    told = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
-    return next(filter(None, told), run.made.get("torch", ""))
+    releases = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
+    return next(filter(None, releases), run.made.get("torch", ""))

@@ -30,7 +30,7 @@ the distribution. The worst one seen is that of losses and norms, whose error is
 (gradients' worst entry is one of thousands, and hardly varies). For it, the chance to lie beyond 4 times the largest of
 16 is 1e-6 (of 8: 1e-4; beyond 3 times the largest of 16: 3e-5): with three numbers a step, three steps and twenty cases,
 one false alarm in 4,000 runs of a matrix. FACTOR is 4 for every recipe. Two things a spread cannot show are added: no
-distance is less than one unit of the last place in which losses and norms are told, and quantized matmuls' rare jumps
+distance is less than one unit of the last place in which losses and norms are reported, and quantized matmuls' rare jumps
 are made frequent in the repeats.
 
 One bound on the worst entry of all parameters is blunt: in bfloat16 it is 5 to 10 % of the largest entry, and a gradient
@@ -168,12 +168,12 @@ def _too_blunt(case: Case, reference: ReferenceRun, loss: dict[int, float], grad
     """Where rounding reaches the smallest mistakes, and what would keep it away from them."""
     most = {step: max(loss[step], gradient[step]) for step in loss}
     sharp = [step for step in most if most[step] < SMALLEST_MISTAKE]
-    told = f"rounding alone explains {max(most.values()):.1e} by step {max(most)}, and mistakes start at {SMALLEST_MISTAKE:.0e}"
+    text = f"rounding alone explains {max(most.values()):.1e} by step {max(most)}, and mistakes start at {SMALLEST_MISTAKE:.0e}"
     ways = [f"`steps: {max(sharp)}` ({most[max(sharp)]:.1e})"] if sharp else []
     if case.training.optimizer == "adamw" and (eps := _sharp_eps(case, reference)):
         ways.append(f"a larger `eps: {eps:.0e}` (AdamW divides noise by sqrt(v) + eps, now {case.training.eps:.0e})")
     ways.append("`--dtype float32`, whose bounds are measured rather than derived")
-    return f"{told}; what helps: {', or '.join(ways)}"
+    return f"{text}; what helps: {', or '.join(ways)}"
 
 
 def _sharp_eps(case: Case, reference: ReferenceRun) -> float | None:

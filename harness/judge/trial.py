@@ -96,7 +96,7 @@ class Trial:
         return next(step for step in self.reference.steps if step.step == number)
 
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
-        """Every rank's account of every step, beside the reference's."""
+        """Every rank's record of every step, with the reference's."""
         by_number = {step.step: step for step in self.reference.steps}
         for rank, evidence in sorted(self.ranks.items()):
             for step in evidence.steps:

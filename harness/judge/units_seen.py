@@ -6,16 +6,16 @@ from harness.judge.trial import Trial
 
 
 def untold_units(trial: Trial) -> str:
-    """Why nothing that depends on FSDP's units can be judged; empty if they are requested, or told of."""
+    """Why nothing that depends on FSDP's units can be judged; empty if they are requested, or wrappers claim them."""
     untold = [rank for rank, units in (trial.plan.observed or {}).items() if not units and trial.plan.units[rank]]
     return untold_rank(untold[0]) if untold else ""
 
 
 def untold_rank(rank: int) -> str:
-    return f"no wrapper of rank {rank} tells which parameters it gathers"
+    return f"no wrapper of rank {rank} claims which parameters it gathers"
 
 
 def units_seen(trial: Trial, rank: int) -> set[frozenset[str]]:
-    """Modules that were wrapped as one tell of the same unit."""
+    """Modules that were wrapped as one claim the same unit."""
     claims_of_units = (claim.get("parameters", ()) for claim in trial.ranks[rank].structure.values())
     return {frozenset(names) for names in claims_of_units if names}

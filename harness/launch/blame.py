@@ -22,7 +22,7 @@ from harness.launch.sequences import describe, disagreeing, waited_for
 
 
 def judge(fates: Sequence[Fate]) -> list[Exit]:
-    """One Exit per rank, the culprits blamed and told why."""
+    """One Exit per rank, the culprits blamed, with the reason."""
     blamed = culprits(fates)
     return [exit_of(fate, blamed.get(fate.rank)) for fate in fates]
 
@@ -70,11 +70,11 @@ def what_happened(fate: Fate) -> str:
 
 def raised_words(failure: dict[str, Any]) -> str:
     """The exception that came first, then what it was raised again as: that may hide it."""
-    told = f"{failure['type']}: {failure['message']}"
+    text = f"{failure['type']}: {failure['message']}"
     if not failure.get("cause"):
-        return one_line(told)
+        return one_line(text)
     kind, message = failure["cause"]
-    return f"{one_line(f'{kind}: {message}')}; raised again as {one_line(told)}"
+    return f"{one_line(f'{kind}: {message}')}; raised again as {one_line(text)}"
 
 
 GLOO_PADDING = re.compile(r"\[(enforce fail at )?\S+/(gloo/\S+?:\d+)\]|This is typically caused.*|GLHF.*")

@@ -129,9 +129,9 @@ def note_failure(error: BaseException, path: Path) -> int:
     code = exit_code(error)
     if code:
         traceback.print_exception(error)
-        told = {"type": type(error).__name__, "message": str(error), "inside": inside(error), "time": time.time()}
-        told |= {"chain": [[type(link).__name__, str(link)] for link in links(error)], "cause": first_cause(error)}
-        write_json(path, {**told, "traceback": "".join(traceback.format_exception(error))})
+        record = {"type": type(error).__name__, "message": str(error), "inside": inside(error), "time": time.time()}
+        record |= {"chain": [[type(link).__name__, str(link)] for link in links(error)], "cause": first_cause(error)}
+        write_json(path, {**record, "traceback": "".join(traceback.format_exception(error))})
     return code
 
 

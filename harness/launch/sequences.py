@@ -84,8 +84,8 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     ring = cycle(waits)
     computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
     stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
-    told = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
-    return {rank: f"each waits for the other: {told}" for rank in computing or ring}
+    text = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
+    return {rank: f"each waits for the other: {text}" for rank in computing or ring}
 
 
 def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:

@@ -10,6 +10,7 @@ ceil(n / parts), the last ones shorter or empty.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from harness.plan.grid import groups_by_axis, shard_axis, shard_place
 from harness.plan.memory import (
@@ -38,11 +39,11 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
     flat = flat_units(case) if case.wrapper == "fsdp1" else ()
     shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
     stages = {rank: stages_of_rank(case, rank) for rank in range(dims.world_size)}
-    placed = {stage: parameters_of_stage(case, stage) for stage in range(case.n_stages)}
-    held = {rank: {fqn: shapes[fqn] for stage in mine for fqn in placed[stage]} for rank, mine in stages.items()}
-    slices = {rank: _slices(case, rank, held[rank], flat) for rank in held}
-    units = {rank: units_of_rank(case, traits, rank, observed) for rank in held}
-    flows = flows_of_ranks(case, traits, case.seq_len(1), units, torch)
+    slices = _slices(case, stages, shapes, flat)
+    units = {rank: units_of_rank(case, traits, rank, observed) for rank in slices}
+    flows = even_flows = flows_of_ranks(case, traits, case.seq_len(1), units, torch)
+    if case.training.variable_length:
+        even_flows = flows_of_ranks(case, traits, case.seq_len(2), units, torch)
     return Plan(
         dims=dims,
         first_step=case.steps.start,
@@ -52,9 +53,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
         stages=stages,
         slices=slices,
         flows=flows,
-        even_flows=flows_of_ranks(case, traits, case.seq_len(2), units, torch)
-        if case.training.variable_length
-        else flows,
+        even_flows=even_flows,
         outside_bytes={rank: outside_bytes(case, rank, flows[rank]) for rank in slices},
         integer_bytes=integer_bytes(case),
         used_bytes=used_bytes(case),
@@ -75,6 +74,12 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
     )
 
 
-def _slices(case: Case, rank: int, shapes: dict[str, tuple[int, ...]], flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
-    """What the rank holds of the parameters of its stages, by fqn."""
-    return flat_slices(flat, shapes, *shard_place(case.dims, rank)) if flat else slices_of_rank(case.dims, rank, shapes)
+def _slices(
+    case: Case, stages: Mapping[int, Sequence[int]], shapes: dict[str, tuple[int, ...]], flat: tuple[FlatUnit, ...]
+) -> dict[int, dict[str, Slice]]:
+    """By rank, what it holds of each parameter of its stages, by fqn."""
+    placed = {stage: parameters_of_stage(case, stage) for stage in range(case.n_stages)}
+    held = {rank: {fqn: shapes[fqn] for stage in mine for fqn in placed[stage]} for rank, mine in stages.items()}
+    if flat:
+        return {rank: flat_slices(flat, mine, *shard_place(case.dims, rank)) for rank, mine in held.items()}
+    return {rank: slices_of_rank(case.dims, rank, mine) for rank, mine in held.items()}

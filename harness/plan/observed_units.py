@@ -1,4 +1,4 @@
-"""FSDP2's units as the wrappers tell of them: which parameters are gathered together, and what is kept of them after forward.
+"""FSDP2's units as the wrappers claim them: which parameters are gathered together, and what is kept of them after forward.
 
 What a trainer wraps together is its choice. Where a case leaves it open, the plan is made of the units that were observed; a
 policy that the case requests is planned all the same, whatever the wrappers say of it.
@@ -22,7 +22,7 @@ class Unit(NamedTuple):
 
 
 Observed = Mapping[int, tuple[Unit, ...]]
-"""By rank. None where the case requests units, an empty tuple for a rank whose wrappers tell of none."""
+"""By rank. None where the case requests units, an empty tuple for a rank whose wrappers claim none."""
 
 
 def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEvidence]) -> Observed | None:
@@ -32,7 +32,7 @@ def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEv
 
 
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
-    """Modules that were wrapped as one tell of the same unit."""
+    """Modules that were wrapped as one claim the same unit."""
     found = {}
     for claim in evidence.structure.values():
         if claim["kind"] == "fsdp2" and claim.get("parameters"):
@@ -56,9 +56,9 @@ def as_requested(case: Case, unit: Unit) -> Unit:
 
 def units_text(units: Iterable[Unit], shards: int, *, most: int = 12) -> str:
     """In the words of a report: "tok_embeddings, norm, output (3 parameters) kept; layers.0 (9) freed"."""
-    told = [f"{modules_text(unit.parameters)} ({len(unit.parameters)}) {_kept_text(unit, shards)}" for unit in units]
-    more = f"; and {len(told) - most} more" if len(told) > most else ""
-    return "; ".join(told[:most]) + more
+    texts = [f"{modules_text(unit.parameters)} ({len(unit.parameters)}) {_kept_text(unit, shards)}" for unit in units]
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
 
 
 def _kept_text(unit: Unit, shards: int) -> str:

@@ -34,7 +34,7 @@ class Plan:
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
     used_bytes: later.
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
-    wrappers tell of, for case and traits leave them open.
+    wrappers claim, for case and traits leave them open.
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
     gradient_spare[rank]: of gradients, beyond those of its parameters.

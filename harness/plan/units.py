@@ -9,7 +9,7 @@ from harness.spec.traits import TrainerTraits
 
 
 def units_of_rank(case: Case, traits: TrainerTraits, rank: int, observed: Observed | None) -> list[Unit]:
-    """What wrappers tell of, where the case leaves units open and they tell of any; else what the case requests."""
+    """What wrappers claim, where the case leaves units open and they claim any; else what the case requests."""
     seen = observed.get(rank, ()) if observed is not None else ()
     return [as_requested(case, unit) for unit in seen] or fsdp_units(case, traits)
 

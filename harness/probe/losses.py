@@ -71,10 +71,10 @@ class LossRecorder:
         self._inside = False
 
     def install(self) -> None:
-        self._patch(torch._C._nn, "cross_entropy_loss", _told_to_kernels)
-        self._patch(torch._C._nn, "nll_loss_nd", _told_to_kernels)
+        self._patch(torch._C._nn, "cross_entropy_loss", _given_to_kernels)
+        self._patch(torch._C._nn, "nll_loss_nd", _given_to_kernels)
         if hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch 2.13
-            self._patch(torch.nn.functional, "linear_cross_entropy", _told_to_linear)
+            self._patch(torch.nn.functional, "linear_cross_entropy", _given_to_linear)
         _installed.append(self)
 
     def remove(self) -> None:
@@ -84,8 +84,8 @@ class LossRecorder:
             _installed.remove(self)
         self._patched = []
 
-    def _patch(self, owner: Any, name: str, told: Callable[..., tuple[torch.Tensor, str, int]]) -> None:
-        """told: how to read labels, reduction and the label that is ignored from the arguments."""
+    def _patch(self, owner: Any, name: str, read: Callable[..., tuple[torch.Tensor, str, int]]) -> None:
+        """read: how to get labels, reduction and the label that is ignored from the arguments."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -96,7 +96,7 @@ class LossRecorder:
             finally:
                 self._inside = not outermost
             if outermost:
-                labels, reduction, ignored = told(*args, **kwargs)
+                labels, reduction, ignored = read(*args, **kwargs)
                 self.note(labels, value, reduction, ignored)
             return value
 
@@ -127,13 +127,13 @@ class LossRecorder:
         return _cut([loss for group in groups for loss in group], received) or groups
 
 
-def _told_to_kernels(
+def _given_to_kernels(
     input: Any, target: torch.Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = IGNORED, *_: Any
 ) -> tuple[torch.Tensor, str, int]:
     return target, REDUCTIONS[reduction], ignore_index
 
 
-def _told_to_linear(
+def _given_to_linear(
     input: Any, linear_weight: Any, target: torch.Tensor, *, reduction: str = "mean", ignore_index: Any = None, **_: Any
 ) -> tuple[torch.Tensor, str, int]:
     return target, reduction, IGNORED if ignore_index is None else ignore_index

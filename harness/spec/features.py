@@ -27,7 +27,7 @@ class Features:
     bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.
     reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
     unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
-    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: how keys and values go round.
+    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: the K/V exchange over cp.
     activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
     compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block, as TrainerTraits names
     it; "observed", whatever the trainer wraps; None: its traits say which.

@@ -54,8 +54,8 @@ def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: st
 def _too_rare(found: int, drawn: int, reasons: list[str]) -> str:
     """What keeps most of them from running, so that a person sees which option of the adapter or command would help."""
     most = [f"{count} x {reason}" for reason, count in Counter(reasons).most_common(MOST_REASONS)]
-    told = f"of {drawn} drawn this trainer runs {found}, of the last {len(reasons)} none"
-    return f"{told}; most often because of: {'; '.join(most)}"
+    text = f"of {drawn} drawn this trainer runs {found}, of the last {len(reasons)} none"
+    return f"{text}; most often because of: {'; '.join(most)}"
 
 
 def draw(seed: int, number: int) -> Case:

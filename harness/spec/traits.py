@@ -11,7 +11,7 @@ from harness.spec.allowance import Allowance
 from harness.spec.case import Case
 
 OBSERVED = "observed"
-"""Of FSDP2's units: they are judged as the wrappers tell of them."""
+"""Of FSDP2's units: they are judged as the wrappers claim them."""
 
 CHOICES = {"fsdp_units": ("apart", "root", OBSERVED), "cp_heads": ("query", "key_value"), "attention": (None, "fused")}
 
@@ -20,14 +20,15 @@ CHOICES = {"fsdp_units": ("apart", "root", OBSERVED), "cp_heads": ("query", "key
 class TrainerTraits:
     """A case says what is requested, this how the trainer does the rest. Both make the plan.
 
-    wrapper: who looks after the data ranks; None: who Case.wrapper says. fsdp_units: what FSDP2 gathers together besides each
-    block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block stays whole
-    after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values go round repeated
-    for each "query" head, or as they are. ac_early_stop: a block runs again only until backward has all it needs, rather
-    than to its end. own_model: it is not the reference's, and rounds at other places. attention: "fused", one kernel does all
-    of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many parts of a sequence the loss
-    applies the output, one after the other; with FSDP2 the output's unit is freed behind the last, and gathered again for
-    the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until the next forward pass.
+    wrapper: who looks after the data ranks; None: who Case.wrapper says. fsdp_units: what FSDP2 gathers together besides
+    each block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block stays
+    whole after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values are
+    exchanged over cp after GQA expansion ("query") or before it. ac_early_stop: a block is recomputed only until backward
+    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. attention:
+    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
+    parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
+    last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
+    the next forward pass.
     allow: what it keeps, copies or moves besides what the plan knows, in every case, each with its reason.
     """
 

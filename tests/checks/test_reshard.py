@@ -216,7 +216,7 @@ def test_a_rank_that_says_nothing_does_not_pass() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_step(trial, 1, 2, after_forward=())
     where = "rank 1, step 2, tok_embeddings.weight"
-    assert first_finding(trial) == Finding(where, "an account of it", "none")
+    assert first_finding(trial) == Finding(where, "a record of it", "none")
 
 
 def test_fsdp1_that_ran_over_all_ranks_is_named() -> None:

@@ -231,5 +231,5 @@ def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:
         fqn: {k: v for k, v in claim.items() if k != "parameters"} for fqn, claim in trial.ranks[1].structure.items()
     }
     result = judged("placements", with_rank(trial, 1, structure=mute))
-    told = "no wrapper of rank 1 tells which parameters it gathers"
+    told = "no wrapper of rank 1 claims which parameters it gathers"
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)

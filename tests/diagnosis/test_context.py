@@ -93,7 +93,7 @@ def test_a_rank_that_is_told_no_positions_while_others_are_is_found() -> None:
     trial = cp_trial()
     wanted = positions_text(positions(trial.case, 1, 8))
     assert judged("positions", with_step(trial, 1, 2, positions=())).findings == (
-        Finding("rank 1, step 2", wanted, "told none"),
+        Finding("rank 1, step 2", wanted, "none received"),
     )
 
 
@@ -127,12 +127,15 @@ def test_positions_read_as_intervals() -> None:
 
 def test_rope_that_restarts_on_each_cp_rank_is_named() -> None:
     trial = telling(cp_trial(cp_load_balance=False), 1, np.arange(4))
-    assert cause(trial) == "rotary positions restart at 0 on each cp rank: rank 1 is told 0-3 for its tokens at 4-7"
+    assert (
+        cause(trial)
+        == "rotary positions restart at 0 on each cp rank: rank 1 receives positions 0-3 for its tokens at 4-7"
+    )
 
 
 def test_rope_that_ignores_load_balancing_is_named() -> None:
     trial = telling(cp_trial(), 1, np.arange(4, 8))
-    assert cause(trial) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-5"
+    assert cause(trial) == "wrong rotary positions: rank 1 receives positions 4-7 for its tokens at 2-5"
 
 
 def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() -> None:
@@ -141,7 +144,7 @@ def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() ->
     result = Result("positions", Verdict.FAIL, 1, (Finding("rank 1, step 1", "4-7", "0-3"),))
     found = wrong_positions(replace(telling(trial, 1, np.arange(4)), plan=plan), {"positions": result})
     assert found is not None
-    told = "rank 1 is told 0-3 for its tokens at 4-7"
+    told = "rank 1 receives positions 0-3 for its tokens at 4-7"
     assert found.cause == f"later pipeline stages turn queries and keys by other positions than the first: {told}"
 
 
@@ -189,14 +192,14 @@ def without(trial: Trial, op: str, phases: tuple[str, ...]) -> Trial:
 def test_attention_that_stays_local_is_named_by_what_does_not_go_round() -> None:
     trial = without(cp_trial(cp_rotation="alltoall"), "all_to_all", ("forward", "backward"))
     trial = with_step_1_gradients(trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn][::-1])
-    told = "no keys and values go round over cp: attention sees its own part of the sequence only"
+    told = "no K/V exchange over cp: attention sees its own part of the sequence only"
     assert cause(trial) == told
 
 
 def test_gradients_of_keys_and_values_that_stay_local_are_named() -> None:
     trial = without(cp_trial(), "all_to_all", ("backward",))
     trial = with_step_1_gradients(trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn][::-1])
-    assert cause(trial) == "gradients of keys and values do not go round over cp: each rank keeps its own"
+    assert cause(trial) == "no exchange of K/V gradients over cp: each rank keeps its own"
 
 
 def test_another_rotation_than_asked_for_is_named() -> None:

@@ -44,13 +44,14 @@ def cause(trial: Trial) -> str:
 
 def test_the_first_module_into_which_something_of_another_length_goes_is_named() -> None:
     assert cause(wrong_forward({"layers.0.attention.wo": (2.01, 8.0), "norm": (80.0, 8.0)})) == (
-        ": what goes into layers.0.attention.wq is as long as it should be, what goes into layers.0.attention.wo is not"
+        ": what goes into layers.0.attention.wq matches the reference in mean square,"
+        " what goes into layers.0.attention.wo does not"
     )
 
 
 def test_a_difference_of_one_part_in_1e_8_on_one_rank_is_enough() -> None:
     assert cause(wrong_forward({"norm": (72 * (1 + 1e-8), 8.0)})) == (
-        ": what goes into layers.0.attention.wo is as long as it should be, what goes into norm is not"
+        ": what goes into layers.0.attention.wo matches the reference in mean square, what goes into norm does not"
     )
 
 
@@ -62,18 +63,21 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
         activity = trial.ranks[rank].steps[0].activity
         trial = with_step(trial, rank, 1, activity=replace(activity, inputs=activity.inputs | {inner: (8.0, 8.0)}))
     assert cause(trial) == (
-        f": what goes into {inner} is as long as it should be, what goes into layers.0.attention.wo is not:"
+        f": what goes into {inner} matches the reference in mean square, what goes into layers.0.attention.wo does not:"
         " angles, mask, scale or the order of tokens"
     )
 
 
 def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:
-    assert cause(wrong_forward({"layers.0": (0.0, 8.0)})) == ": what goes into layers.0 is not"
+    assert (
+        cause(wrong_forward({"layers.0": (0.0, 8.0)}))
+        == ": what goes into layers.0 does not match the reference in mean square"
+    )
 
 
 def test_where_every_length_is_right_it_is_the_loss_or_something_turns_or_changes_places() -> None:
     assert cause(wrong_forward({})) == (
-        ": what goes into each module is as long as it should be: it is the loss itself (smoothing, scale of logits),"
+        ": what goes into each module matches the reference in mean square: it is the loss itself (smoothing, scale of logits),"
         " or something turns or changes places"
     )
 
@@ -82,7 +86,7 @@ def test_a_module_that_nobody_saw_is_passed_over() -> None:
     trial = wrong_forward({"norm": (80.0, 8.0)})
     inputs = {"layers.0": 4.0, "layers.0.dropout": 2.0, "norm": 9.0}
     assert cause(replace(trial, reference=replace(trial.reference, inputs=inputs))) == (
-        ": what goes into layers.0 is as long as it should be, what goes into norm is not"
+        ": what goes into layers.0 matches the reference in mean square, what goes into norm does not"
     )
 
 

@@ -113,6 +113,6 @@ def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_t
 def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wrongly() -> None:
     right = resumed()
     keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))
-    assert cause(replace(right, saved=(keeping,))).startswith("saved_1: 7.2 kB of float64 are kept beside")
+    assert cause(replace(right, saved=(keeping,))).startswith("saved_1: 7.2 kB of float64 are retained in")
     wrong = with_resumed(right, 1, "parameters", lambda held: {**held, WEIGHT: 2 * held[WEIGHT]})
     assert cause(replace(wrong, saved=(keeping,))) == cause(wrong)

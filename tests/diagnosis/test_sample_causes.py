@@ -180,7 +180,7 @@ def test_a_step_of_another_length_is_looked_for_at_its_own_positions() -> None:
     full = np.arange(4, 8)
     trial = with_step(trial, 1, 2, positions=(full,))
     found = wrong_positions(trial, {"positions": judged("positions", trial)})
-    assert cause_of(found) == "wrong rotary positions: rank 1 is told 4-7 for its tokens at 2-3"
+    assert cause_of(found) == "wrong rotary positions: rank 1 receives positions 4-7 for its tokens at 2-3"
 
 
 def test_three_groups_are_shown_and_of_more_the_first_two_and_the_last() -> None:

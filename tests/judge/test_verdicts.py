@@ -95,7 +95,7 @@ def test_a_law_without_an_object_says_why() -> None:
         "reshard": "nothing is gathered: no data parallelism",
         "schedule": "no pipeline: pp 1",
         "traffic": "one rank moves nothing",
-        "positions": "the model is told none: it counts from 0, or reads them from a table",
+        "positions": "the model receives none: it counts from 0, or reads them from a table",
         "resume": "nothing is resumed",
         "checkpoint": "this launch writes none",
         "determinism": "the case requests one run (runs: 2 repeats it)",

@@ -1,4 +1,4 @@
-"""Who is to blame, from literal accounts of how the ranks of a job ended."""
+"""Who is to blame, from literal records of how the ranks of a job ended."""
 
 from harness.evidence.records import Exit
 from harness.launch.blame import judge, last_words

@@ -163,7 +163,7 @@ def test_a_parameter_of_no_unit_is_found() -> None:
 
 def test_units_left_open_of_which_no_wrapper_tells_are_unknown() -> None:
     trial = with_structure(open_trial(), lambda claim: {k: v for k, v in claim.items() if k != "parameters"})
-    note = "no wrapper of rank 0 tells which parameters it gathers"
+    note = "no wrapper of rank 0 claims which parameters it gathers"
     for law in ("placements", "reshard", "traffic"):
         assert (judged(law, trial).verdict, judged(law, trial).note) == (Verdict.UNKNOWN, note)
 

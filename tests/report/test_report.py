@@ -49,7 +49,7 @@ PASS tiny
   traffic           PASS            60 examined
   checkpoint        NOT APPLICABLE  this launch writes none
   initial_weights   PASS            12 examined
-  positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
+  positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       PASS            12 examined
@@ -120,7 +120,7 @@ FAIL tiny+hsdp_runs_as_fsdp
   traffic           FAIL            60 examined
   checkpoint        NOT APPLICABLE  this launch writes none
   initial_weights   PASS            12 examined
-  positions         NOT APPLICABLE  the model is told none: it counts from 0, or reads them from a table
+  positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       NOT APPLICABLE  the case requests one run (runs: 2 repeats it)

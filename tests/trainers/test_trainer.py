@@ -1,4 +1,4 @@
-"""The patient is sound: on real ranks every layout trains as one device does, and a resumed run as if never stopped."""
+"""The trainer under test is sound: on real ranks layouts train as one device does, resumed runs as if never stopped."""
 
 from __future__ import annotations
 

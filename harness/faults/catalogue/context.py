@@ -1,4 +1,4 @@
-"""Mistakes of context parallel: who receives which positions, what goes round, and what is reduced over cp."""
+"""Mistakes of context parallel: who receives which positions, the K/V exchange, and what is reduced over cp."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def gradients_scaled_without_cp(fired: Fired) -> None:
     bug="of the family of X02: forward exact, backward wrong (as in T03 and G21), at the ring's rotation",
     case="cp_2",
     caught_by="traffic gradients grad_norm",
-    named="gradients of keys and values do not go round over cp",
+    named="no exchange of K/V gradients over cp",
 )
 def gradients_of_keys_and_values_stay_local(fired: Fired) -> None:
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -153,7 +153,7 @@ def gradients_of_keys_and_values_stay_local(fired: Fired) -> None:
     bug="X04 pytorch/torchtitan #792; VeOmni #448: RoPE positions not those of the rank's own tokens",
     case="cp_2_contiguous",
     caught_by="positions loss gradients",
-    named="rotary positions restart at 0 on each cp rank: rank 1 is told 0-15 for its tokens at 16-31",
+    named="rotary positions restart at 0 on each cp rank: rank 1 receives positions 0-15 for its tokens at 16-31",
 )
 def rope_restarts_on_each_cp_rank(fired: Fired) -> None:
     _alter_parts(fired, lambda tokens, labels, positions, rank: (tokens, labels, positions - positions[0]))
@@ -164,7 +164,7 @@ def rope_restarts_on_each_cp_rank(fired: Fired) -> None:
     bug="X04 pytorch/torchtitan #2780: RoPE contiguous, tokens zig-zag",
     case="cp_2",
     caught_by="positions loss gradients",
-    named="wrong rotary positions: rank 0 is told 0-15 for its tokens at 0-7 and 24-31",
+    named="wrong rotary positions: rank 0 receives positions 0-15 for its tokens at 0-7 and 24-31",
 )
 def rope_contiguous_under_load_balancing(fired: Fired) -> None:
     _alter_parts(fired, lambda tokens, labels, at, rank: (tokens, labels, _counting(at, rank)))
@@ -179,7 +179,7 @@ def _counting(positions: Any, rank: int) -> Any:
     bug="X04 pytorch/torchtitan #792: of all model parts, only the first one's rotary table was sliced",
     case="pp_2_cp_2_contiguous",
     caught_by="positions loss gradients",
-    named="later pipeline stages turn queries and keys by other positions than the first: rank 3 is told 0-15",
+    named="later pipeline stages turn queries and keys by other positions than the first: rank 3 receives positions 0-15",
 )
 def rope_of_later_stages_not_sliced(fired: Fired) -> None:
     import torch
@@ -298,7 +298,7 @@ def cp_ranks_read_different_samples(fired: Fired) -> None:
     bug="of the family of X01: forms of cp that patch a function are lost on attention that imported it by name",
     case="cp_2_contiguous",
     caught_by="traffic loss gradients",
-    named="no keys and values go round over cp: attention sees its own part of the sequence only",
+    named="no K/V exchange over cp: attention sees its own part of the sequence only",
 )
 def attention_stays_local(fired: Fired) -> None:
     from harness.trainers.llama3 import context

@@ -201,7 +201,7 @@ def displayed_loss_of_the_step_before(fired: Fired) -> None:
     bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
     case="fsdp_2",
     caught_by="loss gradients reported_loss",
-    named="what goes into each module is as long as it should be: it is the loss itself (smoothing",
+    named="what goes into each module matches the reference in mean square: it is the loss itself (smoothing",
 )
 def labels_smoothed(fired: Fired) -> None:
     import torch

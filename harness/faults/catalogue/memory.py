@@ -58,11 +58,11 @@ def weights_copied_during_each_step(fired: Fired) -> None:
 
 
 @fault(
-    breaks="a moving average of the weights is kept beside them, which nobody declared",
+    breaks="a moving average of the weights is retained, which nobody declared",
     bug="of the family of P15 pytorch #164756: weights beside the weights",
     case="fsdp_2",
     caught_by="memory",
-    named="525.6 kB of float64 are kept beside parameters, gradients and optimizer state: 21 tensors",
+    named="525.6 kB of float64 are retained in unaccounted tensors: 21 tensors",
 )
 def moving_average_not_declared(fired: Fired) -> None:
     import torch

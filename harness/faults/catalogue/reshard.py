@@ -104,7 +104,7 @@ def every_linear_is_a_unit(fired: Fired) -> None:
     bug="of the family of P15 pytorch #164756: gathered parameters linger",
     case="fsdp_2",
     caught_by="memory",
-    named="1.051 MB of float64 are kept beside parameters, gradients and optimizer state: 21 tensors of the shapes of whole",
+    named="1.051 MB of float64 are retained in unaccounted tensors: 21 tensors of the shapes of whole",
 )
 def whole_weights_kept(fired: Fired) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -129,7 +129,7 @@ def whole_weights_kept(fired: Fired) -> None:
     bug="of the family of G11 NVIDIA/Megatron-LM #3023: a buffer of gradients beside the gradients",
     case="hsdp_2x2",
     caught_by="memory",
-    named="525.6 kB of float32 are kept beside parameters, gradients and optimizer state: 1 tensors of no parameter's shape",
+    named="525.6 kB of float32 are retained in unaccounted tensors: 1 tensors of no parameter's shape",
 )
 def whole_buffer_of_gradients(fired: Fired) -> None:
     import torch

@@ -91,7 +91,7 @@ def norm_gradients_averaged_over_tp(fired: Fired) -> None:
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="what layers.1.feed_forward gives is as long as it should be, what goes into norm is not",
+    named="what layers.1.feed_forward gives matches the reference in mean square, what goes into norm does not",
 )
 def residual_summed_over_tp(fired: Fired) -> None:
     from harness.trainers.llama3 import parallelize

@@ -38,5 +38,5 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
 
 
 def cp_width(case: Case, traits: TrainerTraits) -> int:
-    """Of the keys that go round for a token, and of the values."""
+    """Elements of the keys exchanged for a token, and of the values."""
     return (case.model.n_heads if traits.cp_heads == "query" else case.model.n_kv_heads) * case.model.head_dim

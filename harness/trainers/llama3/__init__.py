@@ -1,4 +1,4 @@
-"""The default patient: a complete distributed Llama 3 trainer. It is not trusted; it is what the harness examines.
+"""The default trainer under test: a complete distributed Llama 3 trainer. It is not trusted; it is what the harness examines.
 
 The model is reference/model.py, unmodified; parallelism is applied from outside. Everything else is this folder's:
 

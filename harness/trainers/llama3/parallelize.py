@@ -281,7 +281,7 @@ def loss_context(mesh: DeviceMesh | None, features: Features) -> Iterator[None]:
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Make every gradient lie as its parameter does.
+    """Redistribute every gradient to its parameter's placements.
 
     FSDP2 does this itself. With TP alone torch leaves two that do not: the norms' under sequence parallel are Partial,
     each rank holding what its part of the sequence gave, and tok_embeddings' is whole on every rank. Clipping and

@@ -1,7 +1,7 @@
 """Start-up, the step, the loop.
 
 The law of the loss: the sum over all valid tokens of a step (every microbatch, every data-parallel rank) over their
-number. Averages of averages are something else as soon as ranks have unequally many valid tokens.
+number. Averages of averages are something else as soon as ranks have uneven valid-token counts.
 """
 
 from __future__ import annotations
