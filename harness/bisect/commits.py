@@ -27,6 +27,7 @@ from harness.run.folders import fresh_folder, without_source
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
 from harness.spec.case import Case
+from harness.spec.trainer_spec import TrainerSpec
 
 
 def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Tell) -> Found:
@@ -75,7 +76,7 @@ class Judge:
         git(self.checkout, "checkout", "--quiet", "--detach", commit)
         date, _, subject = git(self.checkout, "show", "--no-patch", "--format=%cs %s", commit).strip().partition(" ")
         found = Judged(commit, date, subject, "")
-        trainer = trainers.spec(self.options.trainer.partition("@")[0], str(self.checkout))
+        trainer = trainers.spec(TrainerSpec.parse(self.options.trainer).name, str(self.checkout))
         for case in self.cases:
             found = self._with_case(found, case, dataclasses.replace(self.options, trainer=trainer))
             if found.problem:

@@ -19,6 +19,7 @@ from harness.run.folders import folder_of, fresh_folder
 from harness.run.judging import judge_folder
 from harness.run.options import Options
 from harness.spec.case import Case
+from harness.spec.trainer_spec import TrainerSpec
 from harness.trainers.support.environments import EnvironmentFailed, environment, run
 
 
@@ -120,8 +121,8 @@ class Judge:
 
 def typed(options: Options) -> list[str]:
     """Options as one types them."""
-    name, _, source = options.trainer.partition("@")
-    given = {"trainer": name, "source": source, "launcher": options.launcher, "device": options.device}
+    trainer = TrainerSpec.parse(options.trainer)
+    given = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
     given |= {"out": str(options.out.resolve()), "timeout": str(options.timeout)}
     return [word for key, value in given.items() if value for word in (f"--{key}", value)]
 

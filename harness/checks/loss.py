@@ -7,6 +7,7 @@ import math
 from harness.judge.losses import global_loss, losses
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
+from harness.spec.trainer_spec import TrainerSpec
 
 STAGE = "numbers"
 
@@ -29,8 +30,8 @@ def check(trial: Trial) -> Result:
 
 def _remedy(trial: Trial) -> str:
     """For who computes it by hand, in a kernel of his own or in compiled code."""
-    trainer = trial.run.trainer.partition("@")[0]
-    where = trainer if trainer.endswith(".py") else f"the adapter of {trainer}"
+    trainer = TrainerSpec.parse(trial.run.trainer)
+    where = trainer.name if trainer.is_file else f"the adapter of {trainer.name}"
     line = 'harness.probe.losses.note_loss(labels, loss, reduction="sum")'
     return (
         f"let {where} call `{line}` where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"

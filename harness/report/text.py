@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.checks import law
 from harness.judge.result import Finding, Result, Verdict
+from harness.spec.trainer_spec import TrainerSpec
 from reference.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ def pytest_command(judgement: Judgement) -> str:
 
 def _how(judgement: Judgement) -> dict[str, str]:
     """The options, which all commands share, that were not the usual ones."""
-    name, _, source = judgement.trainer.partition("@")
-    given = {"trainer": name, "source": source}
+    trainer = TrainerSpec.parse(judgement.trainer)
+    given = {"trainer": trainer.name, "source": trainer.source}
     given |= {key: judgement.made.get(key, "") for key in ("device", "launcher")}
     return {key: value for key, value in given.items() if value not in ("llama3", "cpu", "local")}
 

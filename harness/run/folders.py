@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.evidence.store import EvidenceError
 from harness.spec.case import Case
+from harness.spec.trainer_spec import TrainerSpec
 from reference.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ def folder_of(case: Case, options: Options) -> Path:
 
 def trainer_label(spec: str) -> str:
     """NAME, or NAME@SOURCE with the last part of the source's path and six digits of all of it."""
-    name, at, source = spec.partition("@")
-    digest = hashlib.sha256(source.encode()).hexdigest()[:6]
-    last = re.sub(r"[^\w.-]", "_", Path(source).name)[:40]
-    return Path(name).stem + (f"@{last}-{digest}" if at else "")
+    trainer = TrainerSpec.parse(spec)
+    digest = hashlib.sha256(trainer.source.encode()).hexdigest()[:6]
+    last = re.sub(r"[^\w.-]", "_", Path(trainer.source).name)[:40]
+    return Path(trainer.name).stem + (f"@{last}-{digest}" if trainer.source else "")
 
 
 def without_source(name: str) -> str:

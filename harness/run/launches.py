@@ -18,6 +18,7 @@ from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.sources import digest
 from harness.spec.case import Case, to_json
+from harness.spec.trainer_spec import TrainerSpec
 
 RANK_ENTRY = "harness.run.rank_main:rank"
 CHECKPOINT = "checkpoint"
@@ -87,13 +88,13 @@ def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -
 
 
 def _made(case: Case, options: Options) -> dict[str, str]:
-    name, _, source = options.trainer.partition("@")
-    own = str(Path(name).parent) if name.endswith(".py") else str(ROOT)
+    trainer = TrainerSpec.parse(options.trainer)
+    own = str(Path(trainer.name).parent) if trainer.is_file else str(ROOT)
     replaced = trainers.load(options.trainer).replaced(case, options.device)
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
-        "commit": commit_of(source or own),
+        "commit": commit_of(trainer.source or own),
         "device": options.device,
         "launcher": options.launcher,
         "sources": digest(options),

@@ -64,6 +64,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from harness.spec.trainer_spec import TrainerSpec
 from harness.spec.traits import USUAL, TrainerTraits
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
         from harness.trainers.support.environments import release
 
         source = str(release(name, source, out / ".environments"))
-    return f"{name}@{Path(source).resolve() if Path(source).exists() else source}"
+    return str(TrainerSpec(name, str(Path(source).resolve()) if Path(source).exists() else source))
 
 
 def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
@@ -185,19 +186,20 @@ def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
 
 def load(spec: str) -> Adapter:
     """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
-    name, at, where = spec.partition("@")
+    wanted = TrainerSpec.parse(spec)
+    name = wanted.name
     known = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"support"})
-    if name.endswith(".py"):
+    if wanted.is_file:
         adapter = _of_file(Path(name))
     elif name in known:
         adapter = importlib.import_module(f"{__name__}.{name}").adapter
     else:
         raise ValueError(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
-    if not at:
+    if not wanted.source:
         return adapter
     if not hasattr(adapter, "of"):
-        raise ValueError(f"trainer {name} has no other sources; leave out @{where}")
-    return adapter.of(where)
+        raise ValueError(f"trainer {name} has no other sources; leave out @{wanted.source}")
+    return adapter.of(wanted.source)
 
 
 @functools.cache

@@ -1,0 +1,30 @@
+"""Which trainer, and where it comes from, as it is written: NAME or FILE.py, or either with @SOURCE."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+WRITTEN = re.compile(r"(?P<name>[\w-]+|.+?\.py|[^@]*)(@(?P<source>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """name: of a trainer of ours, or the path of a FILE.py, which may have an @ of its own. source: a checkout, or the folder
+    in which pip laid a release; empty for the usual one."""
+
+    name: str
+    source: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> TrainerSpec:
+        found = WRITTEN.fullmatch(text)
+        assert found is not None  # the last alternative and what follows take any text
+        return cls(found["name"], found["source"] or "")
+
+    @property
+    def is_file(self) -> bool:
+        return self.name.endswith(".py")
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.source}" if self.source else self.name
