@@ -31,7 +31,7 @@ def train(options: dict[str, Any]) -> None:
     fqns = {parameter: adapter.fqn(name) for name, parameter in trainer.model_parts[0].named_parameters()}
     start = {fqn: local(parameter).clone() for parameter, fqn in fqns.items()}
     if "resume" in options:
-        checkpoint.resume(trainer, checkpoint.latest(Path(options["resume"])))
+        trainer.resume(Path(options["resume"]))
     resumed_at = trainer.step, trainer.microbatches.samples
     if "checkpoints" in options:
         trainer.train(2, checkpoints=Path(options["checkpoints"]), checkpoint_every=2)
@@ -44,7 +44,7 @@ def train(options: dict[str, Any]) -> None:
 
 def account(trainer: Trainer) -> dict[str, Any]:
     """Everything that training on depends on, tensors whole."""
-    state = checkpoint.state_of(trainer)
+    state = checkpoint.state_of(trainer.parts(), trainer.counters())
     tensors = state["model"] | {name: value for name, value in state["optimizer"].items() if torch.is_tensor(value)}
     return {
         "metrics": trainer.metrics,

@@ -227,12 +227,11 @@ def gradients_saved_besides(fired: Fired) -> None:
     from harness.trainers.llama3 import checkpoint
 
     def make(original: Any) -> Any:
-        def state_of(trainer: Any) -> State:
-            named = {
-                f: p.grad for part in trainer.model_parts for f, p in part.named_parameters() if p.grad is not None
-            }
+        def state_of(parts: Any, counters: Any) -> State:
+            parameters = (named for part in parts for named in part.model.named_parameters())
+            named = {fqn: parameter.grad for fqn, parameter in parameters if parameter.grad is not None}
             fired()
-            return original(trainer) | ({"gradients": named} if named else {})
+            return original(parts, counters) | ({"gradients": named} if named else {})
 
         return state_of
 
@@ -272,9 +271,9 @@ def saving_rounds_the_live_weights(fired: Fired) -> None:
 
     def make(original: Any) -> Any:
         @torch.no_grad()
-        def save(trainer: Any, folder: Any) -> Any:
-            written = original(trainer, folder)
-            for parameter in (p for part in trainer.model_parts for p in part.parameters()):
+        def save(parts: Any, counters: Any, folder: Any) -> Any:
+            written = original(parts, counters, folder)
+            for parameter in (p for part in parts for p in part.model.parameters()):
                 fired()
                 parameter.copy_(parameter.to(torch.bfloat16))
             return written

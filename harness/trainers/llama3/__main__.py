@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_cases
 from harness.trainers.llama3 import adapter
-from harness.trainers.llama3.checkpoint import latest, resume
+from harness.trainers.llama3.checkpoint import latest
 from harness.trainers.llama3.trainer import Trainer
 
 
@@ -37,7 +37,7 @@ def prepare(options: argparse.Namespace) -> Trainer:
     checkpoint = latest(options.checkpoint_dir) if options.resume else None
     trainer = adapter.start(case, options.weights, options.device)
     if checkpoint is not None:
-        resume(trainer, checkpoint)
+        trainer.resume(options.checkpoint_dir)
     last_step = case.training.steps if options.steps is None else options.steps
     if trainer.step >= last_step:
         raise ValueError(f"{checkpoint or case.name}: at step {trainer.step}, asked to train up to step {last_step}")

@@ -7,10 +7,12 @@ if and only if it contains .metadata, which is written last. The schedule is a f
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,37 +21,49 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-
-if TYPE_CHECKING:
-    from harness.trainers.llama3.trainer import Trainer
 
 # Flat keys (state.<fqn>.exp_avg), so that the parts of a pipeline can be merged and split anew.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save(trainer: Trainer, folder: Path) -> Path:
+class Part(NamedTuple):
+    """A stage of this rank's pipeline, or the whole model, and what trains it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+
+
+class Counters(NamedTuple):
+    """Finished steps, and samples that all ranks together have drawn."""
+
+    step: int
+    samples: int
+
+
+def save(parts: Sequence[Part], counters: Counters, folder: Path) -> Path:
     """Write folder/step_NNNNNN. Called on every rank."""
-    target = folder / f"step_{trainer.step:06d}"
-    dcp.save(state_of(trainer), checkpoint_id=target)
+    target = folder / f"step_{counters.step:06d}"
+    dcp.save(state_of(parts, counters), checkpoint_id=target)
     return target
 
 
-def resume(trainer: Trainer, checkpoint: Path) -> None:
-    """Continue where this checkpoint was written. Called on every rank, before the first step. Raises ValueError if it
-    cannot be read.
+def resume(parts: Sequence[Part], checkpoint: Path) -> Counters:
+    """Put the parts where this checkpoint was written; return the counters of then. Called on every rank, before the
+    first step. Raises ValueError if it cannot be read.
 
     Trap: get_optimizer_state_dict makes a fresh optimizer's state by calling its step() with gradients of zero.
     """
-    state = state_of(trainer)
+    state = state_of(parts, Counters(step=0, samples=0))
     read(state, checkpoint)
-    for part, optimizer, scheduler in trainer.parts():
-        own = {fqn: state["model"][fqn] for fqn in get_model_state_dict(part)}
-        set_model_state_dict(part, own, options=StateDictOptions(strict=True))
-        set_optimizer_state_dict(part, optimizer, state["optimizer"], options=OPTIONS)
-        continue_schedule(scheduler, state["step"])
-    trainer.step = state["step"]
-    trainer.microbatches.seek(state["samples"])
+    for part in parts:
+        own = {fqn: state["model"][fqn] for fqn in get_model_state_dict(part.model)}
+        set_model_state_dict(part.model, own, options=StateDictOptions(strict=True))
+        set_optimizer_state_dict(part.model, part.optimizer, state["optimizer"], options=OPTIONS)
+        continue_schedule(part.scheduler, state["step"])
+    return Counters(state["step"], state["samples"])
 
 
 def read(state: dict[str, Any], checkpoint: Path) -> None:
@@ -83,16 +97,11 @@ def latest(folder: Path) -> Path:
     return max(complete, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Tensors are the trainer's own, not copies: dcp.load writes into them."""
+def state_of(parts: Sequence[Part], counters: Counters) -> dict[str, Any]:
+    """Tensors are the parts' own, not copies: dcp.load writes into them."""
     model: dict[str, Any] = {}
     optimizer_state: dict[str, Any] = {}
-    for part, optimizer, _ in trainer.parts():
-        model |= get_model_state_dict(part)
-        optimizer_state |= get_optimizer_state_dict(part, optimizer, options=OPTIONS)
-    return {
-        "model": model,
-        "optimizer": optimizer_state,
-        "step": trainer.step,
-        "samples": trainer.microbatches.samples,
-    }
+    for part in parts:
+        model |= get_model_state_dict(part.model)
+        optimizer_state |= get_optimizer_state_dict(part.model, part.optimizer, options=OPTIONS)
+    return {"model": model, "optimizer": optimizer_state, **counters._asdict()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from harness.spec.case import Case
 from harness.trainers import Metrics
@@ -209,14 +206,15 @@ class Trainer:
             self.metrics.append(self.train_step())
             self.display(self.metrics[-1], time.perf_counter() - started)
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
-                checkpoint.save(self, checkpoints)
+                self.save(checkpoints)
 
     def save(self, folder: Path) -> Path:
-        return checkpoint.save(self, folder)
+        return checkpoint.save(self.parts(), self.counters(), folder)
 
     def resume(self, folder: Path) -> None:
         """From the latest complete checkpoint. Raises ValueError if there is none."""
-        checkpoint.resume(self, checkpoint.latest(folder))
+        self.step, samples = checkpoint.resume(self.parts(), checkpoint.latest(folder))
+        self.microbatches.seek(samples)
 
     def train_step(self) -> Metrics:
         microbatches = [
@@ -265,5 +263,8 @@ class Trainer:
                 flush=True,
             )
 
-    def parts(self) -> Iterator[tuple[nn.Module, Optimizer, LRScheduler]]:
-        return zip(self.model_parts, self.optimizers, self.schedulers, strict=True)
+    def parts(self) -> list[checkpoint.Part]:
+        return list(map(checkpoint.Part, self.model_parts, self.optimizers, self.schedulers))
+
+    def counters(self) -> checkpoint.Counters:
+        return checkpoint.Counters(self.step, self.microbatches.samples)
