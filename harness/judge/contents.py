@@ -36,4 +36,5 @@ def _is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
 
 
 def take(full: np.ndarray, part: Slice) -> np.ndarray:
+    """The slice `part` of a whole parameter."""
     return full[tuple(slice(start, stop) for start, stop in part)]

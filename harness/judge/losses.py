@@ -1,4 +1,4 @@
-"""The losses that were seen, put together over ranks."""
+"""The losses that were seen, put together over ranks: sums over sums, never a mean of means. tp peers count once."""
 
 from __future__ import annotations
 

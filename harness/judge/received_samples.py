@@ -1,4 +1,4 @@
-"""Which samples each rank received, recognised by their tokens."""
+"""Which samples each rank received, recognised by their tokens; a cp rank's by those at the positions it should receive."""
 
 from __future__ import annotations
 

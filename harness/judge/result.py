@@ -48,6 +48,7 @@ def worst_first(findings: list[Finding], most: int = 8) -> tuple[Finding, ...]:
 
 
 def not_applicable(name: str, reason: str) -> Result:
+    """The result of a law that has no object here, with the reason that the report shows."""
     return Result(name, Verdict.NOT_APPLICABLE, note=reason)
 
 

@@ -103,6 +103,7 @@ class Bounds:
 
 
 def gamma(case: Case, products_per_layer: int) -> float:
+    """The relative rounding of a quantity behind all matmuls of the model; see the module."""
     model, training = case.model, case.training
     longest = max(training.global_batch * training.seq_len, model.vocab_size, model.dim, model.ffn_dim)
     depth = products_per_layer * model.n_layers + products_per_layer // 7

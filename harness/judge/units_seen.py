@@ -1,4 +1,4 @@
-"""FSDP2's units as ranks report them."""
+"""FSDP2's units as ranks report them. Without a claim of a wrapper nothing that depends on units is judged: UNKNOWN."""
 
 from __future__ import annotations
 

@@ -12,10 +12,12 @@ from harness.spec.dims import AXES, ParallelDims
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:
+    """int64 [pp, dp_replicate, dp_shard, cp, tp]: the rank at each place of the mesh."""
     return np.arange(dims.world_size).reshape(dims.degrees)
 
 
 def coordinate(dims: ParallelDims, rank: int) -> dict[str, int]:
+    """The rank's index on every axis, by the axis's name, degree 1 included."""
     place = np.unravel_index(rank, dims.degrees)
     return {axis: int(index) for axis, index in zip(AXES, place, strict=True)}
 
@@ -29,6 +31,7 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def groups_by_axis(case: Case, units: dict[int, list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """By axis of degree above 1, folded axes included, its groups; with those of what FSDP keeps cut after forward."""
     dims = case.dims
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1:
@@ -40,7 +43,7 @@ def groups_by_axis(case: Case, units: dict[int, list[Unit]]) -> dict[str, tuple[
 
 
 def gathered_over(case: Case, ways: int) -> str:
-    """The axis on which backward gathers what stayed cut over so many ranks; empty if it stayed whole."""
+    """The axis on which backward gathers what stayed cut over `ways` ranks; empty if it stayed whole."""
     if case.shards == 1 or ways == 1:
         return ""
     if isinstance(case.features.reshard_after_forward, int):

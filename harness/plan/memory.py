@@ -1,4 +1,4 @@
-"""The bytes that a rank's parameters, gradients and gathered units take."""
+"""The bytes that a rank's parameters, gradients and gathered units take. Trap: FSDP pads dim 0, so bounds are ranges."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from harness.spec.traits import TrainerTraits
 
 
 def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
+    """(least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their padding."""
     tp_index = coordinate(case.dims, rank)["tp"]
     size = BYTES[case.training.dtype]
     ways = case.dims.dp_shard * case.dims.cp
@@ -50,6 +51,7 @@ def _padded_last_unit(case: Case, rank: int) -> int:
 
 
 def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:
+    """By fqn, what is there of each parameter between forward and backward; empty where nothing is sharded."""
     shards, index = shard_place(case.dims, rank)
     if shards == 1:
         return {}

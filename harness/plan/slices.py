@@ -1,4 +1,7 @@
-"""Which part of each parameter a rank holds: cut by tp, then by FSDP, evenly or flat."""
+"""Which part of each parameter a rank holds: cut by tp, then by FSDP on dim 0 of what is left, or flat (FSDP1).
+
+Trap: cuts are torch.chunk's, ceil(n / parts) each, so that the last ranks may hold less, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,7 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
 
 
 def slices_of_rank(dims: ParallelDims, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Slice]:
+    """By fqn, the rank's part of parameters of these shapes: tp first, then data-parallel sharding."""
     tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
     return {fqn: slice_of(fqn, shape, tp, shard) for fqn, shape in shapes.items()}
 
@@ -109,6 +113,7 @@ def tp_dim(fqn: str) -> int | None:
 
 
 def numel(part: Slice) -> int:
+    """Elements of a slice."""
     return math.prod(stop - start for start, stop in part)
 
 

@@ -16,6 +16,7 @@ from harness.spec.traits import TrainerTraits
 
 
 def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """Bytes of a step over the data-parallel axes: parameters gathered, gradients reduced."""
     if case.wrapper == "fsdp1":
         yield from _fsdp1_flows(case)
         return

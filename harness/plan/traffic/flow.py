@@ -1,4 +1,4 @@
-"""Bytes that one rank moves for one purpose."""
+"""Bytes that one rank moves for one purpose. They count the unsharded tensor, so that bucketing does not change them."""
 
 from __future__ import annotations
 
