@@ -49,12 +49,7 @@ def train(
         cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
     ]
     worker = Worker(model, training, quantized_modules(model_config))
-    worker.begin()
-    seed_masks(worker.module, training.seed, 1)
-    sample_gradients = gradient_per_sample(worker.module, *batches[0], positions, training.document_mask)
-    part_gradients = gradient_per_part(worker.module, *batches[0], positions, training.document_mask)
-    unmasked = loss_per_sample(worker.module, *batches[0]) if training.document_mask else None
-    inputs = mean_squares(worker.module, batches[0][0], training.document_mask)
+    first = _of_first_step(worker, *batches[0], positions, training)
     told = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
@@ -72,14 +67,26 @@ def train(
         sample_ids=sample_ids,
         tokens=tokens.numpy(),
         labels=labels.numpy(),
-        sample_gradients=sample_gradients,
         sample_positions=positions,
         environment=environment,
-        unmasked_losses=unmasked,
         noise=spread,
-        part_gradients=part_gradients,
-        inputs=inputs,
+        **first,
     )
+
+
+def _of_first_step(
+    worker: Worker, tokens: Tensor, labels: Tensor, positions: Mapping[str, np.ndarray], training: TrainingConfig
+) -> dict[str, Any]:
+    """What is kept of step 1 alone, by the fields of ReferenceRun."""
+    worker.begin()
+    seed_masks(worker.module, training.seed, 1)
+    masked = training.document_mask
+    return {
+        "sample_gradients": gradient_per_sample(worker.module, tokens, labels, positions, masked),
+        "part_gradients": gradient_per_part(worker.module, tokens, labels, positions, masked),
+        "unmasked_losses": loss_per_sample(worker.module, tokens, labels) if masked else None,
+        "inputs": mean_squares(worker.module, tokens, masked),
+    }
 
 
 def noise_orders(key: str, training: TrainingConfig) -> list[Order]:
