@@ -94,7 +94,7 @@ class Started(StartedTrainer):
         self.trainer: Any = Trainer(model, arguments, train_dataset=_samples(case), callbacks=[Wait()])
         if case.training.decay == "all":
             every = [name for name, _ in model.named_parameters()]
-            self.trainer.get_decay_parameter_names = lambda _: every  # type: ignore[method-assign, assignment]
+            self.trainer.get_decay_parameter_names = lambda _: every
         self.function = TrainingFunction(lambda _: self.trainer.train())
         self.function.set_up()
         self.model_parts = [self.trainer.model_wrapped]

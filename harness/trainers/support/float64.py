@@ -32,7 +32,7 @@ def preserve(name: str, *modules: str) -> None:
             return tensor
         return original(tensor, *args, **kwargs) if tensor.is_floating_point() else tensor.double()
 
-    Tensor.float = at_least_float32  # type: ignore[method-assign, assignment]
+    Tensor.float = at_least_float32
     widen(name, *modules)
 
 

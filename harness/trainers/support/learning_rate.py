@@ -17,4 +17,4 @@ def follow_recipe(case: Case) -> None:
     def with_recipe(self: LambdaLR, optimizer: Any, lr_lambda: Any, *args: Any, **kwargs: Any) -> None:
         original(self, optimizer, lambda finished: lr_factor(finished + 1, case.training), *args, **kwargs)
 
-    LambdaLR.__init__ = with_recipe  # type: ignore[method-assign]
+    LambdaLR.__init__ = with_recipe

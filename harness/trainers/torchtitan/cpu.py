@@ -66,7 +66,7 @@ def keep_attention() -> None:
 
         return original(asked if callable(policy) else policy, *args, **kwargs)
 
-    checkpoint.create_selective_checkpoint_contexts = contexts  # type: ignore[assignment]
+    checkpoint.create_selective_checkpoint_contexts = contexts
 
 
 def lend_memory_calls() -> None:
@@ -105,12 +105,12 @@ def sum_and_divide() -> None:
     def divide_apart(scatter: Any, reduce: Any, dtype: Any, device_type: str = "", *args: Any, **kwargs: Any) -> Any:
         return original(scatter, reduce, dtype, "mtia", *args, **kwargs)
 
-    _fsdp_collectives._get_gradient_divide_factors = divide_apart  # type: ignore[assignment]
+    _fsdp_collectives._get_gradient_divide_factors = divide_apart
 
 
 def pin_nothing() -> None:
     """Memory is pinned for an accelerator to copy from, and torch refuses to where there is none."""
-    CPUOffloadPolicy.__init__ = functools.partialmethod(CPUOffloadPolicy.__init__, pin_memory=False)  # type: ignore[assignment]
+    CPUOffloadPolicy.__init__ = functools.partialmethod(CPUOffloadPolicy.__init__, pin_memory=False)
 
 
 def attend_densely() -> None:

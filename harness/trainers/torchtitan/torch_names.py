@@ -32,7 +32,7 @@ def bridge() -> None:
             now, _, today = new.rpartition(".")
             setattr(module, name, getattr(importlib.import_module(now), today))
     if not hasattr(dist, "set_timeout"):
-        dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
+        dist.set_timeout = lambda timeout, group=None: None
     take_microbatches()
 
 
@@ -42,7 +42,7 @@ def take_microbatches() -> None:
 
     for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
         if "arg_mbs" not in inspect.signature(kind.step).parameters:
-            kind.step = handed(kind.step)  # type: ignore[method-assign]
+            kind.step = handed(kind.step)
 
 
 def handed(step: Any) -> Any:
