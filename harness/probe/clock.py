@@ -160,12 +160,13 @@ class Clock:
 
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
-        """What is computed meanwhile belongs to no step."""
-        before, self.account = self.account, Account(0)
+        """What is computed meanwhile, and what is made of it, belongs to no step."""
+        before = self.account, self.of_last_pass
+        self.account = self.of_last_pass = Account(0)
         try:
             yield
         finally:
-            self.account = before
+            self.account, self.of_last_pass = before
 
     # ---- the optimizer
 

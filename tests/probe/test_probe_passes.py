@@ -151,6 +151,18 @@ def test_losses_of_two_passes_that_are_computed_after_both_are_told_apart(probe:
     assert [(part.valid_tokens, part.chunks) for part in losses_of(probe)] == [(6, ()), (6, ())]
 
 
+def test_a_loss_of_made_up_data_with_which_stages_find_their_shapes_belongs_to_no_step(probe: Probe) -> None:
+    """Within the first pass of a schedule, on its real loss function (torch 2.13, of stages that were told no shapes)."""
+    labels = LABELS.flatten()
+    with probe.clock.schedule(training=True):
+        with probe.clock.set_up():
+            cross_entropy(probe.model(torch.zeros(2, 4, dtype=torch.int64)).flatten(0, 1), torch.ones_like(labels))
+        with probe.clock.loss_of_schedule():
+            cross_entropy(probe.model(torch.ones(2, 4, dtype=torch.int64)).flatten(0, 1), labels).backward()
+    (part,) = [part for part in losses_of(probe) if part.loss_sum is not None]
+    assert part.labels is not None and part.labels.ravel().tolist() == labels.tolist()
+
+
 def test_a_loss_reduced_in_place_is_kept_as_it_was(probe: Probe) -> None:
     loss = in_pieces(probe.model(torch.ones(2, 4, dtype=torch.int64)), labels := LABELS.clone())
     before = float(loss.detach())
