@@ -42,7 +42,7 @@ def launch(job: Job, launcher: str = "local", *, server: RankServer | None = Non
     if launcher == "torchrun":
         ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, job_file)
     else:
-        ranks = LocalRanks(server or default_server(job.preload), job_file, job.world_size)
+        ranks = LocalRanks(server or default_server(job.preload), job_file, job.world_size, job.preload)
     try:
         with ranks:
             ranks.start()

@@ -36,7 +36,7 @@ class Job:
     directory: fresh for this launch. options: JSON-able. timeout: seconds for the whole job, held by the parent.
     group_timeout: seconds, for every process group that is made without a timeout of its own. env: added to what the
     ranks inherit; the local launcher's ranks inherit the environment the harness had when its server started.
-    preload: modules that a rank server which is started for this job imports once for all its ranks.
+    preload: modules that the rank server imports once, where they are installed, for all ranks from this job on.
     torchrun_args: replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes.
     """
 

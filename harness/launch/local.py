@@ -27,8 +27,9 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 class LocalRanks:
     """The ranks of one job that the server forked (`supervise.Ranks`). Leaving the context kills those that live."""
 
-    def __init__(self, server: RankServer, job_file: Path, world_size: int) -> None:
-        self.server, self.job_file, self.world_size = server, job_file, world_size
+    def __init__(self, server: RankServer, job_file: Path, world_size: int, modules: Iterable[str] = ()) -> None:
+        """modules: what the server imports first, if it has not."""
+        self.server, self.job_file, self.world_size, self.modules = server, job_file, world_size, tuple(modules)
         self.job = next(server.numbers)
         self.started = 0
         self.pids: dict[int, int] = {}
@@ -61,7 +62,7 @@ class LocalRanks:
         self.server.ready()
         self.server.jobs[self.job] = self
         self.started = self.world_size
-        self.server.ask(start=self.job, path=str(self.job_file), world_size=self.world_size)
+        self.server.ask(start=self.job, path=str(self.job_file), world_size=self.world_size, modules=self.modules)
 
     def __enter__(self) -> LocalRanks:
         return self

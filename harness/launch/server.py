@@ -1,6 +1,7 @@
 """The process that has torch imported and forks every local rank: `python -m harness.launch.server IN OUT MODULE..`.
 
-One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n}   {"signal": number, "job": job}
+One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n, "modules": [..]}
+                              {"signal": number, "job": job}
                          Out: {"ready": seconds}   {"job", "rank", "pid"}   {"job", "rank", "status", "ended"}
                               {"job", "error"}: some rank could not be started
 End of input, however the harness ended, kills every rank. Why not multiprocessing's forkserver: it imports the caller's
@@ -11,6 +12,7 @@ It runs no tensor operation, has one thread and never touches CUDA: a child fork
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -91,6 +93,7 @@ class Server:
         if "signal" in request:
             return self.send(request["signal"], job=request["job"])
         self.folders[request["start"]] = Path(request["path"]).parent
+        import_once(request["modules"])
         try:
             for rank in range(request["world_size"]):
                 self.fork(request["start"], rank, Path(request["path"]))
@@ -135,14 +138,26 @@ class Server:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import these and what every trainer will; keep the collector from touching (so copying) those pages in the children."""
-    for name in (*PRELOAD, *modules):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            print(f"harness.launch.server: {name} is not there", file=sys.stderr)
-    gc.collect()
-    gc.freeze()
+    """Import these and what every trainer will."""
+    import_once((*PRELOAD, *modules))
+
+
+@functools.cache
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        print(f"harness.launch.server: {name} is not there", file=sys.stderr)
+
+
+def import_once(modules: Iterable[str]) -> None:
+    """What ranks find imported. Keeps the collector from touching (so copying) those pages in the children."""
+    before = len(sys.modules)
+    for name in modules:
+        _import(name)
+    if len(sys.modules) > before:
+        gc.collect()
+        gc.freeze()
 
 
 def main(requests: int, reports: int, modules: Iterable[str]) -> None:

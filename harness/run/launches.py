@@ -24,6 +24,7 @@ RANK_ENTRY = "harness.run.rank_main:rank"
 CHECKPOINT = "checkpoint"
 UNWATCHED_ENTRY = "harness.run.rank_main:unwatched"
 CHECKPOINT_ENTRY = "harness.run.rank_main:checkpoint"
+EIGHT_BITS = ("torchao.float8", "torchao.prototype.moe_training.mxfp8_linear")  # 500 modules, a second for each rank
 COMPILING = 5  # times the time limit, for ranks that have to compile before their first step ends
 
 
@@ -141,6 +142,6 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, 
         device=options.device,
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
-        preload=trainers.load(options.trainer).preload,
+        preload=trainers.load(options.trainer).preload + (EIGHT_BITS if case.training.quantize else ()),
     )
     return launch(job, options.launcher)
