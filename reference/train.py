@@ -50,28 +50,29 @@ def train(
     ]
     worker = Worker(model, training, quantized_modules(model_config))
     first = _of_first_step(worker, *batches[0], positions, training)
-    told = _train_steps(model, worker, batches, training)
+    trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
         again = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
         return _train_steps(again, Worker(again, training, quantized_modules(model_config)), batches, training, order)
 
-    spread = {key: measure(told, [repeat(order) for order in noise_orders(key, training)]) for key in noise}
-    sample_ids = tuple(dict.fromkeys(i for ids in samples for i in ids))
-    tokens, labels = batch(dataset, sample_ids, "cpu")
-    environment = {"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())}
+    spread = {key: measure(trained, [repeat(order) for order in noise_orders(key, training)]) for key in noise}
     return ReferenceRun(
         weights=start,
-        steps=told,
-        samples=samples,
-        sample_ids=sample_ids,
-        tokens=tokens.numpy(),
-        labels=labels.numpy(),
+        steps=trained,
         sample_positions=positions,
-        environment=environment,
+        environment={"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())},
         noise=spread,
+        **_of_samples(dataset, samples),
         **first,
     )
+
+
+def _of_samples(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    """What the reference keeps of the samples of all steps: each once, in the order in which they first come."""
+    sample_ids = tuple(dict.fromkeys(i for ids in samples for i in ids))
+    tokens, labels = batch(dataset, sample_ids, "cpu")
+    return {"samples": samples, "sample_ids": sample_ids, "tokens": tokens.numpy(), "labels": labels.numpy()}
 
 
 def _of_first_step(

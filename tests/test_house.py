@@ -19,7 +19,7 @@ OF_ITS_OWN = {"evidence": {"evidence"}, "spec": {"evidence", "spec"}, "probe": {
 LONGEST_FILE, LONGEST_FUNCTION = 400, 40
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(ROOT.glob("harness/**/*.py"))
+    for path in sorted((*ROOT.glob("harness/**/*.py"), *ROOT.glob("reference/*.py")))
 }
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
 
