@@ -140,7 +140,7 @@ def gathered_logits_reduced_in_backward(fired: Fired) -> None:
     bug="T14 NVIDIA/TransformerEngine #530; deepspeedai/DeepSpeed #5664",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="what goes into layers.0.attention.wo is not",
+    named="what goes into layers.0.attention.wo does not",
 )
 def gather_along_the_wrong_dim(fired: Fired) -> None:
     from torch.distributed import _functional_collectives as collectives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -45,4 +46,9 @@ def weight_decay(fqn: str, training: TrainingConfig) -> float:
 
 
 def build_scheduler(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:
-    return LambdaLR(optimizer, lambda finished: lr_factor(finished + 1, training))
+    return LambdaLR(optimizer, functools.partial(_factor, training=training))
+
+
+def _factor(finished: int, *, training: TrainingConfig) -> float:
+    """Of the step that comes after those that are finished."""
+    return lr_factor(finished + 1, training)
