@@ -67,7 +67,7 @@ def _margins(cases: Sequence[Case], options: Options) -> int:
 
 
 def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
-    """What the golden must tell for all cases of its recipe to be judged."""
+    """What the golden must hold for all cases of its recipe to be judged."""
     users = [case for case in cases if golden.recipe_name(case) == recipe and not case.exact]
     return list(dict.fromkeys(key for case in users for key in (case.noise_key, case.golden_noise_key)))
 

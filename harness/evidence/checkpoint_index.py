@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its index tells it: names, shapes, types and bytes. No tensor of it is loaded.
+"""What a checkpoint holds, by its index: names, shapes, types and bytes. No tensor of it is loaded.
 
 Read is torch's distributed format (a folder with a .metadata file), which says where each piece of each tensor lies. Of
 another format nothing is known but that it could not be read. A name may have anything before and after the parameter's:

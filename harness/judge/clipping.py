@@ -18,7 +18,7 @@ from harness.judge.trial import Trial
 
 
 def before_clipping(trial: Trial) -> Trial:
-    """The same trial with the gradients that clipping was given, as far as that can be told."""
+    """The same trial with the gradients that clipping was given, as far as that can be known."""
     scaled = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
     after = dataclasses.replace(trial, run=_multiplied(trial.run, scaled))
     try:

@@ -75,6 +75,6 @@ def _read(path: Path, build: Callable[[Any], T]) -> T:
 
 
 def torch_of(run: Run) -> str:
-    """The release that the ranks ran, as they tell; without any evidence of theirs, what was installed where they started."""
+    """The release that the ranks ran, as they report; without any evidence of theirs, what was installed where they started."""
     releases = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
     return next(filter(None, releases), run.made.get("torch", ""))

@@ -1,8 +1,8 @@
 """Copies of weights that are made in a step and given up before it ends, and how many bytes of them there are at once.
 
 A kernel sits in front of the two operators that all copying comes down to, on any device: copy_ (clone, deepcopy, contiguous,
-conversions) and cat (stack, parameters_to_vector). Whether the source is a weight is told by its storage: a parameter's, or
-what FSDP gathers into. How long a copy lives is told by a weak reference to its storage, so that nothing is kept for it and
+conversions) and cat (stack, parameters_to_vector). Whether the source is a weight shows in its storage: a parameter's, or
+what FSDP gathers into. How long a copy lives shows a weak reference to its storage, so that nothing is kept for it and
 nothing is waited for. Not counted are copies that FSDP makes to gather from, those that DDP sends out when it is made, and the
 probe's.
 

@@ -61,9 +61,9 @@ class SampleRecorder:
         if self._clock.account.kind == "evaluation":
             return
         given = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
-        told = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
-        if told is not None:
-            self._positions.append(_Fed(self._clock.account, local(told).clone()))
+        positions = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
+        if positions is not None:
+            self._positions.append(_Fed(self._clock.account, local(positions).clone()))
         first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
         if first is not None and not first.is_floating_point() and first.dim() in (1, 2):
             self._tokens.append(_Fed(self._clock.account, local(first).clone()))

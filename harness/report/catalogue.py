@@ -30,8 +30,8 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
     lines = [f"{len(done)} fault{'s' * (len(done) != 1)} in {seconds:.1f} s: {said}"]
     if control:
         right = control.outcome is Outcome.MISSED
-        told = f"{control.outcome}, as it must be" if right else f"{control.outcome}, it must be MISSED: {control.note}"
-        lines.append(f"control, which changes nothing: {told}")
+        text = f"{control.outcome}, as it must be" if right else f"{control.outcome}, it must be MISSED: {control.note}"
+        lines.append(f"control, which changes nothing: {text}")
     parts = [
         first_lines(done),
         table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",

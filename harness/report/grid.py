@@ -34,8 +34,8 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
     """The grid, why laws were not applicable, the report of every case that is not green, and one line that counts."""
     judged = [outcome.judgement for outcome in outcomes if outcome.judgement]
     reports = [case_report(judgement) for judgement in judged if judgement.verdict not in (Verdict.PASS, Verdict.XFAIL)]
-    told = [not_applicable(judged), *replaced(judged)] if judged else []
-    parts = [grid(outcomes), *told, *reports, summary(outcomes, seconds)]
+    notes = [not_applicable(judged), *replaced(judged)] if judged else []
+    parts = [grid(outcomes), *notes, *reports, summary(outcomes, seconds)]
     return "\n\n".join(parts)
 
 
@@ -82,7 +82,7 @@ def _not_held(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def replaced(judged: Sequence[Judgement]) -> list[str]:
-    """What of the trainer did not run as its users run it, and in how many cases: of that no verdict tells."""
+    """What of the trainer did not run as its users run it, and in how many cases: no verdict says so."""
     parts = Counter(text for one in judged for text in one.replaced)
     lines = [f"  {count:3} x  {text}" for text, count in parts.items()]
     return ["\n".join(["replaced, so that it runs here:", *lines])] if lines else []

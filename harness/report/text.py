@@ -91,17 +91,17 @@ def command(judgement: Judgement) -> str:
     if not judgement.case.file:
         given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
         given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
-    told = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
-    return shlex.join(["harness", "run", judgement.case.name, *told])
+    typed = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
+    return shlex.join(["harness", "run", judgement.case.name, *typed])
 
 
 def pytest_command(judgement: Judgement) -> str:
     tier = judgement.case.tier
     given = {"tier": tier} if tier != "default" else {}
-    told = (
+    typed = (
         f"--{key}={value}" for key, value in (given | _how(judgement)).items() if value
     )  # "=", or a folder is of tests
-    return shlex.join(["pytest", "-k", judgement.case.name, *told])
+    return shlex.join(["pytest", "-k", judgement.case.name, *typed])
 
 
 def _how(judgement: Judgement) -> dict[str, str]:
@@ -119,8 +119,8 @@ def provenance(judgements: Sequence[Judgement]) -> str:
     lines = [f"evidence of {' to '.join(dict.fromkeys((started[0], started[-1])))}"] if started else []
     for key in ("torch", "commit"):
         found = Counter(one.get(key) or "unknown" for one in made)
-        told = ", ".join(f"{value} ({count} cases)" if len(found) > 1 else value for value, count in found.items())
-        lines.append(f"{key} {told}")
+        shown = ", ".join(f"{value} ({count} cases)" if len(found) > 1 else value for value, count in found.items())
+        lines.append(f"{key} {shown}")
     return "; ".join(lines)
 
 

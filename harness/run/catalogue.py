@@ -121,7 +121,7 @@ def _side_by_side(
     waiting: dict[str, Callable[[], Any]],
     jobs: int,
     progress: Progress,
-    told: Callable[[Any], str],
+    ended: Callable[[Any], str],
 ) -> dict[str, Any]:
     """What each task returned, by name; `jobs` at a time, and beside them those that only wait."""
     began: dict[str, float] = {}
@@ -138,7 +138,7 @@ def _side_by_side(
         done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
         for name, result in (future.result() for future in done):
             results[name] = result
-            progress.finished(name, told(result), time.monotonic() - began[name])
+            progress.finished(name, ended(result), time.monotonic() - began[name])
         progress.draw()
     progress.clear()
     return results
@@ -170,16 +170,18 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     options = replace(options, fault=spec_of(fault), timeout=timeout)
     try:
         judgement = run_case(baseline.case, options)
-        told = replace(name, cause=_cause(judgement), broken=_broken(judgement))
-        told = replace(told, outcome=outcome_of(fault, judgement), note=_lacking(fault, told))
+        found = replace(name, cause=_cause(judgement), broken=_broken(judgement))
+        found = replace(found, outcome=outcome_of(fault, judgement), note=_lacking(fault, found))
         if not baseline.losses:
-            return told
+            return found
         losses = _curve(judgement, options) if _ended_well(judgement) else ()
     except PROBLEMS as problem:
         return replace(name, note=str(problem))
     except (Exception, SystemExit) as error:  # one fault's, which no other need suffer from
         return replace(name, note=unexpected(error))
-    return replace(told, weaker=what_weaker_tests_say(told, baseline.losses, losses), off=off(baseline.losses, losses))
+    return replace(
+        found, weaker=what_weaker_tests_say(found, baseline.losses, losses), off=off(baseline.losses, losses)
+    )
 
 
 def _cause(judgement: Judgement) -> str:
@@ -211,11 +213,11 @@ def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
     return Outcome.OTHERWISE if broken else Outcome.MISSED
 
 
-def _lacking(fault: Fault, told: Attempt) -> str:
+def _lacking(fault: Fault, found: Attempt) -> str:
     """What is not as the fault expects."""
-    laws = [law for law in fault.caught_by if law not in told.broken]
+    laws = [law for law in fault.caught_by if law not in found.broken]
     parts = [f"not broken: {', '.join(laws)}"] if laws else []
-    return "; ".join(parts + ([f"not named: {fault.named!r}"] if fault.named not in told.cause else []))
+    return "; ".join(parts + ([f"not named: {fault.named!r}"] if fault.named not in found.cause else []))
 
 
 def _broken(judgement: Judgement) -> tuple[str, ...]:
@@ -234,14 +236,14 @@ def _ended_well(judgement: Judgement) -> bool:
     return all(exit["how"] == "ok" for exit in _exits(judgement))
 
 
-def what_weaker_tests_say(told: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
+def what_weaker_tests_say(found: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
     """Whether each method notices. `seen` is empty where a rank failed, which all of them notice."""
     worst = off(right, seen)
     return {
         "exit_code": worst is None,
         "within_1_percent": worst is None or not worst <= 1e-2,
         "within_1e_5": worst is None or not worst <= 1e-5,
-        "process_groups": worst is None or "process_groups" in told.broken,
+        "process_groups": worst is None or "process_groups" in found.broken,
     }
 
 

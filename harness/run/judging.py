@@ -32,5 +32,5 @@ def _fired(trial: Trial, folder: Path) -> bool | None:
     """Whether the fault's code ran on some rank, even one that died of it; None without a fault."""
     if trial.run.fault is None:
         return None
-    told = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())
-    return any(told) or any(folder.glob("*/ranks/*.fired"))
+    fired = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())
+    return any(fired) or any(folder.glob("*/ranks/*.fired"))

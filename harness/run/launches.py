@@ -118,7 +118,7 @@ def commit_of(source: str) -> str:
 
 
 def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
-    """What the entries of testify.py are told."""
+    """The options of the entries of rank_main.py."""
     return {
         "case": to_json(case),
         "trainer": options.trainer,

@@ -76,11 +76,11 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
 
 def _said(case: Case, key: str) -> str:
     """The recipe as what differs from the defaults, and how the reference was cut to measure its noise."""
-    told = case.training.quantize or case.training.compute_dtype or case.training.dtype
-    told += " compiled" if case.features.compile else ""
+    kind = case.training.quantize or case.training.compute_dtype or case.training.dtype
+    kind += " compiled" if case.features.compile else ""
     others = {**golden.recipe(case)["model"], **golden.recipe(case)["training"]}
     shown = [f"{key} {value}" for key, value in others.items() if key not in ("quantize", "compute_dtype", "dtype")]
-    return ", ".join([told, key, *shown])
+    return ", ".join([kind, key, *shown])
 
 
 def _distances(trial: Trial) -> Distances:

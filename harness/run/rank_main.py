@@ -103,11 +103,11 @@ def reference(options: dict[str, Any]) -> None:
     from reference.train import train
 
     case, directory = from_json(options["case"]), Path(options["directory"])
-    told = train(case.model, case.training, options["device"], noise=options["noise"])
+    trained = train(case.model, case.training, options["device"], noise=options["noise"])
     partial = directory / ".weights.partial.npz"
-    np.savez(partial, **told.weights)  # type: ignore[arg-type]
+    np.savez(partial, **trained.weights)  # type: ignore[arg-type]
     os.replace(partial, directory / "weights.npz")
-    save(directory / "reference.npz", told)
+    save(directory / "reference.npz", trained)
 
 
 def checkpoint(options: dict[str, Any]) -> None:

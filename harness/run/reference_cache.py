@@ -34,7 +34,7 @@ def hard_link(source: Path, target: Path) -> None:
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
     """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions.
 
-    noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden can tell.
+    noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
     noise = _unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)

@@ -136,20 +136,20 @@ def _sizes(case: Case) -> dict[str, Any]:
 
 def _options(case: Case, device: str) -> dict[str, Any]:
     training, features, dims = case.training, case.features, case.dims
-    told = USUAL | {theirs: getattr(training, ours) for theirs, ours in RECIPE.items()}
-    told |= {"optim": "sgd" if training.optimizer == "sgd" else "adamw_torch"}
-    told |= {"max_grad_norm": training.max_norm or 0.0, "ddp_bucket_cap_mb": features.bucket_mb}
-    told |= {"per_device_train_batch_size": case.local_batch, "gradient_accumulation_steps": features.accumulation}
-    told |= {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not features.defer_sync}}}
-    told |= {"output_dir": os.path.join(tempfile.gettempdir(), "transformers"), "use_cpu": device == "cpu"}
+    arguments = USUAL | {theirs: getattr(training, ours) for theirs, ours in RECIPE.items()}
+    arguments |= {"optim": "sgd" if training.optimizer == "sgd" else "adamw_torch"}
+    arguments |= {"max_grad_norm": training.max_norm or 0.0, "ddp_bucket_cap_mb": features.bucket_mb}
+    arguments |= {"per_device_train_batch_size": case.local_batch, "gradient_accumulation_steps": features.accumulation}
+    arguments |= {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not features.defer_sync}}}
+    arguments |= {"output_dir": os.path.join(tempfile.gettempdir(), "transformers"), "use_cpu": device == "cpu"}
     recompute = {"activation_checkpointing": features.activation_checkpointing == "full"}
     if case.wrapper != "fsdp2":
-        return told | recompute
+        return arguments | recompute
     from accelerate import ParallelismConfig
 
     reshard = {"reshard_after_forward": features.reshard_after_forward != "never"}
     sizes = ParallelismConfig(dp_replicate_size=dims.dp_replicate, dp_shard_size=dims.dp_shard)
-    return told | {"fsdp": True, "fsdp_config": reshard | recompute, "parallelism_config": sizes}
+    return arguments | {"fsdp": True, "fsdp_config": reshard | recompute, "parallelism_config": sizes}
 
 
 adapter = Transformers()

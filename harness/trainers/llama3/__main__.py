@@ -17,7 +17,7 @@ from harness.trainers.llama3.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 2 for what a person got wrong, told in one line."""
+    """0, or 2 for what a person got wrong, said in one line."""
     try:
         options = parse(arguments)
         trainer = prepare(options)

@@ -72,9 +72,9 @@ def read(state: dict[str, Any], checkpoint: Path) -> None:
         dcp.load(state, checkpoint_id=checkpoint)
     except CheckpointException as error:
         rank, (cause, *_) = next(iter(error.failures.items()))
-        told = f"{type(cause).__name__} on rank {rank}: {cause}"
+        damage = f"{type(cause).__name__} on rank {rank}: {cause}"
         raise ValueError(
-            f"{checkpoint}: damaged or of another model: {told}; delete it to go on from an older one"
+            f"{checkpoint}: damaged or of another model: {damage}; delete it to go on from an older one"
         ) from error
 
 
@@ -84,8 +84,8 @@ def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
     Trap: a scheduler's own state dict lists a rate for every parameter group, and another layout may have more groups.
     """
     rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    told = {"last_epoch": finished, "_step_count": finished + 1, "_last_lr": rates}
-    scheduler.load_state_dict(scheduler.state_dict() | told)
+    progress = {"last_epoch": finished, "_step_count": finished + 1, "_last_lr": rates}
+    scheduler.load_state_dict(scheduler.state_dict() | progress)
 
 
 def latest(folder: Path) -> Path:
