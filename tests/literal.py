@@ -177,7 +177,7 @@ def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
     used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
     claim: dict[str, Any] = {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used
-    ways = {fqn: unit.ways for unit in units_of_rank(case, APART, rank, None) for fqn in unit.parameters}
+    ways = {fqn: unit.degree for unit in units_of_rank(case, APART, rank, None) for fqn in unit.parameters}
     units = {
         ",".join(unit): claim | {"parameters": list(unit), "ranks_after_forward": ways[unit[0]]}
         for unit in plan.units[rank]
@@ -203,7 +203,7 @@ def after_forward_of(case: Case, rank: int) -> AfterForward:
     kept, slices = plan.after_forward[rank], plan.slices[rank]
     own = {fqn: 8 * math.prod(stop - start for start, stop in part) for fqn, part in slices.items()}
     held = {fqn: kept[fqn].bytes if kept else own[fqn] for fqn in own}
-    beside = [fqn for fqn in kept if kept[fqn].ways < case.dims.dp_shard * case.dims.cp]
+    beside = [fqn for fqn in kept if kept[fqn].degree < case.dims.dp_shard * case.dims.cp]
     return AfterForward(held, sum(held.values()) + sum(own[fqn] for fqn in beside))
 
 

@@ -55,7 +55,7 @@ def disagreements(trial: Trial) -> list[Finding]:
     """Of ranks that hold the same parameters, those whose units are not the ones that most of them have."""
     alike: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
     for rank, seen in (trial.plan.observed or {}).items():
-        same = frozenset(Unit(tuple(sorted(unit.parameters)), unit.ways) for unit in seen)
+        same = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in seen)
         alike.setdefault(tuple(trial.plan.slices[rank]), {}).setdefault(same, []).append(rank)
     findings = []
     for kinds in alike.values():

@@ -82,7 +82,7 @@ def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Fin
     wanted = trial.plan.after_forward[rank]
     findings = [
         Finding(
-            f"{where}, {fqn} after forward", kept_text(trial, wanted[fqn].ways), observed_text(trial, rank, fqn, held)
+            f"{where}, {fqn} after forward", kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held)
         )
         for fqn, held in record.bytes.items()
         if fqn in wanted and held != wanted[fqn].bytes
@@ -98,13 +98,13 @@ def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Fin
 def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
     """Of a parameter: what is kept, and the rank's own slice beside it if that is something else."""
     kept, own = trial.plan.after_forward[rank][fqn], own_bytes(trial, rank, fqn)
-    return kept.bytes if kept.ways == trial.case.shards else kept.bytes + own
+    return kept.bytes if kept.degree == trial.case.shards else kept.bytes + own
 
 
-def kept_text(trial: Trial, ways: int) -> str:
-    if ways == 1:
+def kept_text(trial: Trial, degree: int) -> str:
+    if degree == 1:
         return "gathered"
-    return "freed" if ways == trial.case.shards else f"sharded over {ways} ranks"
+    return "freed" if degree == trial.case.shards else f"sharded over {degree} ranks"
 
 
 def observed_text(trial: Trial, rank: int, fqn: str, held: int) -> str:

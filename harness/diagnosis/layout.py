@@ -33,7 +33,7 @@ class Layout:
     tensor_parallel: bool = True
 
     @property
-    def ways(self) -> int:
+    def shard_degree(self) -> int:
         return self.degree(self.sharded_by)
 
     def degree(self, axes: Sequence[str]) -> int:
@@ -46,9 +46,9 @@ class Layout:
         for axis in self.sharded_by:
             index = index * getattr(self.dims, axis) + at[axis]
         if wanted.flat:
-            return flat_slices(wanted.flat, wanted.shapes, self.ways, index)
+            return flat_slices(wanted.flat, wanted.shapes, self.shard_degree, index)
         tp = (self.dims.tp, at["tp"]) if self.tensor_parallel else (1, 0)
-        return {fqn: slice_of(fqn, shape, tp, (self.ways, index)) for fqn, shape in wanted.shapes.items()}
+        return {fqn: slice_of(fqn, shape, tp, (self.shard_degree, index)) for fqn, shape in wanted.shapes.items()}
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """The ranks that differ only along `axes`, if this is how the ranks are laid out."""
@@ -151,13 +151,16 @@ def _causes(layout: Layout, dims: ParallelDims) -> Iterator[str]:
         shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
         wanted = [axis for axis in AXES if axis in shown]
         yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
-    ways = dims.dp_shard * dims.cp
-    as_degrees = dims.cp == 1 and (layout.ways, dims.dp // layout.ways) == (dims.dp_replicate, dims.dp_shard)
+    shard_degree = dims.dp_shard * dims.cp
+    as_degrees = dims.cp == 1 and (layout.shard_degree, dims.dp // layout.shard_degree) == (
+        dims.dp_replicate,
+        dims.dp_shard,
+    )
     exchanged = as_degrees or layout.sharded_by == ("dp_replicate", "cp")
-    if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.ways != ways:
-        held = f"parameters are sharded over {layout.ways} ranks and replicated {dims.dp_shard} times"
+    if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.shard_degree != shard_degree:
+        held = f"parameters are sharded over {layout.shard_degree} ranks and replicated {dims.dp_shard} times"
         yield f"dp_replicate and dp_shard exchanged: {held}, requested {_asked(dims)}"
-    elif layout.ways != ways:
+    elif layout.shard_degree != shard_degree:
         yield _other_strategy(layout, dims)
 
 
@@ -169,7 +172,7 @@ def _asked(dims: ParallelDims) -> str:
 
 def _fsdp_over_tp(layout: Layout) -> str:
     axes = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
-    held = f"parameters are sharded over {layout.ways} ranks"
+    held = f"parameters are sharded over {layout.shard_degree} ranks"
     if layout.tensor_parallel:
         return f"FSDP also over tp: {held} on top of TP, requested {_asked(layout.dims)}"
     asked = (
@@ -183,13 +186,15 @@ def _fsdp_over_tp(layout: Layout) -> str:
 def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     """The degree of sharding that is observed, and what that is called."""
     ranks = dims.dp * dims.cp
-    if layout.ways == 1:
+    if layout.shard_degree == 1:
         held = f"every {'dp' if dims.cp == 1 else 'cp' if dims.dp == 1 else 'dp and cp'} rank holds whole parameters"
     else:
         along = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
-        times = f" and replicated {ranks // layout.ways} times" if layout.ways < ranks else ""
-        held = f"parameters are sharded over {layout.ways} ranks{f' along {along}' if dims.cp > 1 else ''}{times}"
-    asked, ran = strategy_name(ranks, dims.dp_shard * dims.cp), strategy_name(ranks, layout.ways)
+        times = f" and replicated {ranks // layout.shard_degree} times" if layout.shard_degree < ranks else ""
+        held = (
+            f"parameters are sharded over {layout.shard_degree} ranks{f' along {along}' if dims.cp > 1 else ''}{times}"
+        )
+    asked, ran = strategy_name(ranks, dims.dp_shard * dims.cp), strategy_name(ranks, layout.shard_degree)
     return f"{asked} ran as {ran}: {held}, requested {_asked(dims)}"
 
 
@@ -206,8 +211,8 @@ def _unreduced(trial: Trial, broken: Broken) -> Iterator[str]:
         yield f"gradient reduction missing over {' and '.join(missing)}"
 
 
-def strategy_name(dp: int, ways: int) -> str:
-    return "DDP" if ways == 1 else "FSDP" if ways == dp else "HSDP"
+def strategy_name(dp: int, shard_degree: int) -> str:
+    return "DDP" if shard_degree == 1 else "FSDP" if shard_degree == dp else "HSDP"
 
 
 def _layout_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:

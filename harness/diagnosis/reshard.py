@@ -126,7 +126,7 @@ def _kept_otherwise(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
         for fqn, held in record.bytes.items():
             if fqn in wanted and held != wanted[fqn].bytes and fqn not in found:
                 seen = reshard.observed_text(trial, rank, fqn, held)
-                found[fqn] = (reshard.kept_text(trial, wanted[fqn].ways), seen.replace("gathered", "still gathered"))
+                found[fqn] = (reshard.kept_text(trial, wanted[fqn].degree), seen.replace("gathered", "still gathered"))
     return found
 
 
@@ -134,7 +134,7 @@ def _other_policies(case: Case, *, left_open: bool = False) -> Iterator[str | in
     """Where units are the trainer's choice the default is whatever it does, and explains nothing."""
     policies: list[str | int] = ["always", "never"] if left_open else ["default", "always", "never"]
     if case.wrapper == "fsdp2":
-        policies += [ways for ways in range(2, case.shards) if case.shards % ways == 0]
+        policies += [degree for degree in range(2, case.shards) if case.shards % degree == 0]
     yield from (policy for policy in policies if policy != case.features.reshard_after_forward)
 
 

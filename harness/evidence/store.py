@@ -143,7 +143,7 @@ def save_run(run: Run) -> None:
 
 
 def load_run(directory: Path) -> Run:
-    """A launch as it was stored. A damaged or missing rank file is not fatal: `unreadable` says what is wrong, laws judge it."""
+    """A launch as it was stored. A rank file that is damaged or missing is not fatal: `unreadable` says why, laws judge it."""
     path = directory / RUN_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -36,24 +36,24 @@ def groups_by_axis(case: Case, units: dict[int, list[Unit]]) -> dict[str, tuple[
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1:
         found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
-    for ways in sorted({unit.ways for mine in units.values() for unit in mine}):
-        if (axis := gathered_over(case, ways)) not in (shard_axis(dims), ""):
-            found[axis] = _post_forward_groups(found[shard_axis(dims)], ways)
+    for degree in sorted({unit.degree for mine in units.values() for unit in mine}):
+        if (axis := gathered_over(case, degree)) not in (shard_axis(dims), ""):
+            found[axis] = _post_forward_groups(found[shard_axis(dims)], degree)
     return found
 
 
-def gathered_over(case: Case, ways: int) -> str:
-    """The axis on which backward gathers what stayed cut over `ways` ranks; empty if it stayed whole."""
-    if case.shards == 1 or ways == 1:
+def gathered_over(case: Case, degree: int) -> str:
+    """The axis on which backward gathers what stayed cut over `degree` ranks; empty if it stayed whole."""
+    if case.shards == 1 or degree == 1:
         return ""
     if isinstance(case.features.reshard_after_forward, int):
         return "post_forward"
-    return shard_axis(case.dims) if ways == case.shards else f"post_forward_{ways}"
+    return shard_axis(case.dims) if degree == case.shards else f"post_forward_{degree}"
 
 
-def _post_forward_groups(shards: tuple[tuple[int, ...], ...], ways: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbours in a shard group, `ways` of them: each such group holds all parameters between forward and backward."""
-    return tuple(group[start : start + ways] for group in shards for start in range(0, len(group), ways))
+def _post_forward_groups(shards: tuple[tuple[int, ...], ...], degree: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbours in a shard group, `degree` of them: each such group holds all parameters between forward and backward."""
+    return tuple(group[start : start + degree] for group in shards for start in range(0, len(group), degree))
 
 
 def shard_axis(dims: ParallelDims) -> str:

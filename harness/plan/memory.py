@@ -16,11 +16,11 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
     """(least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their padding."""
     tp_index = coordinate(case.dims, rank)["tp"]
     size = BYTES[case.training.dtype]
-    ways = case.dims.dp_shard * case.dims.cp
+    degree = case.dims.dp_shard * case.dims.cp
     least = sum(numel(part) for part in held.values()) * size
     if flat:
-        return least, sum(unit.part(ways) for unit in flat) * size
-    most = sum(padded_numel(case, fqn, tp_index) // ways for fqn in held) * size
+        return least, sum(unit.part(degree) for unit in flat) * size
+    most = sum(padded_numel(case, fqn, tp_index) // degree for fqn in held) * size
     return least, max(least, most)
 
 
@@ -58,10 +58,10 @@ def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: lis
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
     tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
     kept = {}
-    for unit, ways in units:
+    for unit, degree in units:
         for fqn in [fqn for fqn in unit if fqn in held]:
-            there = numel(slice_of(fqn, parameter_shapes(case.model)[fqn], tp, (ways, index % ways))) * computed
-            kept[fqn] = Kept(ways, numel(held[fqn]) * stored if ways == shards else there)
+            there = numel(slice_of(fqn, parameter_shapes(case.model)[fqn], tp, (degree, index % degree))) * computed
+            kept[fqn] = Kept(degree, numel(held[fqn]) * stored if degree == shards else there)
     return kept
 
 
@@ -73,9 +73,9 @@ def padding_after_forward(
     least, most = parameter_bytes(case, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
     there = kept_after_forward(case, rank, held, units)
-    for number, (unit, ways) in enumerate(units if shards > 1 else ()):
-        if ways < shards:
-            padded = sum(padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // ways
+    for number, (unit, degree) in enumerate(units if shards > 1 else ()):
+        if degree < shards:
+            padded = sum(padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // degree
             padded = flat[number].part(shards) * shards if flat else padded
             extra += padded * computed - sum(there[fqn].bytes for fqn in unit if fqn in held)
     return most - least + extra

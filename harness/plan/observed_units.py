@@ -18,7 +18,7 @@ class Unit(NamedTuple):
     """Parameters gathered together, and over how many ranks they stay cut after forward: 1 if they stay whole."""
 
     parameters: tuple[str, ...]
-    ways: int
+    degree: int
 
 
 Observed = Mapping[int, tuple[Unit, ...]]
@@ -62,7 +62,7 @@ def units_text(units: Iterable[Unit], shards: int, *, most: int = 12) -> str:
 
 
 def _kept_text(unit: Unit, shards: int) -> str:
-    return "whole" if shards == 1 else {1: "kept", shards: "freed"}.get(unit.ways, f"over {unit.ways} ranks")
+    return "whole" if shards == 1 else {1: "kept", shards: "freed"}.get(unit.degree, f"over {unit.degree} ranks")
 
 
 def modules_text(parameters: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ class Kept:
     """Of one parameter on one rank, between forward and backward: over how many ranks it is cut (1: it is whole), and the
     bytes of what is there; where that is more than the rank's own slice, the slice is there as well."""
 
-    ways: int
+    degree: int
     bytes: int
 
 

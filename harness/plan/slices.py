@@ -47,9 +47,9 @@ class FlatUnit:
     starts: dict[str, int]
     numel: int
 
-    def part(self, ways: int) -> int:
+    def part(self, degree: int) -> int:
         """Elements of each rank's part."""
-        return -(-self.numel // ways)
+        return -(-self.numel // degree)
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:
@@ -84,14 +84,14 @@ def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
 
 
 def flat_slices(
-    units: Iterable[FlatUnit], shapes: dict[str, tuple[int, ...]], ways: int, index: int
+    units: Iterable[FlatUnit], shapes: dict[str, tuple[int, ...]], degree: int, index: int
 ) -> dict[str, Slice]:
-    """Of each flattened parameter, what lies in the index-th of `ways` equal parts of its unit."""
+    """Of each flattened parameter, what lies in the index-th of `degree` equal parts of its unit."""
     found: dict[str, Slice] = {}
     for unit in units:
-        first = index * unit.part(ways)
+        first = index * unit.part(degree)
         for fqn, start in unit.starts.items():
-            bounds = (min(max(at - start, 0), shapes[fqn][0]) for at in (first, first + unit.part(ways)))
+            bounds = (min(max(at - start, 0), shapes[fqn][0]) for at in (first, first + unit.part(degree)))
             found[fqn] = (tuple(bounds),)  # type: ignore[assignment]
     return {fqn: found[fqn] for fqn in shapes}
 
@@ -141,5 +141,5 @@ def padded_numel(case: Case, fqn: str, tp_index: int) -> int:
     if dim is not None:
         start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
         shape[dim] = stop - start
-    ways = case.dims.dp_shard * case.dims.cp
-    return -(-shape[0] // ways) * ways * math.prod(shape[1:])
+    degree = case.dims.dp_shard * case.dims.cp
+    return -(-shape[0] // degree) * degree * math.prod(shape[1:])

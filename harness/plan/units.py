@@ -21,10 +21,10 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
     that unit. FSDP1 never frees the root's unit: embedding, final norm and output.
     """
-    ways, policy = case.shards, case.features.reshard_after_forward
+    degree, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
         root, *blocks = (tuple(unit.starts) for unit in flat_units(case))
-        return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else ways) for block in blocks)]
+        return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
     if isinstance(policy, int):
         return [Unit(unit, policy) for unit in fsdp2_units(case)]
     *most, last = fsdp2_units(case)
@@ -32,7 +32,7 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
     freed = policy == "always" or traits.loss_chunks > 1
-    return [*(Unit(unit, 1 if kept else ways) for unit in most), Unit(last, ways if freed else 1)]
+    return [*(Unit(unit, 1 if kept else degree) for unit in most), Unit(last, degree if freed else 1)]
 
 
 def _root_units(case: Case) -> list[Unit]:

@@ -34,7 +34,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """How many ways the samples of a step are divided."""
+        """The data-parallel degree: over how many ranks the samples of a step are divided."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:

@@ -43,8 +43,8 @@ def validate(case: Case, world_size: Any, where: str) -> None:
             f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares}"
         )
     halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
-    length, ways = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
-    if length % (dims.cp * math.lcm(halves, ways)):
+    length, degree = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
+    if length % (dims.cp * math.lcm(halves, degree)):
         balanced = " x 2 (load balance)" * (halves - 1)
         raise CaseError(
             f"{where}: seq_len {length} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel)"
@@ -70,9 +70,11 @@ def _validate_blocks(case: Case, where: str) -> None:
     model, tp = case.model, case.dims.tp
     sums = {"dim": (model.dim, tp), "ffn_dim": (model.ffn_dim, tp)}
     sums |= {"n_kv_heads * head_dim": (model.n_kv_heads * model.head_dim, tp), "seq_len": (case.seq_len(2), 1)}
-    for name, (size, ways) in sums.items():
-        if size % (32 * ways):
-            raise CaseError(f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {ways} does not hold whole")
+    for name, (size, degree) in sums.items():
+        if size % (32 * degree):
+            raise CaseError(
+                f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {degree} does not hold whole"
+            )
 
 
 def _validate_features(case: Case, where: str) -> None:
@@ -115,13 +117,13 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
                 raise CaseError(
                     f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
                 )
-    ways, policy = case.dims.dp_shard * case.dims.cp, features.reshard_after_forward
-    if ways == 1 and policy != "default":
+    degree, policy = case.dims.dp_shard * case.dims.cp, features.reshard_after_forward
+    if degree == 1 and policy != "default":
         raise CaseError(
             f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
         )
-    if isinstance(policy, int) and ways % policy:
-        raise CaseError(f"{where}: reshard_after_forward {policy} does not divide the {ways} ranks of a shard group")
+    if isinstance(policy, int) and degree % policy:
+        raise CaseError(f"{where}: reshard_after_forward {policy} does not divide the {degree} ranks of a shard group")
     if not features.defer_sync and (features.accumulation == 1 or case.wrapper is None):
         missing = "wrapper none" if case.wrapper is None else "accumulation 1"
         raise CaseError(f"{where}: defer_sync false means nothing with {missing}; leave it out")

@@ -71,7 +71,7 @@ def test_evaluation_may_leave_gathered_what_the_policy_keeps_and_nothing_else() 
 
 
 def kept_ways(dims: ParallelDims, **features) -> dict[str, int]:
-    return {fqn: kept.ways for fqn, kept in make_plan(tiny_case(dims, **features)).after_forward[0].items()}
+    return {fqn: kept.degree for fqn, kept in make_plan(tiny_case(dims, **features)).after_forward[0].items()}
 
 
 def test_by_default_only_the_last_unit_stays_gathered() -> None:

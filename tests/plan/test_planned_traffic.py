@@ -59,7 +59,7 @@ def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_
     gathered = [[f.bytes for f in plan.flows_of(0, step) if f.op == "all_gather"] for step in (1, 2)]
     forward, backward = (f.bytes for f in plain.flows_of(0, 1) if f.op == "all_gather")
     assert gathered == [[forward, backward + last], [forward, backward + last, last]]
-    assert {plan.after_forward[0][fqn].ways for fqn in ("norm.weight", "output.weight")} == {2}
+    assert {plan.after_forward[0][fqn].degree for fqn in ("norm.weight", "output.weight")} == {2}
     assert plan.spare_bytes == plain.spare_bytes
     kept = make_plan(case, replace(chunks, keeps_loss_unit=True))
     assert kept.spare_bytes[0] == plain.spare_bytes[0] + last

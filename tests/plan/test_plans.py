@@ -178,7 +178,7 @@ def _of_rank(case: Case, plan: Plan, rank: int) -> Iterator[str]:
     held: dict[str, list[str]] = {}
     for fqn, part in plan.slices[rank].items() if rank in (0, plan.dims.world_size - 1) else ():
         text = slice_text(part, plan.shapes[fqn], flat=bool(plan.flat))
-        after = f", after forward {kept[fqn].bytes} over {kept[fqn].ways}" if fqn in kept else ""
+        after = f", after forward {kept[fqn].bytes} over {kept[fqn].degree}" if fqn in kept else ""
         held.setdefault(text + after, []).append(fqn.removesuffix(".weight").replace("layers.", ""))
     for text, names in held.items():
         yield f"{text}: {' '.join(names) if len(names) < 12 else f'{len(names)} parameters'}"

@@ -29,11 +29,11 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     if shards > 1:
         times = features.accumulation * gathered
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
-        for ways in sorted({unit.ways for unit in units} - {1}):
+        for degree in sorted({unit.degree for unit in units} - {1}):
             again = sum(
-                padded_numel(case, fqn, tp_index) for unit in units if unit.ways == ways for fqn in unit.parameters
+                padded_numel(case, fqn, tp_index) for unit in units if unit.degree == degree for fqn in unit.parameters
             )
-            yield Flow(gathered_over(case, ways), "parameters", "all_gather", "backward", times * again)
+            yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", times * again)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
         if traits.loss_chunks > 1:
             yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
@@ -61,16 +61,16 @@ def reductions_per_step(case: Case) -> int:
 def _fsdp1_flows(case: Case) -> Iterable[Flow]:
     """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
     reduces gradients; but not the root's, whose strategy is to free it."""
-    ways, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
+    degree, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
     kept = case.features.reshard_after_forward == "never"
-    moved = [unit.part(ways) * ways * size for unit in flat_units(case)]
-    if ways > 1:
+    moved = [unit.part(degree) * degree * size for unit in flat_units(case)]
+    if degree > 1:
         times = reductions_per_step(case) if kept else passes
         yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
         yield Flow("dp_shard", "parameters", "all_gather", "backward", 0 if kept else passes * sum(moved[1:]))
         yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reductions_per_step(case) * sum(moved))
     if case.dims.dp_replicate > 1:
-        reduced = reductions_per_step(case) * sum(moved) // ways
+        reduced = reductions_per_step(case) * sum(moved) // degree
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
 
 
@@ -87,7 +87,7 @@ def pipelined_data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> I
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
-    freed = {fqn for unit in units if unit.ways == shards for fqn in unit.parameters}
+    freed = {fqn for unit in units if unit.degree == shards for fqn in unit.parameters}
     for again in (False, True) if shards > 1 else ():
         for (stage, phase), count in schedule.gathers(order, looped=looped, freed=again).items():
             mine = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed) == again]

@@ -17,9 +17,9 @@ def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     mine = stages_of_rank(case, rank)
     borders = [stage for stage in (*mine, *(stage + 1 for stage in mine)) if 0 < stage < case.n_stages]
     crossings = sum(borders.count(stage) == 1 for stage in borders)
-    ways = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
+    degree = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
     size = BYTES[training.compute_dtype or training.dtype]
-    moved = crossings * case.passes * case.local_batch * (length // ways) * case.model.dim * size
+    moved = crossings * case.passes * case.local_batch * (length // degree) * case.model.dim * size
     if dims.pp > 1:
         yield Flow("pp", "activations and their gradients", "send", "pipeline", moved)
         yield Flow("pp", "activations and their gradients", "recv", "pipeline", moved)

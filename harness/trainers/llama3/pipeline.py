@@ -86,8 +86,8 @@ def build_stage(part: nn.Module, index: int, case: Case, mesh: DeviceMesh, devic
 
 def activation_shape(case: Case) -> tuple[int, int, int]:
     """What one stage sends to the next for one microbatch: with sequence parallel only this tp rank's part."""
-    ways = case.dims.cp * (case.dims.tp if case.features.sequence_parallel else 1)
-    return case.local_batch, case.training.seq_len // ways, case.model.dim
+    degree = case.dims.cp * (case.dims.tp if case.features.sequence_parallel else 1)
+    return case.local_batch, case.training.seq_len // degree, case.model.dim
 
 
 def run(schedule: Any, tokens: Tensor, labels: Tensor, **rest: Tensor | None) -> None:
