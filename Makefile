@@ -1,5 +1,5 @@
 # make test             all tests, with all cases            make test K=hsdp     those that K selects, as pytest -k
-# make matrix           all cases, as a grid                 make matrix K=hsdp   those that K selects
+# make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make mutants          20 altered judgements of each law, the plan and the bounds: does a test notice?
@@ -23,7 +23,7 @@ faults: $(INSTALLED)
 titan: .venv-titan/.installed
 	.venv-titan/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
 
-# One case each of pp, cp and tp at every month's end of the clone's history; makes the table in the adapter's README.
+# One case each of pp, cp and tp at every month's end of the clone's history; makes the table of docs/torchtitan.md.
 titan-months: .venv-titan/.installed
 	.venv-titan/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
 

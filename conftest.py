@@ -1,4 +1,4 @@
-"""cases/*.yaml as pytest items: FILE.yaml::CASE::LAW. No logic of its own: harness.line runs and judges.
+"""cases/*.yaml as pytest items: FILE.yaml::CASE::LAW. No logic of its own: harness.run runs and judges.
 
 A case runs once, when the first of its laws is requested. Under `pytest -n` all laws of a case go to one worker.
 """

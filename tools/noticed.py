@@ -59,7 +59,8 @@ def line(done: Sequence[Attempt], cases: Sequence[Case], found: Sequence[Searche
     every = [case for _, case in noticed(done, cases, found)]
     share = 100 * sum(map(bool, every)) / len(every) if every else 0.0
     return (
-        f"`make matrix`, told neither fault nor case, notices {share:.3g}% of the faults of the catalogue that fire in it"
+        f"`make matrix`, which is told neither the fault nor its case, notices {share:.3g}% of the"
+        " faults of the catalogue that fire in it"
         " (`python -m tools.unaimed_faults`)."
     )
 

@@ -67,12 +67,20 @@ def options_table(cases: Sequence[Case]) -> str:
 
 
 def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = ACCEPTED) -> str:
-    """Puts what was measured in the place of what is stored of the same faults; faults that are gone go from there."""
-    now = {attempt.fault: attempt for attempt in (*accepted(stored), *measured)}
-    told = [(fault, now[fault.name]) for fault in known if fault.name in now]
-    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in told]
+    """Puts what was measured in the place of what is stored of the same faults; faults that are gone go from there. With
+    `--laws-only` weaker tests were not measured: what is stored of them stays."""
+    before = {attempt.fault: attempt for attempt in accepted(stored)}
+    now = before | {attempt.fault: _with_weaker(attempt, before.get(attempt.fault)) for attempt in measured}
+    attempts = [(fault, now[fault.name]) for fault in known if fault.name in now]
+    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in attempts]
     write_text(stored, to_json(kept))
     return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
+
+
+def _with_weaker(attempt: Attempt, stored: Attempt | None) -> Attempt:
+    if attempt.weaker or stored is None:
+        return attempt
+    return replace(attempt, weaker=stored.weaker, off=stored.off)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Imported before torchtitan by the programs here: on a machine without accelerator it requests one, and for triton."""
+"""Imported before torchtitan by the programs here: on a machine without accelerator torchtitan asks for one, and for triton."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ if not torch.accelerator.is_available():
         "memory_stats": defaultdict(int),
         "reset_peak_memory_stats": None,
         "empty_cache": None,
-    }.items():  # a memory monitor requests them
+    }.items():  # a memory monitor calls them
         setattr(torch.cpu, name, lambda *_, answer=answer: answer)

@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, command: Command, help: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser = commands.add_parser(
+        name, help=help, description=f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
+    )
     parser.set_defaults(command=command)
     return parser
 

@@ -235,7 +235,7 @@ def _overlapping(shares: Received, when: str) -> str | None:
 
 def _of_another_step(trial: Trial, foreign: set[int | None], step: int) -> str:
     steps = [str(other) for other, ids in enumerate(trial.reference.samples, start=1) if foreign & set(ids)]
-    return f"step {step} receives samples of step {', '.join(steps)}: the sampler is at another place of the data"
+    return f"step {step} trains on samples of step {', '.join(steps)}: the sampler is at another place of the data"
 
 
 def _wrong_microbatches(trial: Trial, received: Received, step: int) -> str | None:

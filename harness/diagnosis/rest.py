@@ -124,7 +124,7 @@ def _shown_norm(trial: Trial) -> str:
     seen = [_Shown(rank, step.step, step.grad_norm, own_norm(step)) for rank, step, _ in trial.steps()]
     after = {step: norm * clip_coefficient(norm, trial.case.training.max_norm) for step, norm in right.items()}
     if after != right and all(math.isclose(one.number or 0.0, after[one.step], rel_tol=1e-5) for one in seen):
-        return f"each rank shows the norm after clipping ({seen[0].number:.6g}), requested that before it"
+        return f"each rank shows the norm after clipping ({seen[0].number:.6g}), requested is the one before it"
     return _shown(trial, seen, right, "the norm of its own shards")
 
 
@@ -314,13 +314,13 @@ def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
 
 
 def _fed_otherwise(trial: Trial) -> str:
-    """Where the repeat was first received other rows, or the same ones in another order: each run by itself may be right."""
+    """Where the repeat first received other rows, or the same ones in another order: each run by itself may be right."""
     assert trial.repeat is not None
     again = _fed_by_step(trial.repeat.ranks)
     for (step, rank), rows in sorted(_fed_by_step(trial.ranks).items()):
         if rows != (others := again.get((step, rank), [])):
             how = "the same samples in another order" if sorted(rows) == sorted(others) else "other samples"
-            return f", for the repeat receives {how} (rank {rank}, step {step})"
+            return f": the repeat received {how} (rank {rank}, step {step})"
     return ""
 
 

@@ -25,7 +25,7 @@ def _diagnosis(trial: Trial, broken: Broken, found: list[Finding]) -> Diagnosis 
     first, name = found[0], _name(found[0])
     ranks = [int(finding.where.split(",")[0].removeprefix("rank ")) for finding in found if _name(finding) == name]
     step = first.where.split(", ")[1]
-    text = f"{name} {_verb(name)} {first.observed} from {step} on, requested {first.expected}{on_ranks(trial, ranks)}"
+    text = f"{name} {_verb(name)} {first.observed}{on_ranks(trial, ranks)} from {step} on, requested {first.expected}"
     return Diagnosis(text, (finding_line("settings", broken["settings"]),))
 
 

@@ -142,7 +142,7 @@ def _wrong_lr(trial: Trial) -> str | None:
             like = [str(other) for other, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
             hint = f", the schedule's of step {' or '.join(like)}" if like else ""
             seen = f"learning rate of step {step.step} is {step.lr:.6g}{hint}"
-            return f"{seen}, requested {wanted.lr:.6g}{on_ranks(trial, odd)}"
+            return f"{seen}{on_ranks(trial, odd)}, requested {wanted.lr:.6g}"
     return None
 
 
@@ -256,7 +256,9 @@ def _another_recipe(trial: Trial) -> str | None:
 
 def _suspects(training: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
     """One number of the recipe as it is by mistake: not set, the library's default, or another common value."""
-    values: dict[str, tuple[float, ...]] = {"weight_decay": (0.0, 0.01, 0.1)}
+    values: dict[str, tuple[float, ...]] = {
+        "weight_decay": (0.0, 0.01, 0.1, 2 * training.weight_decay, training.weight_decay / 2)
+    }
     if training.optimizer == "adamw":
         values |= {"beta2": (0.999, 0.95, 0.99, 0.98, training.beta1), "beta1": (0.9, 0.95, training.beta2, 0.0)}
         values |= {"eps": (1e-8, 1e-5, 1e-6, 1e-10, 1e-12, 1e-15)}

@@ -1,4 +1,4 @@
-"""What all kinds of causes share: the Diagnosis itself, and how ranks, groups, parameters and traffic are put in words."""
+"""What all kinds of causes share: how ranks, groups, parameters and traffic are put in words."""
 
 from __future__ import annotations
 

@@ -157,7 +157,6 @@ class StepEvidence:
     gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
     likewise, kept for the last step, and for one after which a checkpoint was written.
     reported_loss, grad_norm, reported_lr: what the trainer reports. lr: read from the optimizer as it stepped.
-    reported_loss, grad_norm: what the trainer reports. lr: read from the optimizer as it stepped.
     scaled: where no clipping of torch's was seen, the number by which all gradients were multiplied between the end of backward
     and the optimizer; `gradients` are those before. NaN: altered otherwise, and as the optimizer was given them.
     changed: of parameters that were something else when the next step began, or training ended, what they then were;

@@ -67,7 +67,7 @@ def part_weights(trial: Trial, ranks: list[int]) -> Weights | None:
 
 
 def _eighths(trial: Trial, place: int) -> list[int] | None:
-    """Which eighths of the sequence the cp rank of that place receives; None if it is not received whole ones."""
+    """Which eighths of the sequence the cp rank of that place receives; None if it does not receive whole ones."""
     length = trial.case.seq_len(1)
     at = positions(trial.case, place * trial.case.dims.tp, length)  # cp is next to tp
     eighths, counts = np.unique(at * 8 // length, return_counts=True)

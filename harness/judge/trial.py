@@ -117,7 +117,7 @@ class Trial:
         return [rank for rank in self.ranks if self.case.n_stages - 1 in self.plan.stages[rank]]
 
     def feeder(self, rank: int) -> int:
-        """The rank of the same pipeline that runs the first stage, so that receives the tokens whose loss `rank` computes."""
+        """The rank of the same pipeline that runs the first stage, and so receives the tokens whose loss `rank` computes."""
         return next(peer for peer in self.plan.peers(rank, "pp") if 0 in self.plan.stages[peer])
 
 

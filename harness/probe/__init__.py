@@ -10,7 +10,7 @@
     evidence = probe.evidence(...)       afterwards
     probe.remove()
 
-To add an observation: one file here, one field in evidence.py.
+To add an observation: one file here, one field in harness/evidence/records.py.
 """
 
 from __future__ import annotations

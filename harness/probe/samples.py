@@ -89,7 +89,7 @@ class SampleRecorder:
         return tuple({rows.tobytes(): rows for rows in self._rows(self._positions, step)}.values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
-        """One record a forward pass; the n-th microbatch's loss of a step belongs to the n-th time that tokens received."""
+        """One record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were received."""
         received = list(self._rows(self._tokens, step))
         losses = self.losses.of_step(step, [tokens.size for tokens in received])
         return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(received, losses))

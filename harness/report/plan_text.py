@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from harness.evidence.text import bytes_text, ranks_text
@@ -22,6 +23,7 @@ SHOWN_PARAMETERS = (
 
 def plan_text(case: Case, plan: Plan) -> str:
     parts = [f"{case.name}: {plan.dims} = {plan.dims.world_size} ranks", f"  {case.why}"]
+    parts += [f"  {line}" for line in _unusual(case)]
     parts += [f"  resumes what {saved.dims} saved after step {saved.after}" for saved in case.resume]
     parts += ["", "rank grid", *_table(_grid(plan))]
     parts += ["", "groups", *(_table(_groups(plan)) or ["  none: one rank"])]
@@ -35,6 +37,15 @@ def plan_text(case: Case, plan: Plan) -> str:
     return "\n".join(
         [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]
     )
+
+
+def _unusual(case: Case) -> Iterator[str]:
+    """What the case requests besides its dims."""
+    for name in ("features", "training"):
+        record = getattr(case, name)
+        fields = [field for field in dataclasses.fields(record) if getattr(record, field.name) != field.default]
+        if fields:
+            yield f"{name}: {', '.join(f'{field.name} {getattr(record, field.name)}' for field in fields)}"
 
 
 def _grid(plan: Plan) -> Iterator[list[str]]:

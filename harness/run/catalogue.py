@@ -154,7 +154,7 @@ def _baseline(case: Case, options: Options, curves: bool) -> Baseline:
         if not curves:
             return Baseline(case)
         losses = _curve(judgement, options)
-        problem = "" if len(losses) == STEPS else f"case {case.name} does not display {STEPS} losses unwatched"
+        problem = "" if len(losses) == STEPS else f"case {case.name} does not report {STEPS} losses unwatched"
         return Baseline(case, problem, losses)
     except (Unsupported, *PROBLEMS) as problem:
         return Baseline(case, f"case {case.name} cannot run: {problem}")

@@ -20,7 +20,7 @@ from harness.spec.case import Case, to_json
 from reference.record import ReferenceRun
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
-ORACLE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
+REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
 
 
 def hard_link(source: Path, target: Path) -> None:
@@ -38,7 +38,9 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
     """
     noise = _unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
-    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_oracle_key(case)}-{options.device}{measured}"
+    folder = (
+        options.out / ".reference" / f"{golden.recipe_name(case)}-{_reference_key(case)}-{options.device}{measured}"
+    )
     with only_one(folder.with_suffix(".lock")):
         if not (folder / "reference.npz").exists():
             _launch_reference(case, folder, options, noise)
@@ -64,7 +66,7 @@ def _golden_knows(case: Case, options: Options) -> bool:
     return noise is not None and set(noise.distance) == set(case.model.parameter_shapes())
 
 
-def _oracle_key(case: Case) -> str:
+def _reference_key(case: Case) -> str:
     digest = hashlib.sha256()
     for source in sorted((ROOT / "reference").glob("*.py")):
         digest.update(source.read_bytes())
@@ -78,7 +80,7 @@ def _oracle_key(case: Case) -> str:
 
 def package_versions() -> str:
     """Of what computes."""
-    return "".join(f"{package} {_version(package)}" for package in ORACLE_PACKAGES)
+    return "".join(f"{package} {_version(package)}" for package in REFERENCE_PACKAGES)
 
 
 def _version(package: str) -> str:

@@ -182,7 +182,8 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
     where = f"{file}: case {name!r}"
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise CaseError(f"{where}: a name is made of letters, digits and underscores, so that `pytest -k` takes it")
-    _refuse_unknown(fragment, [f.name for f in dataclasses.fields(Case)] + ["world_size"], where)
+    known = [f.name for f in dataclasses.fields(Case)] + ["world_size"]
+    _refuse_unknown(fragment, known, where, unsaid=UNWRITTEN)
     if not fragment.get("why") or not isinstance(fragment["why"], str):
         raise CaseError(f"{where}: 'why' is missing: one sentence that says what this case is here to catch")
     case = Case(
@@ -316,11 +317,13 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, unsaid: Iterable[str] = ()) -> None:
+    """unsaid: those that are known and that nobody writes."""
     known = list(known)
     for key in given:
         if key not in known:
-            raise CaseError(f"{where}: unknown key {key!r}{_nearest(key, known)}; known: {', '.join(known)}")
+            said = [name for name in known if name not in unsaid]
+            raise CaseError(f"{where}: unknown key {key!r}{_nearest(key, said)}; known: {', '.join(said)}")
 
 
 def _nearest(word: Any, known: Iterable[Any]) -> str:

@@ -31,7 +31,7 @@ def validate(case: Case, world_size: Any, where: str) -> None:
     """What no single part can know: that the degrees fit the world, the model, the batch and the sequence."""
     dims, model, training = case.dims, case.model, case.training
     if world_size is not None and world_size != dims.world_size:
-        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size requests {world_size!r}")
+        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size says {world_size!r}")
     for key in ("n_heads", "n_kv_heads"):
         if getattr(model, key) % dims.tp:
             raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
@@ -63,7 +63,7 @@ def validate(case: Case, world_size: Any, where: str) -> None:
 def _validate_blocks(case: Case, where: str) -> None:
     """mxfp8 scales blocks of 32 along what a product sums over: features and, for weights' gradients, tokens.
 
-    A block must lie in one sample and on one tp rank. Elsewise each layout would compute something else.
+    A block must lie in one sample and on one tp rank. Otherwise each layout would compute something else.
     """
     if case.training.quantize != "mxfp8":
         return
@@ -78,7 +78,7 @@ def _validate_blocks(case: Case, where: str) -> None:
 
 
 def _validate_features(case: Case, where: str) -> None:
-    """Options that request something on an axis of degree 1, or of each other what no trainer can do."""
+    """Options that request something on an axis of degree 1, or that contradict each other."""
     dims, features = case.dims, case.features
     usual = Features()
     for keys, axis in (

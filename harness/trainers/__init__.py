@@ -1,9 +1,9 @@
 """Trainers under test: what the harness asks of one, on this page, and finding it.
 
-A trainer of your own is one file with an `adapter`, wherever it lies: `harness run fsdp_4 --trainer path/to/mine.py`, and
-likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and reports
-nothing: the probe watches torch. An adapter says how to build it for a case, how it is told to go on, what it cannot do, and
-how its parameters are called. The whole of it, for a trainer `mine`:
+A trainer of your own is one file with an `adapter`, wherever it lies: `harness run fsdp_4 --trainer path/to/mine.py`,
+and likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and need
+not tell the harness anything: the probe watches torch. An adapter says how to build it for a case, how it is told to go
+on, what it cannot do, and how its parameters are called. The whole of it, for a trainer `mine`:
 
     from harness.trainers import Adapter, StartedTrainer
     from harness.trainers.support.names import pairs, renamed
@@ -45,7 +45,7 @@ The mapping is data, and is itself judged: the laws `initial_weights` and `shard
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
 turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
 before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) cannot be mapped:
-whoever shards a fused one holds other slices than the plan, which cuts each alone; ask the trainer for apart ones.
+whoever shards a fused one holds other slices than the plan, which cuts each alone; ask the trainer for separate ones.
 
 Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """

@@ -188,7 +188,7 @@ def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> No
     assert "besides" in found(two_layers({"matmuls": whole}))[0].where
 
 
-# ---- what the mutants of the laws requested
+# ---- what the mutants of the laws asked for
 
 
 def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:

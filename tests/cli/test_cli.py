@@ -82,7 +82,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
         ("cases: {pair: {why: x, dim: {tp: 2}}}", "case 'pair': unknown key 'dim'; did you mean 'dims'?; known: "),
         (
             "cases: {pair: {why: x, dims: {dp_shard: 4, tp: 2}, world_size: 16}}",
-            "case 'pair': pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 2 = 8 ranks, but world_size requests 16",
+            "case 'pair': pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 2 = 8 ranks, but world_size says 16",
         ),
         ("cases: {pair: {why: x, dims: {tp: 3}}}", "case 'pair': n_heads 8 is not divisible by tp 3"),
         ("cases: {pair: {dims: {tp: 2}}}", "case 'pair': 'why' is missing"),

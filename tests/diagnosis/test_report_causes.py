@@ -119,7 +119,7 @@ def test_a_repeat_that_is_fed_its_samples_in_another_order() -> None:
     other = with_value(received(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
     expect_first(
         replace(trial, repeat=other.run),
-        """the same case run twice gives different bytes, for the repeat receives the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+        """the same case run twice gives different bytes: the repeat received the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
     )
 
 
@@ -127,7 +127,7 @@ def test_a_repeat_that_is_fed_other_samples() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
     expect_first(
         replace(trial, repeat=received(trial, 0, 3, [16, 17, 18, 18]).run),
-        """the same case run twice gives different bytes, for the repeat receives other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
+        """the same case run twice gives different bytes: the repeat received other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
     )
 
 
@@ -207,7 +207,7 @@ def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(wh
 
 def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere() -> None:
     trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
-    told = "each rank shows the norm after clipping (0.25), requested that before it"
+    told = "each rank shows the norm after clipping (0.25), requested is the one before it"
     assert shown_instead(shows(trial, "grad_norm", lambda s: min(s.grad_norm, 0.25)), "grad_norm") == told
     assert shown_instead(shows(trial, "grad_norm", lambda s: 0.25 * (1 - 1e-6)), "grad_norm") == told
     alone = with_every_rank(trial, lambda t, rank: with_step(t, 1, rank + 1, grad_norm=0.25))
@@ -268,7 +268,7 @@ def test_a_norm_that_nobody_shows_is_not_the_one_after_clipping() -> None:
 def test_a_repeat_that_lacks_a_rank_is_fed_other_samples_there() -> None:
     trial = trial_of(tiny_case("ddp_2", runs=2))
     trial = replace(trial, repeat=without_rank(trial, 1).run)
-    told = "for the repeat receives other samples (rank 1, step 1)"
+    told = "the repeat received other samples (rank 1, step 1)"
     assert told in cause_of(not_deterministic(trial, broken("determinism")))
 
 

@@ -62,7 +62,7 @@ def test_samples_of_another_step() -> None:
     trial = fsdp_4()
     for rank in range(4):
         trial = received(trial, rank, 2, [2 * rank, 2 * rank + 1])
-    expect_first(trial, """step 2 receives samples of step 1: the sampler is at another place of the data""")
+    expect_first(trial, """step 2 trains on samples of step 1: the sampler is at another place of the data""")
 
 
 def test_samples_fed_to_nobody() -> None:

@@ -340,6 +340,6 @@ def test_a_rate_is_told_with_the_ranks_that_have_it_in_that_step() -> None:
     trial = trial_of(tiny_case("ddp_2", SGD))
     rate = trial.reference.steps[2].lr
     late = with_step(with_step(trial, 1, 2, lr=0.1234), 0, 3, lr=rate)
-    assert _wrong_lr(late) == "learning rate of step 2 is 0.1234, requested 0.05 on rank 1"
+    assert _wrong_lr(late) == "learning rate of step 2 is 0.1234 on rank 1, requested 0.05"
     near = with_step(trial, 1, 2, lr=rate * (1 + 1e-10))
-    assert _wrong_lr(near) == f"learning rate of step 2 is {rate:.6g}, requested 0.05 on rank 1"
+    assert _wrong_lr(near) == f"learning rate of step 2 is {rate:.6g} on rank 1, requested 0.05"

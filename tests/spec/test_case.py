@@ -162,13 +162,13 @@ WRONG_LINES = {
     "dims: {dp_shrad: 2}": "dims: unknown key 'dp_shrad'; did you mean 'dp_shard'?;"
     " known: pp, dp_replicate, dp_shard, cp, tp",
     "dim: {tp: 2}": "unknown key 'dim'; did you mean 'dims'?;"
-    " known: name, why, dims, model, training, features, runs, tier, expected_failure, resume, last_step,"
-    " saves_after, file, allow, world_size",
+    " known: why, dims, model, training, features, runs, tier, expected_failure, resume, allow,"
+    " world_size",
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
     " variable_length, document_mask, masked_samples, all_valid, decay",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
-    " but world_size requests 8",
+    " but world_size says 8",
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16",
     "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8",
     "dims: {dp_replicate: 2, dp_shard: 2}\nfeatures: {accumulation: 3}": "global_batch 16 is not divisible by"

@@ -77,8 +77,8 @@ def test_only_faults_that_can_fire_in_the_default_tier_are_counted() -> None:
     every = {"aimed": "alike", "missed": "", "found": "other", "passed": ""}
     assert dict(noticed(done, CASES, found)) == every
     assert line(done, CASES, found) == (
-        "`make matrix`, told neither fault nor case, notices 50% of the faults of the catalogue that fire in it"
-        " (`python -m tools.unaimed_faults`)."
+        "`make matrix`, which is told neither the fault nor its case, notices 50% of the faults of the catalogue"
+        " that fire in it (`python -m tools.unaimed_faults`)."
     )
 
 

@@ -28,7 +28,7 @@ from reference.model import initial_weights
 from reference.train import ReferenceRun, learning_rate
 from reference.train import train as train_reference
 
-EXACT = 1e-12  # DESIGN.md section 6: correct parallelism in float64 stays below, real bugs start at 1e-8
+EXACT = 1e-12  # harness/judge/tolerance.py: correct parallelism in float64 stays below, real bugs start at 1e-8
 # With eps 1e-8 AdamW turns a gradient of 1.5e-8, of which 2e-17 is rounding, into a parameter off by 5e-13 (measured):
 # one step's noise grows by lr * eps / (|g| + eps)^2, at most lr / eps. With 1e-3 it does not grow.
 TRAINING = TrainingConfig(eps=1e-3)

@@ -89,7 +89,7 @@ def data_position_starts_anew(fired: Fired) -> None:
 
 
 @fault(
-    breaks="a key that the checkpoint is not requested stays as it was, and nobody is strict about it",
+    breaks="a key that is not requested of the checkpoint stays as it was, and nobody is strict about it",
     bug="S05, S14: partial loads (strict=False) leave a parameter at its initial value",
     case="tp_2_to_fsdp_2",
     caught_by="resume loss gradients",

@@ -153,7 +153,7 @@ def overflow_goes_into_the_weights(fired: Fired) -> None:
     bug="of the family of C02 pytorch/torchtitan #766: another norm is reported than the one that is requested",
     case="fsdp_2",
     caught_by="grad_norm",
-    named="each rank shows the norm after clipping (1), requested that before it",
+    named="each rank shows the norm after clipping (1), requested is the one before it",
 )
 def displayed_norm_after_clipping(fired: Fired) -> None:
     from harness.trainers.llama3 import clip

@@ -158,7 +158,7 @@ def activations_saved_on_the_host(fired: Fired) -> None:
     bug="Z-class: a debugging switch left on",
     case="fsdp_2",
     caught_by="settings",
-    named="deterministic algorithms are on from step 1 on, requested off on rank 1",
+    named="deterministic algorithms are on on rank 1 from step 1 on, requested off",
 )
 def deterministic_algorithms_left_on(fired: Fired) -> None:
     import torch

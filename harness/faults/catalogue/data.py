@@ -76,7 +76,7 @@ def tp_shards_are_equal(fired: Fired) -> None:
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2_two_epochs",
     caught_by="samples",
-    named="step 65 receives samples of step 1: the sampler is at another place of the data",
+    named="step 65 trains on samples of step 1: the sampler is at another place of the data",
 )
 def second_epoch_replays_the_first(fired: Fired) -> None:
     from harness.trainers.llama3.data import ResumableSampler

@@ -102,7 +102,7 @@ def never_shuffled(fired: Fired) -> None:
     bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
     case="fsdp_2",
     caught_by="samples loss",
-    named="step 1 receives samples of step 2: the sampler is at another place of the data",
+    named="step 1 trains on samples of step 2: the sampler is at another place of the data",
 )
 def first_batch_skipped(fired: Fired) -> None:
     from harness.trainers.llama3 import data

@@ -1,7 +1,7 @@
 """All that has to be arranged before torchtitan is imported on a machine without accelerator; never applied on GPUs.
 
 Nothing here changes what is computed or communicated: it answers questions about a device, and lends names that are
-only requested by GPU code.
+only used by GPU code.
 """
 
 from __future__ import annotations

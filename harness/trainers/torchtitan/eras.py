@@ -1,4 +1,4 @@
-"""What torchtitan of each time can be requested; a time is named by the API that it is run by."""
+"""What can be requested of torchtitan of each time; a time is named by the API that it is run by."""
 
 from __future__ import annotations
 

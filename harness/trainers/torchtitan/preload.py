@@ -1,6 +1,6 @@
 """Imported by the rank server before it forks: torchtitan itself, which takes each rank half a second else.
 
-Only where torch is built for CPUs alone: importing torchtitan requests the device, and nothing may touch CUDA before a fork.
+Only where torch is built for CPUs alone: importing torchtitan asks for the device, and nothing may touch CUDA before a fork.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     no_sleep("torchtitan.train")
     specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
     trainer = train.Trainer(job_config.configured(train.JobConfig(), case))
-    train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` requests it
+    train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` reads it
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     return TitanTrainer(trainer, case)
 
