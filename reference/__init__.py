@@ -1,1 +1,1 @@
-"""The oracle: Llama 3 trained on one device in plain torch. Small, trusted, and it never imports torch.distributed."""
+"""The reference: Llama 3 trained on one device in plain torch. Small, trusted, and it never imports torch.distributed."""

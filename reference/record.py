@@ -49,7 +49,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """The oracle's account of a recipe. weights: before the first step, as the model holds them.
+    """What the reference computed of a recipe. weights: before the first step, as the model holds them.
 
     samples: sample ids of each step, in order, [steps][global_batch]. tokens, labels: int64 [distinct samples, seq_len]
     in the order of sample_ids. sample_gradients: for step 1, by fqn, each sample's own contribution to the gradient,

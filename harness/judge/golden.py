@@ -1,4 +1,4 @@
-"""The reference's own curves, reviewed in git: they guard the oracle over time. Render, compare, accept.
+"""The reference's own curves, reviewed in git: they guard the reference over time. Render, compare, accept.
 
 A golden belongs to a recipe (model and training), whatever the layout of the cases that use it.
 """

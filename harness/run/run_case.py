@@ -4,7 +4,7 @@ One folder holds all that is known of one run of a case and can be judged anywhe
 
     case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
     traits.json      what the trainer chose in each launch
-    reference.npz    the oracle          repeat/      the second launch, where the case requests one
+    reference.npz    the reference       repeat/      the second launch, where the case requests one
     report.txt       what was found      verdict.json the same, for programs
     saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz)
     checkpoint/      what they saved, kept only if the case does not pass
