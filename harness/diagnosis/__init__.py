@@ -18,14 +18,10 @@ from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
 from harness.diagnosis.gradients import wrong_gradients
-from harness.diagnosis.later import wrong_later_gradients, wrong_loss
+from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import wrong_contents, wrong_layout
 from harness.diagnosis.memory import copies_made, growing
-from harness.diagnosis.parameters import wrong_parameters
-from harness.diagnosis.pipeline import wrong_schedule
-from harness.diagnosis.processes import incomplete, process_failed
-from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
-from harness.diagnosis.rest import (
+from harness.diagnosis.other_causes import (
     copies_kept,
     not_deterministic,
     out_of_order,
@@ -35,6 +31,10 @@ from harness.diagnosis.rest import (
     wrong_reports,
     wrong_structure,
 )
+from harness.diagnosis.parameters import wrong_parameters
+from harness.diagnosis.pipeline import wrong_schedule
+from harness.diagnosis.processes import incomplete, process_failed
+from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.settings import wrong_precision, wrong_settings
 from harness.diagnosis.updates import changed_afterwards, wrong_update

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.evidence.records import AT_WORK, Exit
-from harness.launch.fate import Fate, busy, failed, frames, moment, render, useful, winding_up
+from harness.launch.rank_exit import Fate, busy, failed, frames, moment, render, useful, winding_up
 from harness.launch.sequences import describe, disagreeing, waited_for
 
 

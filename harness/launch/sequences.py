@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from harness.evidence.text import ranks_text
-from harness.launch.fate import Fate, busy
 from harness.launch.inflight import Issued
+from harness.launch.rank_exit import Fate, busy
 
 Place = tuple[str, tuple[int, ...]]  # a group, by name and members: two groups of one split can share a name
 EQUAL_BYTES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}  # every member passes as many

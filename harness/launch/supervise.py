@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from harness.evidence.records import AT_WORK
-from harness.launch.fate import Fate
 from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json
 from harness.launch.leftovers import outliving
 from harness.launch.process import is_stopped
+from harness.launch.rank_exit import Fate
 
 GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
 STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers

@@ -47,8 +47,8 @@ from harness.diagnosis.gradients import (
     _lost_before,
     wrong_gradients,
 )
-from harness.diagnosis.later import _what_may_be_kept, wrong_later_gradients, wrong_loss
-from harness.diagnosis.rest import (
+from harness.diagnosis.later_steps import _what_may_be_kept, wrong_later_gradients, wrong_loss
+from harness.diagnosis.other_causes import (
     wrong_reports,
 )
 from harness.judge.result import Finding, Result, Verdict

@@ -35,7 +35,7 @@ from literal import (
     without_rank,
 )
 
-from harness.diagnosis.rest import (
+from harness.diagnosis.other_causes import (
     _reduced_too_often,
     not_deterministic,
     out_of_order,

@@ -2,8 +2,8 @@
 
 from harness.evidence.records import Exit
 from harness.launch.blame import judge, last_words
-from harness.launch.fate import Fate, parse_stack, render, useful
 from harness.launch.inflight import Issued
+from harness.launch.rank_exit import Fate, parse_stack, render, useful
 from harness.launch.sequences import describe
 from harness.launch.supervise import tail_of
 
