@@ -85,7 +85,7 @@ def warmup_off_by_one(fired: Fired) -> None:
     bug="of the family of E01: the scheduler steps where it should not, or not where it should",
     case="ddp_2",
     caught_by="update replica_agreement",
-    named="learning rate of step 2 is 0.0015, the schedule's of step 1, on rank 1, requested 0.003",
+    named="learning rate of step 2 is 0.0015, the schedule's of step 1 on rank 1, requested 0.003",
 )
 def one_rank_misses_a_scheduler_step(fired: Fired) -> None:
     import os
