@@ -24,6 +24,7 @@ def version_of(kind: type) -> str:
 
 @functools.cache
 def fields_digest(kind: type) -> str:
+    """Eight digits of the names and types of a record's fields, all the way down."""
     return hashlib.sha256(repr(_fields(kind)).encode()).hexdigest()[:8]
 
 

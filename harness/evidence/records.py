@@ -84,6 +84,8 @@ class Call(NamedTuple):
 
 
 class Matmul(NamedTuple):
+    """Of all matmuls of a phase in one dtype. phase: as in Collective."""
+
     phase: str
     dtype: str
 

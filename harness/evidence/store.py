@@ -168,6 +168,7 @@ def load_run(directory: Path) -> Run:
 
 
 def evidence_file(directory: Path, rank: int) -> Path:
+    """Where a rank leaves its evidence: ranks/rank_00.npz below the launch's folder."""
     return directory / "ranks" / f"rank_{rank:02d}.npz"
 
 

@@ -67,10 +67,12 @@ def home(case: Case) -> Path:
 
 
 def path_of(case: Case, folder: Path | None = None) -> Path:
+    """The file of the case's recipe, there or not."""
     return (folder or home(case)) / f"{recipe_name(case)}.json"
 
 
 def from_reference(reference: ReferenceRun) -> Golden:
+    """What a golden keeps of a reference run."""
     losses = tuple(step.loss for step in reference.steps)
     norms = tuple(step.grad_norm for step in reference.steps)
     return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
@@ -184,6 +186,7 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
 
 
 def describe(name: str, old: Golden | None, new: Golden) -> str:
+    """For review: what accepting the new one changes, step by step."""
     if old is None:
         return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
     if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
@@ -198,6 +201,7 @@ def describe(name: str, old: Golden | None, new: Golden) -> str:
 
 
 def largest_difference(old: Golden, new: Golden) -> float:
+    """Relative, over losses and gradient norms of all steps; inf where the number of steps differs."""
     if len(old.losses) != len(new.losses):
         return math.inf
     pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)

@@ -54,6 +54,7 @@ def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) ->
 
 
 def flattened_reference(reference: ReferenceRun) -> ReferenceRun:
+    """Every array as one row, as FSDP1 holds slices of flattened units."""
     steps = tuple(_flattened_step(step) for step in reference.steps)
     return dataclasses.replace(reference, weights=_flattened(reference.weights), steps=steps)
 

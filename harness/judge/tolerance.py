@@ -116,6 +116,7 @@ def bounds(case: Case, reference: ReferenceRun, noise: Noise | None = None) -> B
 
 
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
+    """Bounds of a recipe with noise. Raises NoBound where the noise was not measured, or holds a NaN."""
     if noise is None:
         accept = f"`{accept_command(case, '-k', case.name)}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
@@ -142,6 +143,7 @@ def distance_factor(case: Case, step: int) -> float:
 
 
 def derived_bounds(case: Case, reference: ReferenceRun) -> Bounds:
+    """Bounds of a float64 recipe. Raises NoBound where rounding alone would explain more than the smallest mistake."""
     loss, gradient = _derived(case, reference)
     if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
         raise NoBound("the reference's own path has a NaN, or a gradient that was all zero")

@@ -15,6 +15,7 @@ Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
 def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:
+    """Bytes of one step, by group, collective and phase. optional_only: of flows that may be left out."""
     totals: dict[Key, int] = defaultdict(int)
     for flow in trial.plan.flows_of(rank, step):
         if flow.optional or not optional_only:
@@ -46,6 +47,7 @@ def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
 
 
 def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
+    """Bytes of a rank's own slice of a parameter."""
     return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
 
 
@@ -54,6 +56,7 @@ def _key(trial: Trial, rank: int, flow: Flow) -> Key:
 
 
 def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
+    """Bytes of one step, by group, collective and phase, as the rank issued them."""
     totals: dict[Key, int] = defaultdict(int)
     for collective in evidence.collectives:
         if collective.step == step and is_traffic(collective):
@@ -69,9 +72,11 @@ def is_traffic(collective: Collective) -> bool:
 
 
 def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
+    """The ranks of a group, with the plan's axis that they form, if any."""
     axis = next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), None)
     return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
 
 
 def amount(count: int) -> str:
+    """Bytes for a person, and the exact number."""
     return f"{bytes_text(count)} ({count})" if count else "nothing"

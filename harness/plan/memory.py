@@ -25,6 +25,7 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
 
 
 def table_bytes(case: Case) -> int:
+    """Bytes of the rotary table that a model may keep: cosine and sine of each position and entry of a head, in float64."""
     return 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
 
 

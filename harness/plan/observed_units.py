@@ -26,6 +26,8 @@ Observed = Mapping[int, tuple[Unit, ...]]
 
 
 def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEvidence]) -> Observed | None:
+    """By rank, the units that its wrappers claim; None where the plan does not depend on them: another wrapper, or units
+    that the case or the trainer's traits name."""
     if traits.units_of(case) != OBSERVED or case.wrapper != "fsdp2":
         return None
     return {rank: claimed_units(evidence) for rank, evidence in sorted(ranks.items())}

@@ -11,6 +11,7 @@ from harness.spec.case import Case
 
 
 def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
+    """The stages of the pipeline that a rank holds, ascending; (0,) without a pipeline."""
     return schedule.stages_of(
         case.features.schedule, case.dims.pp, case.stages_per_rank, coordinate(case.dims, rank)["pp"]
     )

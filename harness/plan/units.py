@@ -44,6 +44,8 @@ def _root_units(case: Case) -> list[Unit]:
 
 
 def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
+    """The units that are wrapped apart, in forward's order: embedding, each block, norm with output. Tied, the embedding is in
+    the last."""
     names = list(case.model.parameter_shapes())
     blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
     last = ("norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight")

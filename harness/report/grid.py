@@ -102,6 +102,7 @@ def not_applicable(judged: Sequence[Judgement]) -> str:
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """The last line: how many cases, how long, how many of each verdict."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     return f"{len(outcomes)} case{'s' * (len(outcomes) > 1)} in {seconds:.1f} s: {said}"

@@ -203,6 +203,7 @@ def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
 
 
 def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
+    """What became of a fault: it must fire, break all laws that it names, and be named by the first line."""
     broken, cause = _broken(judgement), judgement.diagnosis.cause if judgement.diagnosis else ""
     if not judgement.fired:
         return Outcome.UNFIRED

@@ -38,6 +38,7 @@ def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Pro
 
 
 def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
+    """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
     progress.started(case.name)
     began = time.monotonic()
     try:

@@ -50,4 +50,5 @@ class Allowance:
 
 
 def allowed(allowances: Iterable[Allowance], what: str, parameters: int) -> int:
+    """Bytes that are allowed of one kind. parameters: bytes of the rank's own slices."""
     return sum(one.amount(parameters) for one in allowances if one.what == what)

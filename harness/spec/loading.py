@@ -178,6 +178,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str,
 
 
 def built_case(fragment: Mapping[str, Any], file: str) -> Case:
+    """A valid case from what YAML or JSON holds of it. Raises CaseError with file, case, key and remedy."""
     name = fragment.get("name", "")
     where = f"{file}: case {name!r}"
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
@@ -302,6 +303,7 @@ def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
 
 
 def as_mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """An absent value is an empty mapping; anything else but a mapping is a CaseError."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

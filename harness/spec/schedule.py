@@ -22,6 +22,8 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class Action(NamedTuple):
+    """kind: F forward, B backward, I backward to the input alone, W to the weights alone. Written as torch writes it: 1F3."""
+
     stage: int
     kind: str
     microbatch: int
