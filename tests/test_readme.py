@@ -25,6 +25,7 @@ PAGES = {page.name: page.read_text() for page in [*(ROOT / "docs").glob("*.md"),
 def test_the_table_of_laws_is_theirs() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGES["laws.md"], re.MULTILINE)
     assert rows == [(name, law(name)) for name in all_checks()]
+    assert f" {len(rows)} laws compare the three" in README
 
 
 @pytest.mark.parametrize("page", PARTS, ids=lambda page: page.name)
