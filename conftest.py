@@ -20,6 +20,7 @@ from harness.judge.golden import GoldenError
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.launch import LaunchError, default_server
+from harness.reference.record import ReferenceRun
 from harness.report.text import check_text
 from harness.run.options import Options, Unsupported
 from harness.run.reference_cache import reference_folder
@@ -27,7 +28,6 @@ from harness.run.run_case import run_case
 from harness.run.selection import ALL_TIERS
 from harness.spec.case import TIERS, Case, CaseError
 from harness.spec.loading import load_cases
-from reference.record import ReferenceRun
 
 ENDS = ("skipped", "passed", "failed", "error", "xfailed", "xpassed")
 EXPECTED = (CaseError, EvidenceError, GoldenError, LaunchError)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference.config import ModelConfig, TrainingConfig
+from .config import ModelConfig, TrainingConfig
 
 IGNORED = -100  # torch.nn.functional.cross_entropy's default ignore_index
 SEPARATOR = 0  # stands between two documents

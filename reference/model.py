@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.config import ModelConfig, RopeScaling
+from .config import ModelConfig, RopeScaling
 
 
 def at_least_float32(x: Tensor) -> Tensor:

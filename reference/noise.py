@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference.config import TrainingConfig
-from reference.distance import best_fit, largest_of, relative_distance
-from reference.precision import DTYPES
-from reference.record import Noise, ReferenceStep
+from .config import TrainingConfig
+from .distance import best_fit, largest_of, relative_distance
+from .precision import DTYPES
+from .record import Noise, ReferenceStep
 
 SHAKE = 64
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.config import ModelConfig, TrainingConfig, quantized_modules
-from reference.data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
-from reference.model import at_least_float32, initial_weights, llama_from, seed_masks
-from reference.noise import Order, Reordered, measure, orders
-from reference.precision import DTYPES, Worker
-from reference.record import ReferenceRun, ReferenceStep
+from .config import ModelConfig, TrainingConfig, quantized_modules
+from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
+from .model import at_least_float32, initial_weights, llama_from, seed_masks
+from .noise import Order, Reordered, measure, orders
+from .precision import DTYPES, Worker
+from .record import ReferenceRun, ReferenceStep
 
 POSITIONS = 1024  # per parameter, where each sample's own gradient is kept
 PARTS = 8  # of the token positions, whose gradients are kept as well

@@ -44,12 +44,12 @@ from harness.plan.observed_units import observed_units
 from harness.plan.slices import tp_dim
 from harness.plan.stages import positions as positions_of
 from harness.plan.units import units_of_rank
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.traits import TrainerTraits
-from reference.config import ModelConfig, TrainingConfig
-from reference.record import ReferenceRun, ReferenceStep
 
 TINY = ModelConfig(name="tiny", dim=4, n_layers=1, n_heads=2, n_kv_heads=2, vocab_size=8, ffn_dim=8)
 UNEVEN = replace(TINY, vocab_size=7, ffn_dim=5)  # no degree divides them

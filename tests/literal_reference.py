@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from harness.reference.config import TrainingConfig
+from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
-from reference.config import TrainingConfig
-from reference.record import ReferenceRun, ReferenceStep
 
 
 def reference_of(case: Case) -> ReferenceRun:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.judge.trial import Trial
+from harness.reference.record import Noise
 from harness.spec.case import Case
-from reference.record import Noise
 
 
 def noise_of(

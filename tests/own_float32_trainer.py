@@ -35,7 +35,7 @@ class OwnInFloat32(Own):
 
 class InFloat32(Started):
     def __init__(self, case: Case, weights: Path | None) -> None:
-        from reference.train import build_optimizer
+        from harness.reference.train import build_optimizer
 
         super().__init__(case, weights)
         self.optimizer = build_optimizer(self.model, case.training)

@@ -39,9 +39,9 @@ class Started(StartedTrainer):
         import numpy as np
         import torch
 
+        from harness.reference.data import build_dataset
+        from harness.reference.model import llama_from
         from harness.trainers.support import process_group
-        from reference.data import build_dataset
-        from reference.model import llama_from
 
         assert weights is not None
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -67,7 +67,7 @@ class Started(StartedTrainer):
     def step(self, step: int) -> Metrics:
         import torch.distributed as dist
 
-        from reference.train import lr_factor
+        from harness.reference.train import lr_factor
 
         batches = self.batches(step)
         valid = sum((labels != -100).sum() for _, labels in batches)

@@ -21,7 +21,7 @@ class Plain(Own):
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         import torch
 
-        from reference.model import CausalAttention
+        from harness.reference.model import CausalAttention
 
         CausalAttention.forward = attend  # type: ignore[method-assign]
         torch.set_num_threads(2)

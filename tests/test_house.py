@@ -12,14 +12,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    *("evidence", "spec", "plan", "probe", "launch", "trainers", "faults"),
+    *("reference", "evidence", "spec", "plan", "probe", "launch", "trainers", "faults"),
     *("judge", "checks", "diagnosis", "report", "run", "bisect", "cli"),
 )
-OF_ITS_OWN = {"evidence": {"evidence"}, "spec": {"evidence", "spec"}, "probe": {"evidence", "probe"}}
+OF_ITS_OWN = {
+    "evidence": {"reference", "evidence"},
+    "spec": {"reference", "evidence", "spec"},
+    "probe": {"evidence", "probe"},
+}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 40
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted((*ROOT.glob("harness/**/*.py"), *ROOT.glob("reference/*.py")))
+    for path in sorted((*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")))
 }
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
 
@@ -32,10 +36,11 @@ def imported(module: str, tree: ast.AST) -> Iterator[str]:
     """The modules of the harness that it imports, wherever in the file; `from package import module` is that module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            assert not node.level, f"{module}: imports are absolute"
+            assert not node.level or room_of(module) == "reference", f"{module}: imports are absolute"
+            package = "harness.reference." if node.level else ""
             for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield full if full in FILES else node.module
+                full = f"{package}{node.module}.{alias.name}"
+                yield full if full in FILES else package + node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 

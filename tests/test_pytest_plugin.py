@@ -154,8 +154,7 @@ def test_a_golden_is_not_accepted_in_ci(in_project: Pytest) -> None:
 
 def test_an_accepted_golden_is_no_pass(in_project: Pytest, tmp_path: Path) -> None:
     """In a copy of the harness, which has goldens of its own."""
-    for folder in ("harness", "reference"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "conftest.py", tmp_path / "harness_conftest.py")
     arguments = ("-p", "harness_conftest", "-k", "one and golden")
     command = [sys.executable, "-m", "pytest", *arguments, "--accept-golden"]

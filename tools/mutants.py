@@ -185,7 +185,7 @@ class Runner:
     def _first_failure(self, mutant: Mutant) -> str:
         from mutmut.mutation import trampoline
 
-        for module in [module for name, module in sys.modules.items() if name.startswith(("harness", "reference"))]:
+        for module in [module for name, module in sys.modules.items() if name.startswith("harness")]:
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
@@ -215,7 +215,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source, target = ROOT / name, Path(folder) / name
-            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+            shutil.copytree(source, target, symlinks=True) if source.is_dir() else shutil.copy(source, target)
         os.chdir(folder)
         Path("setup.cfg").write_text("[mutmut]\nsource_paths=harness\n")
         sys.path[:] = [

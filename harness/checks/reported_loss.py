@@ -12,7 +12,7 @@ from harness.evidence.records import StepEvidence
 from harness.judge.reporting import judge_reports
 from harness.judge.result import Finding, Result
 from harness.judge.trial import Trial
-from reference.record import ReferenceStep
+from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
 

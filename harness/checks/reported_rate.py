@@ -13,7 +13,7 @@ from harness.judge.reporting import judge_reports
 from harness.judge.result import Finding, Result, not_applicable
 from harness.judge.tolerance import UNIT_ROUNDOFF
 from harness.judge.trial import Trial
-from reference.record import ReferenceStep
+from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
 CLOSE = 2 * UNIT_ROUNDOFF["float32"]

@@ -18,7 +18,7 @@ from harness.judge import tolerance
 from harness.judge.clipping import clipped_unseen
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
-from reference.config import TrainingConfig
+from harness.reference.config import TrainingConfig
 
 STAGE = "numbers"
 

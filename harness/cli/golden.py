@@ -17,6 +17,7 @@ from harness.judge.golden import GoldenError
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
+from harness.reference.record import ReferenceRun
 from harness.report.output import say
 from harness.report.text import finding_text
 from harness.run.options import Options
@@ -24,7 +25,6 @@ from harness.run.reference_cache import reference_folder
 from harness.run.selection import matching
 from harness.spec.case import Case
 from harness.spec.loading import load_all
-from reference.record import ReferenceRun
 
 
 def add(commands: Any) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 from harness import ROOT, trainers
 from harness.faults import FaultError, load_fault
+from harness.reference.config import DTYPES
 from harness.run.options import Options
 from harness.spec import random_cases
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
-from reference.config import DTYPES
 
 JOBS = {"cpu": 2, "cuda": 1}  # by device; on two cores 2 took 10 to 20 % less time than 1, and 4 no less than 2
 USUAL_JOBS = "default " + ", ".join(f"{count} on {device}" for device, count in JOBS.items())

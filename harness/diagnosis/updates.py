@@ -20,7 +20,7 @@ from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
 from harness.judge.result import Diagnosis, Verdict
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
-from reference.config import TrainingConfig
+from harness.reference.config import TrainingConfig
 
 Pair = tuple[int, str]  # rank, fqn
 

@@ -17,8 +17,8 @@ from harness.judge.contents import take
 from harness.judge.tolerance import Bounds, NoBound, ParameterBounds
 from harness.judge.trial import Trial
 from harness.plan.slices import Slice
-from reference.distance import best_fit, relative_distance
-from reference.record import ReferenceStep
+from harness.reference.distance import best_fit, relative_distance
+from harness.reference.record import ReferenceStep
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any
 
 from harness import ROOT
 from harness.evidence.store import write_text
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.record import Noise, ReferenceRun
 from harness.spec.case import Case
-from reference.config import ModelConfig, TrainingConfig
-from reference.record import Noise, ReferenceRun
 
 FOLDER = ROOT / "golden"
 NUMBERS = ("loss", "grad_norm", "gradient")

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.evidence.records import RankEvidence, Resumed, Run, StepEvidence
 from harness.judge.trial import Trial
-from reference.record import ReferenceRun, ReferenceStep
+from harness.reference.record import ReferenceRun, ReferenceStep
 
 Step = TypeVar("Step", StepEvidence, ReferenceStep)
 State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)

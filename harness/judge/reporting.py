@@ -11,7 +11,7 @@ from collections.abc import Callable
 from harness.evidence.records import StepEvidence
 from harness.judge.result import Finding, Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
-from reference.record import ReferenceStep
+from harness.reference.record import ReferenceStep
 
 Read = Callable[[StepEvidence], float | None]
 Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Finding | None]]

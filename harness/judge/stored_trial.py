@@ -15,10 +15,10 @@ from harness.judge.order import as_planned
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.observed_units import observed_units
+from harness.reference.record import ReferenceRun
 from harness.spec import loading, traits
 from harness.spec.case import Case, CaseError
 from harness.spec.traits import TrainerTraits
-from reference.record import ReferenceRun
 
 T = TypeVar("T")
 

@@ -60,9 +60,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.judge.golden import accept_command
+from harness.reference.config import TrainingConfig
+from harness.reference.record import Noise, ReferenceRun, ReferenceStep
 from harness.spec.case import Case
-from reference.config import TrainingConfig
-from reference.record import Noise, ReferenceRun, ReferenceStep
 
 LAMBDA = 8.0
 SMALLEST_MISTAKE = 1e-8

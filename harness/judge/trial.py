@@ -19,10 +19,10 @@ from harness.judge.tolerance import Bounds
 from harness.plan.grid import coordinate
 from harness.plan.plan import Plan
 from harness.plan.slices import Slice
+from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.allowance import Allowance
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
-from reference.record import ReferenceRun, ReferenceStep
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class LocalRanks:
 class RankServer:
     """One server process, started at once in the background; many jobs, also at the same time.
 
-    The ranks see the modules the server imported (torch, reference.model) as they were then: after another version of
+    The ranks see the modules the server imported (torch, harness.reference.model) as they were then: after another version of
     one of these is checked out, close it and make another.
     """
 

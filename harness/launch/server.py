@@ -46,7 +46,7 @@ PRELOAD = (
     "harness.launch.rank",
     "harness.probe",
     "harness.trainers.llama3.trainer",
-    "reference.train",
+    "harness.reference.train",
 )
 
 

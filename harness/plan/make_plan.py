@@ -27,9 +27,9 @@ from harness.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices
 from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.plan.traffic.ranks import flows_of_ranks, integer_bytes, outside_bytes, used_bytes
 from harness.plan.units import held_units, units_of_rank
+from harness.reference.config import quantized_modules
 from harness.spec.case import Case
 from harness.spec.traits import USUAL, TrainerTraits
-from reference.config import quantized_modules
 
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:

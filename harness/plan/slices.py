@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.plan.grid import coordinate, shard_place
+from harness.reference.config import ModelConfig
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
-from reference.config import ModelConfig
 
 Interval = tuple[int, int]
 Slice = tuple[Interval, ...]

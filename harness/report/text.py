@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from harness.checks import law
 from harness.judge.result import Finding, Result, Verdict
+from harness.reference.config import TrainingConfig
 from harness.spec.trainer_spec import TrainerSpec
-from reference.config import TrainingConfig
 
 if TYPE_CHECKING:
     from harness.judge.judgement import Judgement

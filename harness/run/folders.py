@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.evidence.store import EvidenceError
+from harness.reference.config import TrainingConfig
 from harness.spec.case import Case
 from harness.spec.trainer_spec import TrainerSpec
-from reference.config import TrainingConfig
 
 if TYPE_CHECKING:
     from harness.run.options import Options

@@ -26,14 +26,14 @@ from harness.judge.losses import global_loss
 from harness.judge.stored_trial import load_trial
 from harness.judge.tolerance import FACTOR, Bounds
 from harness.judge.trial import Trial
+from harness.reference import train
+from harness.reference.distance import largest_of
+from harness.reference.model import Attention
+from harness.reference.noise import measure
+from harness.reference.record import Noise, ReferenceRun
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case
-from reference import train
-from reference.distance import largest_of
-from reference.model import Attention
-from reference.noise import measure
-from reference.record import Noise, ReferenceRun
 
 NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
 Distances = dict[str, list[float]]

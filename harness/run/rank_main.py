@@ -100,7 +100,7 @@ def started_file(directory: Path, rank: int) -> Path:
 
 def reference(options: dict[str, Any]) -> None:
     """options: case, directory, device, noise (keys to measure); leaves reference.npz and weights.npz in the directory."""
-    from reference.train import train
+    from harness.reference.train import train
 
     case, directory = from_json(options["case"]), Path(options["directory"])
     trained = train(case.model, case.training, options["device"], noise=options["noise"])

@@ -14,10 +14,10 @@ from harness.evidence.format import version_of
 from harness.evidence.store import EvidenceError
 from harness.judge import golden
 from harness.launch import Job, launch
+from harness.reference.record import ReferenceRun
 from harness.run.locks import only_one
 from harness.run.options import Options
 from harness.spec.case import Case, to_json
-from reference.record import ReferenceRun
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
 REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
@@ -68,7 +68,7 @@ def _golden_knows(case: Case, options: Options) -> bool:
 
 def _reference_key(case: Case) -> str:
     digest = hashlib.sha256()
-    for source in sorted((ROOT / "reference").glob("*.py")):
+    for source in sorted((ROOT / "harness" / "reference").glob("*.py")):
         digest.update(source.read_bytes())
     digest.update(version_of(ReferenceRun).encode())
     digest.update(package_versions().encode())

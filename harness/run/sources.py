@@ -15,7 +15,7 @@ from harness.run.reference_cache import package_versions
 def _digest() -> str:
     """As this process found them when it first launched anything."""
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.glob("harness/**/*.py"), *ROOT.glob("reference/*.py")]):
+    for path in sorted({*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")}):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     digest.update(f"{platform.node()} {platform.python_version()} {package_versions()}".encode())
     return digest.hexdigest()

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from harness.reference.config import ModelConfig, TrainingConfig, noise_key
 from harness.spec.allowance import Allowance
 from harness.spec.dims import ParallelDims
 from harness.spec.features import LOOPED, Features
-from reference.config import ModelConfig, TrainingConfig, noise_key
 
 
 class CaseError(ValueError):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from harness.reference.config import ModelConfig
 from harness.spec.case import Case, CaseError
 from harness.spec.loading import from_json
-from reference.config import ModelConfig
 
 Unsupported = Callable[[Case], str | None]
 

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from harness import ROOT
+from harness.reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
 from harness.spec import limits, releases
 from harness.spec.allowance import Allowance
 from harness.spec.case import TIERS, Case, CaseError, ExpectedFailure, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.validation import validate, validate_resume
-from reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
 
 
 def from_json(record: Mapping[str, Any]) -> Case:

@@ -35,9 +35,9 @@ on, what it cannot do, and how its parameters are called. The whole of it, for a
     adapter = Mine()
 
 What a case requests is in `harness.spec.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
-shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `reference.data.step_samples(training,
-len(dataset), step)`, samples of `build_dataset(training, model)`; the learning rate is `reference.train.lr_factor`. What
-brings these to a trainer, ready-made, is in `harness/trainers/support/`. All numbers
+shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `step_samples(training, len(dataset),
+step)`, samples of `build_dataset(training, model)`, both in `harness.reference.data`; the learning rate is
+`harness.reference.train.lr_factor`. What brings these to a trainer, ready-made, is in `harness/trainers/support/`. All numbers
 are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
 that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/float32.md).
 

@@ -107,8 +107,8 @@ class Started(StartedTrainer):
 
 def _samples(case: Case) -> list[dict[str, Any]]:
     """Of all steps in order: transformers divides them over ranks and microbatches, and its own collator stacks them."""
+    from harness.reference.data import build_dataset
     from harness.trainers.support.samples import rank_samples
-    from reference.data import build_dataset
 
     dataset = build_dataset(case.training, case.model)
     steps = (rank_samples(case, dataset, step) for step in range(1, case.training.steps + 1))
@@ -117,7 +117,7 @@ def _samples(case: Case) -> list[dict[str, Any]]:
 
 def _named(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
     """One sample. attention_mask: bool [1, s, s], which positions see which under a document mask."""
-    from reference.data import documents
+    from harness.reference.data import documents
 
     sample = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
     if not case.training.document_mask:

@@ -20,7 +20,7 @@ from noisy import noise_of
 from harness.evidence.records import Exit
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
-from reference.record import Noise
+from harness.reference.record import Noise
 
 # ---- determinism
 

@@ -431,8 +431,7 @@ def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A copy of the harness with one case and no golden: what is accepted there is nobody's golden."""
-    for folder in ("harness", "reference"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "some.yaml").write_text(NEW_RECIPE)
     return tmp_path

@@ -13,9 +13,9 @@ from harness.diagnosis import diagnose
 from harness.judge.trial import Trial
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
-from reference.config import ModelConfig
-from reference.model import initial_weights, llama_from
-from reference.train import mean_squares
+from harness.reference.config import ModelConfig
+from harness.reference.model import initial_weights, llama_from
+from harness.reference.train import mean_squares
 
 INPUTS = {"layers.0": 4.0, "layers.0.attention.wq": 1.0, "layers.0.attention.wo": 0.25, "norm": 9.0}
 

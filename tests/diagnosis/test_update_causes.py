@@ -19,8 +19,8 @@ from harness.checks.update import observed_norm
 from harness.diagnosis import diagnose
 from harness.diagnosis.updates import _enlarged, _not_clipped, _wrong_lr
 from harness.judge.trial import Trial
+from harness.reference.config import TrainingConfig
 from harness.spec.dims import ParallelDims
-from reference.config import TrainingConfig
 
 # ---- updates
 

@@ -35,7 +35,7 @@ from harness.evidence.records import (
     TensorEvidence,
 )
 from harness.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run, write_text
-from reference.record import ReferenceRun
+from harness.reference.record import ReferenceRun
 
 SMALL = RankEvidence(
     rank=0,

@@ -13,8 +13,8 @@ from harness.diagnosis.parameters import wrong_parameters
 from harness.judge.assembly import misfits
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
+from harness.reference.distance import best_fit, relative_distance
 from harness.spec.dims import ParallelDims
-from reference.distance import best_fit, relative_distance
 
 NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"
 LOUD = {"loss": 1e-4, "grad_norm": 1e-2, "gradient": 0.1, "distance": 1e-3, "fit": 1e-3}

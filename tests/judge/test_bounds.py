@@ -23,8 +23,8 @@ from harness.judge.tolerance import (
     relative_difference,
     update_bound,
 )
+from harness.reference.record import Noise, ReferenceRun, ReferenceStep
 from harness.spec.case import Case
-from reference.record import Noise, ReferenceRun, ReferenceStep
 
 U = 2.0**-53
 FORWARD = 8 * math.sqrt((7 * 1 + 1) * 8 * 4) * U  # 7 matmuls in one layer and the output; 8 samples of 4 tokens

@@ -25,9 +25,9 @@ from harness.judge.golden import (
     render,
     review_command,
 )
+from harness.reference.record import Noise
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import find_case, load_all
-from reference.record import Noise
 
 CASE = tiny_case("fsdp_2")
 REFERENCE = reference_of(CASE)

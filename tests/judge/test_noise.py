@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from harness.reference.noise import measure
+from harness.reference.record import ReferenceStep
 from harness.run.margins import NUMBERS, Margin, table
-from reference.noise import measure
-from reference.record import ReferenceStep
 
 
 def step(number: int, loss: float = 1.0, norm: float = 1.0, gradient: float = 1.0) -> ReferenceStep:

@@ -21,11 +21,11 @@ from harness.judge.tolerance import (
     relative_difference,
     update_bound,
 )
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.model import RMSNorm
+from harness.reference.train import train
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
-from reference.config import ModelConfig, TrainingConfig
-from reference.model import RMSNorm
-from reference.train import train
 
 SMALLEST_MISTAKE = 1e-8
 U = 2.0**-53
@@ -175,7 +175,7 @@ def test_the_bound_of_an_update_is_a_few_roundings_of_what_was_added() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake(optimizer: str) -> None:
     """On the real reference: 2.9e-12 and 4.4e-9 in step 3 with adamw, 1.0e-13 and 5.3e-12 with sgd."""
-    train = pytest.importorskip("reference.train").train
+    train = pytest.importorskip("harness.reference.train").train
     training = TrainingConfig(optimizer=optimizer, lr=3e-3 if optimizer == "adamw" else 0.05)
     case = Case("debug", "-", training=training)
     found = bounds(case, train(ModelConfig(), training))

@@ -13,8 +13,8 @@ from harness.plan.grid import coordinate, groups, rank_grid
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
 from harness.plan.stages import positions
+from harness.reference.config import PRESETS
 from harness.spec.dims import AXES, ParallelDims
-from reference.config import PRESETS
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
 SOME_DIMS = [

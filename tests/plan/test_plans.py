@@ -20,9 +20,9 @@ from harness.plan.make_plan import make_plan
 from harness.plan.plan import Plan
 from harness.plan.slices import slice_text
 from harness.plan.stages import actions_of_rank, positions, recomputed_layers
+from harness.reference.config import ModelConfig
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
-from reference.config import ModelConfig
 
 STORED = Path(__file__).with_name("plans.txt")
 FOUR = ModelConfig(name="four", dim=8, n_layers=4, n_heads=2, n_kv_heads=2, vocab_size=8, ffn_dim=12)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from reference.config import ModelConfig, TrainingConfig
-from reference.data import (
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.data import (
     IGNORED,
     SEPARATOR,
     FileDataset,

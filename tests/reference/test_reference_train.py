@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from reference.config import ModelConfig, TrainingConfig
-from reference.data import build_dataset, documents
-from reference.model import initial_weights, llama_from
-from reference.train import (
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.data import build_dataset, documents
+from harness.reference.model import initial_weights, llama_from
+from harness.reference.train import (
     ReferenceRun,
     ReferenceStep,
     batch,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from harness.judge.result import Verdict
+from harness.reference.config import ModelConfig, TrainingConfig
 from harness.run import catalogue, stored_run
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.run.stored_run import judged_again
 from harness.spec.case import Case
-from reference.config import ModelConfig, TrainingConfig
 
 CASE = Case("alone", "a test", model=ModelConfig(n_layers=1), training=TrainingConfig(steps=1))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.reference.config import PRESETS, ModelConfig, TrainingConfig
 from harness.spec.case import Case, CaseError, to_json
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, from_json, load_all, load_cases
-from reference.config import PRESETS, ModelConfig, TrainingConfig
 
 
 def load(tmp_path: Path, text: str) -> list[Case]:

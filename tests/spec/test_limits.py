@@ -14,13 +14,13 @@ import pytest
 
 from harness import ROOT
 from harness.launch.job import Job
+from harness.reference.config import PRESETS
 from harness.run.folders import folder_of, trainer_label, without_source
 from harness.run.options import Options
 from harness.spec.case import Case, CaseError
 from harness.spec.limits import NODES, too_much_memory
 from harness.spec.loading import load_cases
 from harness.spec.variants import reseeded
-from reference.config import PRESETS
 
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(30))])
 AXES = ", ".join("a%d: {%s}" % (axis, ", ".join(f"_{n}: {{}}" for n in range(12))) for axis in range(7))  # noqa: UP031

@@ -9,6 +9,7 @@ import pytest
 
 from harness import ROOT, cli
 from harness.judge import golden
+from harness.reference.config import TrainingConfig
 from harness.run.options import Options
 from harness.run.reference_cache import _unknown_noise
 from harness.run.supported import other_dtype, unsupported
@@ -18,7 +19,6 @@ from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
 from harness.spec.variants import in_dtype
 from harness.trainers import load
-from reference.config import TrainingConfig
 
 OWN = str(ROOT / "tests" / "own_float32_trainer.py")
 CASES = load_all()

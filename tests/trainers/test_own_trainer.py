@@ -10,6 +10,7 @@ import pytest
 from harness import ROOT, trainers
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.reference.config import ModelConfig, TrainingConfig
 from harness.report.text import command
 from harness.run.options import Options
 from harness.run.run_case import run_case
@@ -17,7 +18,6 @@ from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
-from reference.config import ModelConfig, TrainingConfig
 
 OWN = ROOT / "tests" / "own_trainer.py"
 HABITUAL = OWN.with_name("habitual_trainer.py")

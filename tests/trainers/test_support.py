@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.reference.config import TrainingConfig
+from harness.reference.data import build_dataset
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.samples import rank_samples
 from harness.trainers.support.training_function import TrainingFunction
-from reference.config import TrainingConfig
-from reference.data import build_dataset
 
 
 def test_names_are_told_part_by_part_and_others_stay() -> None:

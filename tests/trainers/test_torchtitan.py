@@ -18,6 +18,7 @@ import pytest
 from harness import trainers
 from harness.judge.result import Verdict
 from harness.plan.units import fsdp_units
+from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case, Saved
@@ -27,7 +28,6 @@ from harness.spec.loading import find_case, load_all
 from harness.spec.traits import settled
 from harness.trainers.torchtitan import source, syntax
 from harness.trainers.torchtitan.job_config import configured, stages
-from reference.config import ModelConfig, RopeScaling, TrainingConfig
 
 REPO = os.environ.get("TORCHTITAN_REPO")
 HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
@@ -170,7 +170,7 @@ def test_its_own_choices_are_the_plans(checkout: Path) -> None:
 
 
 def test_every_label_of_an_all_valid_recipe_counts() -> None:
-    from reference.data import IGNORED, build_dataset
+    from harness.reference.data import IGNORED, build_dataset
 
     recipe = TrainingConfig(all_valid=True)
     masked, whole = (build_dataset(r, ModelConfig()) for r in (dataclasses.replace(recipe, all_valid=False), recipe))

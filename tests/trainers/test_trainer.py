@@ -15,6 +15,11 @@ import torch
 
 from harness import ROOT
 from harness.launch import Job, launch
+from harness.reference.config import ModelConfig
+from harness.reference.data import sample_order
+from harness.reference.model import initial_weights
+from harness.reference.train import ReferenceRun, learning_rate
+from harness.reference.train import train as train_reference
 from harness.spec.case import Case, to_json
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
@@ -22,11 +27,6 @@ from harness.spec.loading import TrainingConfig
 from harness.trainers import load
 from harness.trainers.llama3 import data, recipe
 from harness.trainers.llama3.__main__ import main
-from reference.config import ModelConfig
-from reference.data import sample_order
-from reference.model import initial_weights
-from reference.train import ReferenceRun, learning_rate
-from reference.train import train as train_reference
 
 EXACT = 1e-12  # harness/judge/tolerance.py: correct parallelism in float64 stays below, real bugs start at 1e-8
 # With eps 1e-8 AdamW turns a gradient of 1.5e-8, of which 2e-17 is rounding, into a parameter off by 5e-13 (measured):

@@ -88,8 +88,8 @@ def displayed_loss_not_reduced_over_cp(fired: Fired) -> None:
     named="the loss is averaged per cp rank",
 )
 def loss_averaged_per_cp_rank(fired: Fired) -> None:
+    from harness.reference.data import IGNORED
     from harness.trainers.llama3 import trainer
-    from reference.data import IGNORED
 
     def make(_: Any) -> Any:
         def own_count(microbatches: Any, mesh: Any, device: Any) -> int:

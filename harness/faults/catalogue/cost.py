@@ -18,7 +18,7 @@ from harness.faults import Fired, fault, replace
 def attention_falls_back_to_matmuls(fired: Fired) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from reference.model import CausalAttention
+    from harness.reference.model import CausalAttention
 
     def make(original: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def bare_model_runs_again(fired: Fired) -> None:
 def barrier_before_each_block(fired: Fired) -> None:
     import torch.distributed as dist
 
-    from reference.model import TransformerBlock
+    from harness.reference.model import TransformerBlock
 
     def make(original: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,8 +84,8 @@ def barrier_before_each_block(fired: Fired) -> None:
     named="blocks are compiled anew in step 3",
 )
 def blocks_compiled_in_every_step(fired: Fired) -> None:
+    from harness.reference.model import TransformerBlock
     from harness.trainers.llama3 import trainer
-    from reference.model import TransformerBlock
 
     steps = itertools.count(1)
 
@@ -140,7 +140,7 @@ def anomaly_detection_left_on(fired: Fired) -> None:
 def activations_saved_on_the_host(fired: Fired) -> None:
     from torch.autograd.graph import save_on_cpu
 
-    from reference.model import TransformerBlock
+    from harness.reference.model import TransformerBlock
 
     def make(original: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def deterministic_algorithms_left_on(fired: Fired) -> None:
 def recompile_limit_reached(fired: Fired) -> None:
     import torch
 
-    from reference.model import TransformerBlock
+    from harness.reference.model import TransformerBlock
 
     blocks_compiled_in_every_step.apply(fired)
     torch._dynamo.config.recompile_limit = 1

@@ -15,7 +15,7 @@ from harness.faults import Fired, fault, replace
     named="attention is computed 2 times",
 )
 def attention_computed_twice(fired: Fired) -> None:
-    from reference import model
+    from harness.reference import model
 
     def make(original: Any) -> Any:
         def forward(self: Any, q: Any, k: Any, v: Any, documents: Any = None) -> Any:
@@ -123,7 +123,7 @@ def compile_not_applied(fired: Fired) -> None:
 def graph_break_in_attention(fired: Fired) -> None:
     import torch
 
-    from reference.model import CausalAttention, TransformerBlock
+    from harness.reference.model import CausalAttention, TransformerBlock
 
     def make(original: Any) -> Any:
         def broken(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -41,8 +41,8 @@ def only_the_last_microbatch_counts(fired: Fired) -> None:
     named="the loss is averaged per rank",
 )
 def loss_averaged_per_rank(fired: Fired) -> None:
+    from harness.reference.data import IGNORED
     from harness.trainers.llama3 import trainer
-    from reference.data import IGNORED
 
     def make(_: Any) -> Any:
         def local_count(microbatches: Any, mesh: Any, device: Any) -> int:

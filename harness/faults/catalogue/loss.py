@@ -15,8 +15,8 @@ from harness.faults import Fired, fault, replace
     named="the loss is averaged per microbatch",
 )
 def loss_averaged_per_microbatch(fired: Fired) -> None:
+    from harness.reference.data import IGNORED
     from harness.trainers.llama3 import trainer
-    from reference.data import IGNORED
 
     def make_loss(original: Any) -> Any:
         def mean(model: Any, part: Any) -> Any:
@@ -105,8 +105,8 @@ def displayed_loss_divided_by_accumulation(fired: Fired) -> None:
     named="each rank shows the loss of its own samples",
 )
 def displayed_loss_of_own_samples(fired: Fired) -> None:
+    from harness.reference.data import IGNORED
     from harness.trainers.llama3 import trainer
-    from reference.data import IGNORED
 
     own = [0]
 
@@ -157,7 +157,7 @@ def gathered_logits_counted_tp_times(fired: Fired) -> None:
     named="wrong labels: tokens are right",
 )
 def prompt_mask_one_too_long(fired: Fired) -> None:
-    from reference import data
+    from harness.reference import data
 
     def make(original: Any) -> Any:
         def masked(self: Any, index: int) -> Any:

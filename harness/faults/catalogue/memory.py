@@ -15,7 +15,7 @@ from harness.faults import Fired, fault, replace
     named="more are kept after every step: float64 [",
 )
 def logits_of_every_step_kept(fired: Fired) -> None:
-    from reference.model import Llama
+    from harness.reference.model import Llama
 
     kept = []
 

@@ -114,7 +114,7 @@ def one_gradient_two_percent_too_large(fired: Fired) -> None:
 def norm_gradient_summed_in_bfloat16(fired: Fired) -> None:
     import torch
 
-    from reference.model import RMSNorm
+    from harness.reference.model import RMSNorm
 
     first: list[Any] = []
 
@@ -157,7 +157,7 @@ def norm_gradient_summed_in_bfloat16(fired: Fired) -> None:
 def rotary_angles_in_bfloat16(fired: Fired) -> None:
     import torch
 
-    from reference.model import Attention
+    from harness.reference.model import Attention
 
     def make(original: Any) -> Any:
         def coarse(self: Any, positions: Any, like: Any) -> Any:

@@ -271,7 +271,7 @@ def tokens_gathered_in_each_block(fired: Fired) -> None:
     import torch
     import torch.distributed as dist
 
-    from reference import model
+    from harness.reference import model
 
     def make(original: Any) -> Any:
         def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def document_mask_lost_on_rank_1(fired: Fired) -> None:
     named="documents see each other",
 )
 def document_mask_ignored(fired: Fired) -> None:
-    from reference import model
+    from harness.reference import model
 
     def make(original: Any) -> Any:
         def causal_only(self: Any, q: Any, k: Any, v: Any, documents: Any = None) -> Any:
@@ -165,8 +165,8 @@ def token_count_of_the_first_step_kept(fired: Fired) -> None:
     named="rank 3 has no valid token",
 )
 def mean_over_no_valid_token(fired: Fired) -> None:
+    from harness.reference.data import IGNORED
     from harness.trainers.llama3 import trainer
-    from reference.data import IGNORED
 
     def masked_mean(model: Any, part: Any) -> Any:
         fired()
@@ -200,7 +200,7 @@ def mean_over_at_least_one_token(fired: Fired) -> None:
     named="the output's part of the gradient of the tied weight is missing",
 )
 def tied_weight_is_a_copy(fired: Fired) -> None:
-    from reference import model
+    from harness.reference import model
 
     def make(original: Any) -> Any:
         def copied(self: Any, x: Any, weight: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from reference.model import at_least_float32
+from harness.reference.model import at_least_float32
 
 Layout = tuple[DeviceMesh | None, tuple[Placement, ...]]
 

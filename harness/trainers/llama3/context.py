@@ -16,9 +16,9 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.distributed.tensor.parallel import parallelize_module
 
+from harness.reference.model import Llama
 from harness.spec.case import Case
 from harness.trainers.support import cpu_attention
-from reference.model import Llama
 
 SEQUENCE = 2  # dim of q, k, v [b, heads, s, head_dim]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, DistributedSampler
 
+from harness.reference.data import SEPARATOR, build_dataset
 from harness.spec.case import Case
-from reference.data import SEPARATOR, build_dataset
 
 
 class ResumableSampler(DistributedSampler):

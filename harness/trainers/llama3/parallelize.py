@@ -36,11 +36,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.reference.model import Llama
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import Features
 from harness.trainers.llama3 import context, recompute
-from reference.model import Llama
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different samples

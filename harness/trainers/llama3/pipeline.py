@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from harness.reference.model import Llama
 from harness.spec.case import Case
 from harness.trainers.llama3.parallelize import DTYPES
-from reference.model import Llama
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")

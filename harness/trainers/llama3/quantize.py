@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import nn
 
+from harness.reference.config import quantized_modules
 from harness.spec.case import Case
-from reference.config import quantized_modules
 
 
 def convert(model: nn.Module, case: Case, device: torch.device) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from reference.config import TrainingConfig
-from reference.train import lr_factor
+from harness.reference.config import TrainingConfig
+from harness.reference.train import lr_factor
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:

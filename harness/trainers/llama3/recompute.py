@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from harness.reference.model import Llama
 from harness.spec.case import Case
-from reference.model import Llama
 
 WRAPPER = "_checkpoint_wrapped_module."
 KEPT = (

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.reference.data import IGNORED
+from harness.reference.model import Llama, at_least_float32, seed_masks
 from harness.spec.case import Case
 from harness.trainers import Metrics
 from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, quantize, recipe, recompute
 from harness.trainers.support import process_group
 from harness.trainers.support.weights import load_weights
-from reference.data import IGNORED
-from reference.model import Llama, at_least_float32, seed_masks
 
 
 class Microbatch(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from harness.reference.train import lr_factor
 from harness.spec.case import Case
-from reference.train import lr_factor
 
 
 def follow_recipe(case: Case) -> None:

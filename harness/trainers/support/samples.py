@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from harness.reference.data import Dataset, step_samples
 from harness.spec.case import Case
-from reference.data import Dataset, step_samples
 
 
 def rank_samples(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from harness.reference.model import initial_weights
 from harness.spec.case import Case
-from reference.model import initial_weights
 
 
 def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:

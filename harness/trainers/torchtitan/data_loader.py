@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from harness.reference.data import build_dataset
 from harness.spec.case import Case
 from harness.trainers.support.samples import rank_samples
-from reference.data import build_dataset
 
 
 class Samples:

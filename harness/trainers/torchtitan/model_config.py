@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from harness.reference.config import ModelConfig
 from harness.spec.case import Case
-from reference.config import ModelConfig
 
 
 def known(make: Callable[..., Any], **given: Any) -> Any:

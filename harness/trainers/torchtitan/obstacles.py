@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from harness.reference.config import ModelConfig, TrainingConfig
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import Features
 from harness.spec.traits import TrainerTraits, with_wrapper
 from harness.trainers.torchtitan.eras import Era
-from reference.config import ModelConfig, TrainingConfig
 
 
 def obstacles(case: Case, era: Era, traits: TrainerTraits) -> Iterator[str]:
