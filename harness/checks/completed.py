@@ -7,6 +7,8 @@ lost with the launcher that had started them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from harness.evidence.records import Exit, RankEvidence, Run
 from harness.evidence.store import EvidenceError
@@ -21,21 +23,19 @@ def check(trial: Trial) -> Result:
     if note := _not_the_trainers(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
-    findings += [
-        Finding(f"rank {exit.rank}", "no process left behind", "; ".join(exit.left)) for exit in ended if exit.left
-    ]
+    findings += [Finding.at(exit.rank, "no process left behind", "; ".join(exit.left)) for exit in ended if exit.left]
     if trial.run.world_size != trial.plan.dims.world_size:
         asked, ran = trial.plan.dims.world_size, trial.run.world_size
         findings.append(Finding("launch", f"{asked} ranks", f"{ran} ranks"))
     exited = {exit.rank for exit in trial.run.exits}
     for rank in range(trial.run.world_size):
         if rank not in exited:
-            findings.append(Finding(f"rank {rank}", "exit code 0", "nothing is known of its end"))
+            findings.append(Finding.at(rank, "exit code 0", "nothing is known of its end"))
         if rank in trial.ranks:
             findings += _wrong_identity(trial, rank)
             findings += _evidence_findings(trial, trial.ranks[rank])
         elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
-            findings.append(Finding(f"rank {rank}", "an evidence file", "none"))
+            findings.append(Finding.at(rank, "an evidence file", "none"))
     if trial.run.unreadable and not findings:
         rank, damage = min(trial.run.unreadable.items())
         note = f"the evidence of rank {rank} cannot be read: {damage}"
@@ -71,7 +71,7 @@ def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
     if (evidence.rank, evidence.world_size) == (rank, world_size):
         return []
     observed = f"it says rank {evidence.rank} of {evidence.world_size}"
-    return [Finding(f"rank {rank}", f"rank {rank} of {world_size}", observed)]
+    return [Finding.at(rank, f"rank {rank} of {world_size}", observed)]
 
 
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
@@ -79,19 +79,20 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     steps = [step.step for step in evidence.steps]
     wanted = list(trial.case.steps)
     if steps != wanted:
-        findings.append(Finding(f"rank {evidence.rank}", f"steps {wanted}", f"steps {steps}"))
+        findings.append(Finding.at(evidence.rank, f"steps {wanted}", f"steps {steps}"))
     held = {tensor.fqn for tensor in evidence.parameters}
-    findings += _inventory(f"rank {evidence.rank}, parameters", set(trial.plan.slices.get(evidence.rank, {})), held)
+    wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
+    findings += _inventory(partial(Finding.at, evidence.rank, name="parameters"), wanted_here, held)
     empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
     for step in evidence.steps:
         for what, seen in (("gradients", set(step.gradients) | empty), ("updated parameters", set(step.parameters))):
-            findings += _inventory(f"rank {evidence.rank}, step {step.step}, {what}", held, seen)
+            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, name=what), held, seen)
     return findings
 
 
-def _inventory(where: str, wanted: set[str], seen: set[str]) -> list[Finding]:
+def _inventory(here: Callable[..., Finding], wanted: set[str], seen: set[str]) -> list[Finding]:
     if wanted == seen:
         return []
     parts = [(f"missing: {', '.join(sorted(wanted - seen)[:4])}", wanted - seen)]
     parts += [(f"unexpected: {', '.join(sorted(seen - wanted)[:4])}", seen - wanted)]
-    return [Finding(where, f"{len(wanted)} parameters", "; ".join(text for text, names in parts if names))]
+    return [here(f"{len(wanted)} parameters", "; ".join(text for text, names in parts if names))]

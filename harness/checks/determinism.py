@@ -20,9 +20,8 @@ def check(trial: Trial) -> Result:
             examined += 1
             differing = _differing(one, other)
             if differing:
-                where = f"rank {rank}, step {one.step}"
                 observed = f"{len(differing)} differ: {', '.join(differing[:3])}"
-                findings.append(Finding(where, "the bytes of the first run", observed))
+                findings.append(Finding.at(rank, "the bytes of the first run", observed, step=one.step))
     return verdict_of("determinism", findings, examined)
 
 

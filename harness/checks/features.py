@@ -15,6 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from harness.evidence.records import Attention, QuantizedMatmul, StepEvidence
 from harness.judge.result import Finding, Result, verdict_of
@@ -45,8 +46,8 @@ def check(trial: Trial) -> Result:
     return verdict_of("features", [finding for finding in looked if finding], len(looked))
 
 
-def _expect(where: str, expected: object, observed: object) -> Finding | None:
-    return None if expected == observed else Finding(where, str(expected), str(observed))
+def _expect(rank: int, name: str, expected: object, observed: object, *, step: int | None = None) -> Finding | None:
+    return None if expected == observed else Finding.at(rank, str(expected), str(observed), step=step, name=name)
 
 
 # ---- wrappers and precision
@@ -55,10 +56,10 @@ def _expect(where: str, expected: object, observed: object) -> Finding | None:
 def _wrappers(trial: Trial, rank: int) -> Looked:
     claims = trial.ranks[rank].structure.values()
     kinds = sorted({claim["kind"] for claim in claims})
-    yield _expect(f"rank {rank}, data-parallel wrapper", trial.case.wrapper or "none", " and ".join(kinds) or "none")
+    yield _expect(rank, "data-parallel wrapper", trial.case.wrapper or "none", " and ".join(kinds) or "none")
     offloading = {bool(claim.get("cpu_offload")) for claim in claims}
     asked = trial.case.features.cpu_offload
-    yield _expect(f"rank {rank}, CPU offload", {asked} if claims else set(), offloading)
+    yield _expect(rank, "CPU offload", {asked} if claims else set(), offloading)
 
 
 def reduced(trial: Trial, rank: int) -> Looked:
@@ -72,7 +73,7 @@ def reduced(trial: Trial, rank: int) -> Looked:
     }
     wanted = case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
     if floats := sorted(dtype for dtype in seen if "float" in dtype):
-        yield _expect(f"rank {rank}, dtype of reduced gradients", wanted, " and ".join(floats))
+        yield _expect(rank, "dtype of reduced gradients", wanted, " and ".join(floats))
 
 
 def buckets(trial: Trial, rank: int) -> list[int]:
@@ -90,7 +91,7 @@ def buckets_in_force(trial: Trial, rank: int) -> Looked:
     most = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
     largest = max(buckets(trial, rank), default=0)
     fits = 0 < largest < most
-    yield None if fits else Finding(f"rank {rank}, bytes reduced at once", f"buckets of {size}", f"up to {largest}")
+    yield None if fits else _expect(rank, "bytes reduced at once", f"buckets of {size}", f"up to {largest}")
 
 
 # ---- recomputation
@@ -112,12 +113,12 @@ def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     seen, asked = recomputations(step), {f"layers.{layer}" for layer in again}
     for layer in layers_of(trial, rank):
         wanted, block = trial.case.passes if layer in again else 0, f"layers.{layer}"
-        where = f"rank {rank}, step {step.step}, recomputations of {block}"
         inside = (count for fqn, count in seen.items() if fqn.startswith(f"{block}."))
-        yield _expect(where, wanted, seen.get(block, max(inside, default=0)))
+        called = seen.get(block, max(inside, default=0))
+        yield _expect(rank, f"recomputations of {block}", wanted, called, step=step.step)
     for fqn in seen:
         if not any(fqn == block or fqn.startswith(f"{block}.") for block in asked):
-            yield _expect(f"rank {rank}, step {step.step}, recomputations of {fqn or 'the model'}", 0, seen[fqn])
+            yield _expect(rank, f"recomputations of {fqn or 'the model'}", 0, seen[fqn], step=step.step)
 
 
 def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
@@ -153,20 +154,20 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Quantised matmuls are judged by their own format."""
     if trial.case.training.quantize:
         return
-    where = f"rank {rank}, step {step.step}, matmuls"
+    expect = partial(_expect, rank, step=step.step)
     forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
-    yield _expect(f"{where}' dtype", wanted, " and ".join(sorted(forward | backward)) or "none")
+    yield expect("matmuls' dtype", wanted, " and ".join(sorted(forward | backward)) or "none")
     again = products_again(trial, rank, step)
     if again is None:
-        yield Finding(f"{where} in forward", "equally many in every block", str(forward.total()))
+        yield expect("matmuls in forward", "equally many in every block", forward.total())
     else:
         seen = backward.total() - 2 * forward.total()
         beside = (
             0 if projects_inside(trial, rank, step) else matmuls_beside(step)
         )  # the loss's, at once, later, or again
         right = seen in {again + times * beside for times in (0, 2, 3)}
-        yield _expect(f"{where} recomputed in backward", again, again if right else seen)
+        yield expect("matmuls recomputed in backward", again, again if right else seen)
 
 
 # ---- attention
@@ -180,13 +181,12 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     forward = fused_in_forward(trial, rank)
     again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
     again = 0 if case.features.activation_checkpointing == "op" else again
-    where = f"rank {rank}, step {step.step}, attention"
-    yield _expect(f"{where} in forward", forward, seen.get(FUSED, 0))
-    yield _expect(f"{where} recomputed", again, seen.get(Attention("backward", "attention"), 0))
-    yield _expect(f"{where}'s gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
+    expect = partial(_expect, rank, step=step.step)
+    yield expect("attention in forward", forward, seen.get(FUSED, 0))
+    yield expect("attention recomputed", again, seen.get(Attention("backward", "attention"), 0))
+    yield expect("attention's gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_matmuls(step), case.passes * len(trial.plan.stages[rank])
-    where = f"rank {rank}, step {step.step}, batched matmuls"
-    yield None if batched <= most else Finding(where, f"at most {most}", str(batched))
+    yield None if batched <= most else expect("batched matmuls", f"at most {most}", batched)
 
 
 def fused_in_forward(trial: Trial, rank: int) -> int:
@@ -254,7 +254,7 @@ def outputs(trial: Trial, rank: int) -> int:
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    yield _expect(f"rank {rank}, step {step.step}, matmuls besides training passes", 0, beside(trial, rank, step))
+    yield _expect(rank, "matmuls besides training passes", 0, beside(trial, rank, step), step=step.step)
 
 
 # ---- tensors saved for backward
@@ -271,8 +271,8 @@ def foreign_hooks(step: StepEvidence) -> list[str]:
 
 
 def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    where = f"rank {rank}, step {step.step}, hooks on tensors saved for backward"
-    yield _expect(where, "none", " and ".join(foreign_hooks(step)) or "none")
+    hooks = " and ".join(foreign_hooks(step)) or "none"
+    yield _expect(rank, "hooks on tensors saved for backward", "none", hooks, step=step.step)
 
 
 # ---- 8 bits
@@ -293,8 +293,8 @@ def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         return
     wanted = _planned_products(trial, rank, seen)
     for key in sorted(wanted | seen):
-        where = f"rank {rank}, step {step.step}, {key.format} matmuls of {key.fqn} in {key.phase}"
-        yield _expect(where, wanted.get(key, 0), seen.get(key, 0))
+        name = f"{key.format} matmuls of {key.fqn} in {key.phase}"
+        yield _expect(rank, name, wanted.get(key, 0), seen.get(key, 0), step=step.step)
 
 
 def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
@@ -321,10 +321,8 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     for layer in layers_of(trial, rank):
         calls = ((call, n) for call, n in step.activity.calls.items() if call.phase == "forward")
         inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
-        where = f"rank {rank}, step {step.step}, calls of each module of layers.{layer}"
-        yield _expect(
-            where, wanted, " or ".join(map(str, sorted(inside))) if len(inside) > 1 else max(inside, default=0)
-        )
+        called = " or ".join(map(str, sorted(inside))) if len(inside) > 1 else max(inside, default=0)
+        yield _expect(rank, f"calls of each module of layers.{layer}", wanted, called, step=step.step)
 
 
 def _graphs(trial: Trial, rank: int) -> Looked:
@@ -332,9 +330,9 @@ def _graphs(trial: Trial, rank: int) -> Looked:
     breaks = sorted(key for key in compiler if key.startswith("graph break"))
     graphs = compiler.get("graphs", 0)
     wanted = "compiled graphs" if trial.case.features.compile else "no compiled graph"
-    yield _expect(f"rank {rank}, torch.compile", wanted, "compiled graphs" if graphs else "no compiled graph")
-    yield _expect(f"rank {rank}, torch.compile", "no graph break", breaks[0] if breaks else "no graph break")
-    yield _expect(f"rank {rank}, torch.compile", "no limit reached", next(gave_up(trial, rank), "no limit reached"))
+    yield _expect(rank, "torch.compile", wanted, "compiled graphs" if graphs else "no compiled graph")
+    yield _expect(rank, "torch.compile", "no graph break", breaks[0] if breaks else "no graph break")
+    yield _expect(rank, "torch.compile", "no limit reached", next(gave_up(trial, rank), "no limit reached"))
 
 
 def gave_up(trial: Trial, rank: int) -> Iterator[str]:
@@ -349,7 +347,7 @@ def compiled_again(trial: Trial, rank: int) -> Looked:
         seen = {trial.case.seq_len(earlier.step) for earlier in steps if earlier.step < before.step}
         lengths = {trial.case.seq_len(before.step), trial.case.seq_len(step.step)}
         if step.graphs is not None and before.graphs is not None and lengths <= seen:
-            yield _expect(f"rank {rank}, step {step.step}, graphs compiled anew", 0, step.graphs - before.graphs)
+            yield _expect(rank, "graphs compiled anew", 0, step.graphs - before.graphs, step=step.step)
 
 
 # ---- dropout
@@ -358,4 +356,4 @@ def compiled_again(trial: Trial, rank: int) -> Looked:
 def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     wanted = "drawn" if trial.case.model.dropout else "none"
     drawn = "drawn" if step.activity.random.get("forward", 0) else "none"
-    yield _expect(f"rank {rank}, step {step.step}, random numbers in forward", wanted, drawn)
+    yield _expect(rank, "random numbers in forward", wanted, drawn, step=step.step)

@@ -27,7 +27,7 @@ def check(trial: Trial) -> Result:
         if difference <= bounds.grad_norm[step.step]:
             return difference, None
         found = f"{shown!r} (ratio {shown / reference.grad_norm:.6g})"
-        where = f"rank {rank}, step {step.step}"
-        return difference, Finding(where, repr(reference.grad_norm), found, bounds.text(bounds.grad_norm[step.step]))
+        bound = bounds.text(bounds.grad_norm[step.step])
+        return difference, Finding.at(rank, repr(reference.grad_norm), found, bound, step=step.step)
 
     return judge_reports(trial, "grad_norm", "gradient norm", lambda step: step.grad_norm, compare)

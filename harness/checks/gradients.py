@@ -27,9 +27,8 @@ def check(trial: Trial) -> Result:
             difference = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
             worst.append(difference)
             if not difference <= bounds.gradient[step.step]:
-                where = f"rank {rank}, step {step.step}, {fqn}"
-                found = f"off by {difference:.2e} of the largest entry"
-                finding = Finding(where, "the reference's", found, bounds.text(bounds.gradient[step.step]))
+                found, bound = f"off by {difference:.2e} of the largest entry", bounds.text(bounds.gradient[step.step])
+                finding = Finding.at(rank, "the reference's", found, bound, step=step.step, name=fqn)
                 findings.append((step.step, difference, finding))
     unseen = {step for step in {step for step, _, _ in findings} if clipped_unseen(trial, step)}
     seen = sorted((each for each in findings if each[0] not in unseen), key=lambda each: -each[1])

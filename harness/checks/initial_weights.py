@@ -18,7 +18,7 @@ def check(trial: Trial) -> Result:
         for rank, held in sorted(trial.holdings.items()):
             part = held.get(fqn)
             if fqn in held and part is None:
-                findings.append(Finding(f"rank {rank}, {fqn}", "a slice of the seed weight", "other values"))
+                findings.append(Finding.at(rank, "a slice of the seed weight", "other values", name=fqn))
             elif part is not None:
                 take(covered, part)[...] = True
         examined += 1

@@ -48,13 +48,13 @@ def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
         wanted, seen = losses(trial, first, step), losses(trial, rank, step)
         if len(seen) != len(wanted):
             expected = f"tp peer {first}'s for the same tokens: {len(wanted)} losses"
-            findings.append(Finding(f"rank {rank}, step {step}", expected, str(len(seen))))
+            findings.append(Finding.at(rank, expected, str(len(seen)), step=step))
             continue
         for (loss, count), (other, other_count) in zip(wanted, seen, strict=True):
             if not abs(other - loss) <= bound * abs(loss) or count != other_count:
                 expected = f"tp peer {first}'s for the same tokens: {loss!r} over {count}"
                 found = f"{other!r} over {other_count}"
-                findings.append(Finding(f"rank {rank}, step {step}", expected, found, f"{bound:.1e}"))
+                findings.append(Finding.at(rank, expected, found, f"{bound:.1e}", step=step))
     return findings
 
 

@@ -40,7 +40,7 @@ def check(trial: Trial) -> Result:
                 held = step.memory.get(kind, 0)
                 if not low <= held <= high:
                     planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-                    findings.append(Finding(f"rank {rank}, step {step.step}, {kind}", planned, bytes_text(held)))
+                    findings.append(Finding.at(rank, planned, bytes_text(held), step=step.step, name=kind))
         findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank)
         examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
@@ -80,7 +80,7 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
     observed = (
         f"{bytes_text(sum(tensor.bytes for tensor in held))} in {len(held)} tensors: {shown}{', ..' * (len(held) > 3)}"
     )
-    return [Finding(f"rank {rank}, after the last step, beside them", f"at most {bytes_text(most)}", observed)]
+    return [Finding.at(rank, f"at most {bytes_text(most)}", observed, name="after the last step, beside them")]
 
 
 def kept_beside(trial: Trial, rank: int) -> bool:
@@ -118,9 +118,9 @@ def _growing(trial: Trial, rank: int) -> list[Finding]:
     evidence, most = trial.ranks[rank], trial.plan.table_bytes
     if (rate := growth(evidence)) <= most:
         return []
-    where = f"rank {rank}, steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}, kept from step to step"
+    name = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}, kept from step to step"
     observed = f"{bytes_text(rate)} more a step: {', '.join(list(grown(evidence))[:3])}"
-    return [Finding(where, f"at most {bytes_text(most)} more a step", observed)]
+    return [Finding.at(rank, f"at most {bytes_text(most)} more a step", observed, name=name)]
 
 
 def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
@@ -151,10 +151,12 @@ def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
 
 def _copied(trial: Trial, rank: int) -> list[Finding]:
     return [
-        Finding(
-            f"rank {rank}, step {step}, copies of weights at once in phase {phase}",
+        Finding.at(
+            rank,
             f"at most {bytes_text(most_copied(trial, rank, phase))}, of two at a time",
             bytes_text(size),
+            step=step,
+            name=f"copies of weights at once in phase {phase}",
         )
         for size, step, phase in copied_too_much(trial, rank)
     ]

@@ -38,7 +38,7 @@ def check(trial: Trial) -> Result:
     unseen = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
     if unseen and not findings:
         return Result("placements", Verdict.UNKNOWN, examined, note=untold_rank(unseen[0]))
-    findings.sort(key=lambda f: "rank 0," not in f.where)
+    findings.sort(key=lambda finding: finding.rank != 0)
     return verdict_of("placements", findings, examined, note=_units_text(trial) if not findings else "")
 
 
@@ -80,7 +80,7 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
     claimed = {(kind, ranks) for kind, ranks in claims(rank, tensor) if kind.startswith("dim ")}
     if claimed == wanted:
         return []
-    return [Finding(f"rank {rank}, {tensor.fqn}", _text(wanted), _text(claimed))]
+    return [Finding.at(rank, _text(wanted), _text(claimed), name=tensor.fqn)]
 
 
 def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
@@ -120,8 +120,8 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, claim: dict[str, Any
         wanted = trial.plan.peers(rank, axis)
         used = tuple(sorted(claim.get(key, (rank,))))
         if used != wanted:
-            where = f"rank {rank}, {claim['kind']} on {module or 'the root'}, {key}"
-            findings.append(Finding(where, ranks_text(wanted), ranks_text(used)))
+            name = f"{claim['kind']} on {module or 'the root'}, {key}"
+            findings.append(Finding.at(rank, ranks_text(wanted), ranks_text(used), name=name))
     return findings
 
 
@@ -135,7 +135,7 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     if by_wrapper or by_tensor:
         return []
     expected = f"something replicated over {ranks_text(wanted)}"
-    return [Finding(f"rank {rank}, dp_replicate", expected, "nothing claims it")]
+    return [Finding.at(rank, expected, "nothing claims it", name="dp_replicate")]
 
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
@@ -145,10 +145,10 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
     for unit in trial.plan.units[rank] if seen else ():
         parts = [part for part in seen if part & set(unit)]
         if parts != [frozenset(unit)]:
-            where = f"rank {rank}, FSDP unit of {unit[0]}"
             others = {fqn for part in parts for fqn in part - set(unit)}
             text = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
-            findings.append(Finding(where, f"its {len(unit)} parameters gathered together, and no others", text))
+            together = f"its {len(unit)} parameters gathered together, and no others"
+            findings.append(Finding.at(rank, together, text, name=f"FSDP unit of {unit[0]}"))
     return findings
 
 
@@ -157,7 +157,7 @@ def _parameters_not_in_one_unit(trial: Trial, rank: int) -> list[Finding]:
     units = trial.plan.observed.get(rank, ())
     counted = Counter(fqn for unit in units for fqn in unit.parameters)
     wrong = [fqn for fqn in trial.plan.slices[rank] if counted[fqn] != 1] if units else []
-    return [Finding(f"rank {rank}, {fqn}", "in one FSDP unit", f"in {counted[fqn] or 'none'}") for fqn in wrong]
+    return [Finding.at(rank, "in one FSDP unit", f"in {counted[fqn] or 'none'}", name=fqn) for fqn in wrong]
 
 
 def _text(claim: Claim) -> str:

@@ -20,9 +20,9 @@ def check(trial: Trial) -> Result:
     for rank, step, _ in trial.steps():
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others receive some
-            findings.append(Finding(f"rank {rank}, step {step.step}", positions_text(wanted), "none received"))
+            findings.append(Finding.at(rank, positions_text(wanted), "none received", step=step.step))
         findings += [
-            Finding(f"rank {rank}, step {step.step}", positions_text(wanted), positions_text(row))
+            Finding.at(rank, positions_text(wanted), positions_text(row), step=step.step)
             for row in wrong_rows(step.positions, wanted)[:1]
         ]
     return verdict_of("positions", findings, sum(counts.values()))

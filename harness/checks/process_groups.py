@@ -24,7 +24,7 @@ def check(trial: Trial) -> Result:
             if wanted not in exist:
                 near = [ranks_text(ranks) for ranks in sorted(exist) if len(ranks) == len(wanted)]
                 observed = f"of that size: {' '.join(near) or 'none'}"
-                findings.append(Finding(f"rank {rank}, axis {axis}", f"a group {ranks_text(wanted)}", observed))
+                findings.append(Finding.at(rank, f"a group {ranks_text(wanted)}", observed, name=f"axis {axis}"))
     findings += _disagreements(trial)
     return verdict_of("process_groups", findings, examined)
 

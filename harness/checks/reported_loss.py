@@ -25,7 +25,7 @@ def check(trial: Trial) -> Result:
         if difference <= bounds.loss[step.step]:
             return difference, None
         found = f"{shown!r} (off by {difference:.2e})"
-        where = f"rank {rank}, step {step.step}"
-        return difference, Finding(where, repr(reference.loss), found, bounds.text(bounds.loss[step.step]))
+        bound = bounds.text(bounds.loss[step.step])
+        return difference, Finding.at(rank, repr(reference.loss), found, bound, step=step.step)
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)

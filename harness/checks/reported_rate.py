@@ -32,8 +32,8 @@ def _compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: flo
     if difference <= CLOSE:
         return difference, None
     taken = f", the optimizer took {step.lr!r}" if step.lr is not None else ""
-    where = f"rank {rank}, step {step.step}"
-    return difference, Finding(where, f"{reference.lr!r}{taken}", repr(shown), f"{CLOSE:.1e}")
+    expected = f"{reference.lr!r}{taken}"
+    return difference, Finding.at(rank, expected, repr(shown), f"{CLOSE:.1e}", step=step.step)
 
 
 def _off(shown: float, rate: float) -> float:

@@ -7,6 +7,9 @@ nothing no backward frees what it left: then a rank has what the policy keeps af
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from harness.evidence.records import AfterForward, RankEvidence
 from harness.evidence.text import bytes_text
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
@@ -26,24 +29,23 @@ def check(trial: Trial) -> Result:
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
-            where = f"rank {rank}, step {step.step}"
+            here = partial(Finding.at, rank, step=step.step)
             recorded = {fqn for record in step.after_forward for fqn in record.bytes}
-            findings += [
-                Finding(f"{where}, {fqn}", "a record of it", "none") for fqn in _unrecorded(trial, rank, recorded)
-            ]
+            findings += [here("a record of it", "none", name=fqn) for fqn in _unrecorded(trial, rank, recorded)]
             for record in step.after_forward:
                 examined += len(record.bytes)
-                findings += _kept(trial, rank, where, record)
+                findings += _kept(trial, here, rank, record)
             findings += _gathered_again(trial, evidence, step.step)
         findings += [
-            Finding(
-                f"rank {rank}, {until(trial, step)}, {fqn} after evaluation",
+            Finding.at(
+                rank,
                 "freed",
                 observed_text(trial, rank, fqn, held),
+                name=f"{until(trial, step)}, {fqn} after evaluation",
             )
             for step, fqn, held in left_by_evaluation(trial, rank)
         ]
-    findings.sort(key=lambda finding: not finding.where.startswith("rank 0, step 1,"))
+    findings.sort(key=lambda finding: (finding.rank, finding.step) != (0, 1))
     return verdict_of("reshard", findings, examined, _kept_text(trial))
 
 
@@ -77,13 +79,11 @@ def _unrecorded(trial: Trial, rank: int, recorded: set[str]) -> list[str]:
     return [fqn for fqn in trial.plan.after_forward[rank] if fqn not in recorded]
 
 
-def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Finding]:
+def _kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
     """One model part after one forward pass: each parameter, and the memory behind all of them."""
     wanted = trial.plan.after_forward[rank]
     findings = [
-        Finding(
-            f"{where}, {fqn} after forward", kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held)
-        )
+        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=f"{fqn} after forward")
         for fqn, held in record.bytes.items()
         if fqn in wanted and held != wanted[fqn].bytes
     ]
@@ -91,7 +91,7 @@ def _kept(trial: Trial, rank: int, where: str, record: AfterForward) -> list[Fin
     most = least + trial.plan.padding_after_forward[rank]
     if not least <= record.storage <= most:
         expected = amount(least) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
-        findings.append(Finding(f"{where}, memory of all parameters after forward", expected, amount(record.storage)))
+        findings.append(here(expected, amount(record.storage), name="memory of all parameters after forward"))
     return findings
 
 
@@ -129,10 +129,12 @@ def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Fin
     ours |= {ranks for ranks, op, _ in seen if op == "all_gather" and set(ranks) < set(shards)}
     keys: list[Key] = [(ranks, "all_gather", "backward") for ranks in sorted(ours) if len(ranks) > 1]
     return [
-        Finding(
-            f"rank {evidence.rank}, step {step}, gathered again in backward over {axis_text(trial, key[0])}",
+        Finding.at(
+            evidence.rank,
             amount(wanted.get(key, 0)),
             amount(seen.get(key, 0)),
+            step=step,
+            name=f"gathered again in backward over {axis_text(trial, key[0])}",
         )
         for key in keys
         if wanted.get(key, 0) != seen.get(key, 0)

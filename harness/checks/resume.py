@@ -126,11 +126,12 @@ def _wrong_tensors(
     after = trial.case.steps.start - 1
     for key in wrong_keys(trial, rank, wanted):
         name, fqn = key
-        where = f"rank {rank}, {fqn}" + ("" if name == PARAMETER else f", {name}")
+        what = fqn if name == PARAMETER else f"{fqn}, {name}"
         expected = f"what was saved after step {after}"
         if wanted[key].ndim and (part := trial.slice_of(rank, fqn)):
             expected += f", {slice_text(part, trial.plan.shapes[fqn], flat=bool(trial.plan.flat))}"
-        yield Finding(where, expected, _difference(held.get(key), wanted_part(trial, rank, key, wanted[key])))
+        found = _difference(held.get(key), wanted_part(trial, rank, key, wanted[key]))
+        yield Finding.at(rank, expected, found, name=what)
 
 
 def _difference(held: np.ndarray | None, wanted: np.ndarray) -> str:
@@ -149,7 +150,7 @@ def _wrong_rates(trial: Trial) -> Iterator[Finding]:
     """The schedule goes on: in every step since, for the optimizer's own rate hides a scheduler that starts anew for one."""
     for rank, step, reference in trial.steps():
         if step.lr is None or not math.isclose(step.lr, reference.lr, rel_tol=1e-12):
-            yield Finding(f"rank {rank}, step {step.step}, learning rate", repr(reference.lr), repr(step.lr))
+            yield Finding.at(rank, repr(reference.lr), repr(step.lr), step=step.step, name="learning rate")
 
 
 def _wrong_samples(trial: Trial) -> Iterator[Finding]:
@@ -158,7 +159,7 @@ def _wrong_samples(trial: Trial) -> Iterator[Finding]:
     for rank, ids in received_samples(trial, first).items():
         if strange := [id_ for id_ in ids if id_ not in wanted]:
             found = f"{len(strange)} of {len(ids)} are not of that step{_of_step(trial, ids)}"
-            yield Finding(f"rank {rank}, step {first}, samples", "the data position of the step", found)
+            yield Finding.at(rank, "the data position of the step", found, step=first, name="samples")
 
 
 def _of_step(trial: Trial, ids: list[int | None]) -> str:

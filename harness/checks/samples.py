@@ -41,14 +41,14 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
         wanted = positions(trial.case, rank, trial.case.seq_len(step))
         if found is not None and not np.array_equal(found, wanted):
             words = (f"the tokens at positions {positions_text(wanted)}", f"those at {positions_text(found)}")
-            findings.append(Finding(f"rank {rank}, step {step}", *words))
+            findings.append(Finding.at(rank, *words, step=step))
     return findings
 
 
 def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
     expected, found = "samples of the recipe's steps", "rows of tokens that are none of them"
     return [
-        Finding(f"rank {rank}, step {step}", expected, f"{ids.count(None)} {found}")
+        Finding.at(rank, expected, f"{ids.count(None)} {found}", step=step)
         for rank, ids in received.items()
         if None in ids
     ]
@@ -61,7 +61,7 @@ def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: 
             first = trial.plan.peers(rank, axis)[0]
             if received[rank] != received.get(first):
                 expected = f"the samples of {axis} peer {first}: {received.get(first)}"
-                findings.append(Finding(f"rank {rank}, step {step}", expected, f"{received[rank]}"))
+                findings.append(Finding.at(rank, expected, f"{received[rank]}", step=step))
     return findings
 
 
@@ -97,7 +97,7 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
         for record in trial.ranks[rank].steps:
             sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
             if record.step == step and sizes != wanted:
-                findings.append(Finding(f"rank {rank}, step {step}", f"microbatches of {wanted} samples", f"{sizes}"))
+                findings.append(Finding.at(rank, f"microbatches of {wanted} samples", f"{sizes}", step=step))
     return findings
 
 
@@ -113,7 +113,7 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
         whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, received, own, strict=False)]
         if seen and not (len(seen) == len(received) and all(whole)):
             findings.append(
-                Finding(f"rank {rank}, step {step}", f"labels for microbatches of {received} tokens", f"{seen} labels")
+                Finding.at(rank, f"labels for microbatches of {received} tokens", f"{seen} labels", step=step)
             )
     return findings
 
@@ -125,7 +125,7 @@ def _parts(trial: Trial, rank: int, step: int) -> list[Microbatch]:
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
     """Where labels were seen, they are those of the sample."""
     return [
-        Finding(f"rank {rank}, step {step}", "each sample's own labels", f"{len(pairs)} labels differ")
+        Finding.at(rank, "each sample's own labels", f"{len(pairs)} labels differ", step=step)
         for rank, pairs in wrong_labels(trial, step).items()
         if pairs
     ]

@@ -20,7 +20,7 @@ def check(trial: Trial) -> Result:
         wanted = planned(trial, rank)
         for step in evidence.steps:
             examined += len(wanted)
-            findings += _compare(f"rank {rank}, step {step.step}", wanted, step.actions)
+            findings += _compare(rank, step.step, wanted, step.actions)
     return verdict_of("schedule", findings, examined)
 
 
@@ -29,13 +29,13 @@ def planned(trial: Trial, rank: int) -> tuple[str, ...]:
     return tuple(map(str, actions_of_rank(trial.case, rank))) * trial.case.features.accumulation
 
 
-def _compare(where: str, wanted: tuple[str, ...], seen: tuple[str, ...]) -> list[Finding]:
+def _compare(rank: int, step: int, wanted: tuple[str, ...], seen: tuple[str, ...]) -> list[Finding]:
     """The first place at which they part, with what comes next."""
     if wanted == seen:
         return []
     pairs = enumerate(zip(wanted, seen, strict=False))
     at = next((index for index, (one, other) in pairs if one != other), min(len(wanted), len(seen)))
-    return [Finding(f"{where}, action {at}", _from(wanted, at), _from(seen, at))]
+    return [Finding.at(rank, _from(wanted, at), _from(seen, at), step=step, name=f"action {at}")]
 
 
 def _from(actions: tuple[str, ...], at: int) -> str:

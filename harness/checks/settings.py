@@ -51,7 +51,7 @@ def _changed(trial: Trial) -> Iterator[Finding]:
             right = allowed(trial, evidence, name)
             for step in evidence.steps if not is_free(trial, name) else ():
                 if set(step.settings.get(name, right)) - set(right):
-                    yield Finding(f"rank {rank}, step {step.step}, {name}", right[0], _words(step.settings[name]))
+                    yield Finding.at(rank, right[0], _words(step.settings[name]), step=step.step, name=name)
                     break
 
 
@@ -67,7 +67,7 @@ def _unlike(trial: Trial) -> Iterator[Finding]:
         ((usual, _),) = Counter(seen.values()).most_common(1)
         for (rank, step), values in seen.items():
             if values != usual:
-                yield Finding(f"rank {rank}, step {step}, {name}", f"{_words(usual)} as elsewhere", _words(values))
+                yield Finding.at(rank, f"{_words(usual)} as elsewhere", _words(values), step=step, name=name)
                 break
 
 

@@ -24,5 +24,5 @@ def check(trial: Trial) -> Result:
                 shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
                 nowhere = "bytes that are nowhere in the seed weight"
                 observed = nowhere if found is None else slice_text(found, shape, flat=flat)
-                findings.append(Finding(f"rank {rank}, {fqn}", slice_text(wanted, shape, flat=flat), observed))
+                findings.append(Finding.at(rank, slice_text(wanted, shape, flat=flat), observed, name=fqn))
     return verdict_of("shard_contents", findings, examined)

@@ -98,9 +98,7 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     most = trial.plan.outside_bytes[rank]
     if moved <= most:
         return []
-    return [
-        Finding(f"rank {rank}, step {step}, outside forward and backward", f"at most {amount(most)}", amount(moved))
-    ]
+    return [Finding.at(rank, f"at most {amount(most)}", amount(moved), step=step, name="outside forward and backward")]
 
 
 def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
@@ -115,7 +113,7 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     if moved <= most:
         return []
     text = f"at most {amount(most)}" if most else amount(0)
-    return [Finding(f"rank {rank}, step {step}, integers in forward and backward", text, amount(moved))]
+    return [Finding.at(rank, text, amount(moved), step=step, name="integers in forward and backward")]
 
 
 def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
@@ -130,9 +128,7 @@ def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
 
 def _waiting(evidence: RankEvidence, step: int) -> list[Finding]:
     return [
-        Finding(
-            f"rank {evidence.rank}, step {step}, {phase}", "no rank waits for others", f"{count} x {op} of no bytes"
-        )
+        Finding.at(evidence.rank, "no rank waits for others", f"{count} x {op} of no bytes", step=step, name=phase)
         for (_, op, phase), count in sorted(waits(evidence, step).items())
     ]
 
@@ -143,9 +139,9 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
         expected, moved = wanted.get(key, 0), seen.get(key, 0)
         if expected != moved:
             ranks, op, phase = key
-            place = f"rank {rank}, step {step}, {phase} {op} over {axis_text(trial, ranks)}"
+            name = f"{phase} {op} over {axis_text(trial, ranks)}"
             text = amount(moved) + dtype_words(trial, rank, step, key, expected, moved)
-            findings.append(Finding(place, amount(expected), text))
+            findings.append(Finding.at(rank, amount(expected), text, step=step, name=name))
     return findings
 
 

@@ -9,7 +9,9 @@ with, and what there is when training has ended.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 
 STAGE = "numbers"
+Here = Callable[..., Finding]  # Finding.at of a rank, a step and a parameter
 
 
 @dataclass
@@ -100,7 +103,7 @@ def recipe_of(trial: Trial, fqn: str) -> TrainingConfig:
 def _wrong_lr(rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
     if step.lr is not None and math.isclose(step.lr, wanted, rel_tol=1e-12):
         return []
-    return [Finding(f"rank {rank}, step {step.step}, learning rate", repr(wanted), repr(step.lr))]
+    return [Finding.at(rank, repr(wanted), repr(step.lr), step=step.step, name="learning rate")]
 
 
 def _replay(
@@ -113,17 +116,17 @@ def _replay(
             return []  # `completed` reports it
         held, given = state.value.shape, step.gradients[fqn].shape
         if given != held:
-            where = f"rank {evidence.rank}, step {step.step}, gradient of {fqn}"
-            return [Finding(where, f"shape {held}", f"shape {given}")]
+            name = f"gradient of {fqn}"
+            return [Finding.at(evidence.rank, f"shape {held}", f"shape {given}", step=step.step, name=name)]
         clip = tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm)
         gradient = clip * step.gradients[fqn].astype(np.float64)
         expected, magnitude = _advance(state, step, gradient, rates[step.step], recipe)
         bound = tolerance.update_bound(trial.case, magnitude)
-        where = f"rank {evidence.rank}, step {step.step}, {fqn}"
-        finding = _compare(where, step.parameters[fqn], expected, bound, state.value)
+        here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
+        finding = _compare(here, step.parameters[fqn], expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
-            finding = finding or _compare_moments(where, trial, step.optimizer_state.get(fqn, {}), state)
-        finding = finding or _compare_with_what_was_left(where, trial, step, fqn)
+            finding = finding or _compare_moments(here, trial, fqn, step.optimizer_state.get(fqn, {}), state)
+        finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
         if finding:
             return [finding]
         state.value = step.parameters[fqn].astype(np.float64)  # go on from what is there: one mistake, one finding
@@ -179,38 +182,36 @@ def _advance(
 
 
 def _compare(
-    where: str, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray, before: np.ndarray
+    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray, before: np.ndarray
 ) -> Finding | None:
     if observed.shape != expected.shape:
-        return Finding(where, f"shape {expected.shape}", f"shape {observed.shape}")
+        return here(f"shape {expected.shape}", f"shape {observed.shape}")
     wrong = ~(np.abs(observed - expected) <= bound)  # a NaN is wrong
     if not wrong.any():
         return None
     if np.array_equal(observed, before):
-        return Finding(where, "moved by the optimizer", "not changed at all")
+        return here("moved by the optimizer", "not changed at all")
     at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
     moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
     ratio = moved / should if should else math.inf
     found = f"moved by {moved:.6g} (ratio {ratio:.10g}); {int(wrong.sum())} of {wrong.size} entries wrong"
-    return Finding(where, f"entry {tuple(map(int, at))} moved by {should:.6g}", found, f"{float(bound[at]):.1e}")
+    return here(f"entry {tuple(map(int, at))} moved by {should:.6g}", found, f"{float(bound[at]):.1e}")
 
 
-def _compare_with_what_was_left(where: str, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
+def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
     """Only what differed was put on record, so being there is enough: a bound would be nobody's."""
     now = (step.changed or {}).get(fqn)
     if now is None:
         return None
     left, when = step.parameters[fqn], until(trial, step.step)
     if now.size != left.size or now.dtype != left.dtype:
-        return Finding(where, f"left alone {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
+        return here(f"left alone {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
     differing = now.reshape(-1) != left.reshape(-1)
     most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
-    return Finding(
-        where, f"left alone {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {most:.2g}"
-    )
+    return here(f"left alone {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {most:.2g}")
 
 
-def _compare_moments(where: str, trial: Trial, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
+def _compare_moments(here: Here, trial: Trial, fqn: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
     """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
     if trial.case.training.optimizer == "sgd":
         return None
@@ -222,5 +223,5 @@ def _compare_moments(where: str, trial: Trial, seen: dict[str, np.ndarray], stat
         held = seen.get(key)
         if held is None or held.shape != expected.shape or not (np.abs(held - expected) <= bound).all():
             found = "none" if held is None else "another value"
-            return Finding(f"{where}, {key}", "the optimizer's average of the gradients seen", found)
+            return here("the optimizer's average of the gradients seen", found, name=f"{fqn}, {key}")
     return None

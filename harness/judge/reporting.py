@@ -50,7 +50,5 @@ def silences(trial: Trial, what: str, read: Read) -> list[Finding]:
         reported_in = [step.step for step in evidence.steps if read(step) is not None]
         for step in due(trial, rank) if reported_in else ():
             if step not in reported_in:
-                findings.append(
-                    Finding(f"rank {rank}, step {step}", f"a {what}, as in step {reported_in[0]}", "none reported")
-                )
+                findings.append(Finding.at(rank, f"a {what}, as in step {reported_in[0]}", "none reported", step=step))
     return findings

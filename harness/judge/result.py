@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 
 class Verdict(StrEnum):
@@ -18,12 +19,27 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a law is broken: where, what was expected, what was observed, and the bound if it is a number."""
+    """One place where a law is broken: where, what was expected, what was observed, and the bound if it is a number.
+
+    rank, step, name: the same place as data, for whoever needs more than its text; None and empty where a law has no one
+    rank, step or thing to name. `at` makes the text of them.
+    """
 
     where: str
     expected: str
     observed: str
     bound: str = ""
+    rank: int | None = field(default=None, compare=False)
+    step: int | None = field(default=None, compare=False)
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def at(
+        cls, rank: int, expected: str, observed: str, bound: str = "", *, step: int | None = None, name: str = ""
+    ) -> Self:
+        """Of one rank: "rank 1, step 2, norm.weight"."""
+        words = (f"rank {rank}", "" if step is None else f"step {step}", name)
+        return cls(", ".join(filter(None, words)), expected, observed, bound, rank, step, name)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ def test_anomaly_detection_left_on_is_named() -> None:
 def test_a_switch_that_is_on_for_a_part_of_one_step_is_a_finding() -> None:
     trial = with_setting(trial_of(tiny_case("fsdp_2")), "autograd anomaly detection", "off", "on", at=((1, 2),))
     assert cause(trial) == "autograd anomaly detection is off and on on rank 1 from step 2 on, requested off"
+    (finding,) = judged("settings", trial).findings
+    assert (finding.rank, finding.step, finding.name) == (1, 2, "autograd anomaly detection")
 
 
 def test_what_a_rank_was_started_with_or_an_adapter_declares_is_right() -> None:
