@@ -100,3 +100,47 @@ def optimize(
 
 def _average(values: list[np.ndarray], beta: float) -> np.ndarray:
     return (1 - beta) * sum(beta ** (len(values) - 1 - i) * value for i, value in enumerate(values))
+
+
+def retrained(training: TrainingConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:
+    """What reference.counterfactual.retrain gives, of literal steps: their gradients do not depend on the parameters, nor on
+    what is trained on, so that `weights`, `gradients`, `given`, `rate` and `left` are what can be assumed."""
+    values = dict(otherwise.get("weights") or reference.weights)
+    moments = {fqn: (np.zeros_like(v), np.zeros_like(v)) for fqn, v in values.items()}
+    steps = []
+    for step in reference.steps:
+        gradients = otherwise["gradients"](step.step, step.gradients) if otherwise.get("gradients") else step.gradients
+        norm = math.sqrt(math.fsum(x * x for g in gradients.values() for x in g.ravel().tolist()))
+        usual = {fqn: clip(norm, training) * g for fqn, g in gradients.items()}
+        given = otherwise["given"](step.step, gradients, norm) if otherwise.get("given") else usual
+        rates = {fqn: otherwise["rate"](step.step, fqn) if otherwise.get("rate") else step.lr for fqn in values}
+        for fqn, gradient in given.items():
+            values[fqn], moments[fqn] = _moved(
+                values[fqn], moments[fqn], gradient, step.step, rates[fqn], recipe_of(fqn, training)
+            )
+        values = otherwise["left"](step.step, values) if otherwise.get("left") else values
+        same = set(rates.values())
+        state = {f: {"exp_avg": a, "exp_avg_sq": b} for f, (a, b) in moments.items()} if step.optimizer_state else {}
+        lr = same.pop() if len(same) == 1 else step.lr
+        steps.append(
+            replace(step, grad_norm=norm, lr=lr, gradients=gradients, parameters=dict(values), optimizer_state=state)
+        )
+    return replace(reference, weights=dict(otherwise.get("weights") or reference.weights), steps=tuple(steps))
+
+
+def _moved(
+    value: np.ndarray,
+    moments: tuple[np.ndarray, np.ndarray],
+    gradient: np.ndarray,
+    step: int,
+    lr: float,
+    training: TrainingConfig,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """One step of the optimizer: the parameter and its averages."""
+    if training.optimizer == "sgd":
+        return value - lr * gradient - lr * training.weight_decay * value, moments
+    first = training.beta1 * moments[0] + (1 - training.beta1) * gradient
+    second = training.beta2 * moments[1] + (1 - training.beta2) * gradient**2
+    decayed = value - lr * training.weight_decay * value
+    unbiased = first / (1 - training.beta1**step), second / (1 - training.beta2**step)
+    return decayed - lr * unbiased[0] / (np.sqrt(unbiased[1]) + training.eps), (first, second)

@@ -95,6 +95,8 @@ def observed_norm(trial: Trial, step: int) -> float:
 
 def recipe_of(trial: Trial, fqn: str) -> TrainingConfig:
     """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
+    if trial.assumed.recipe:
+        return trial.assumed.recipe(fqn)
     training = trial.case.training
     spared = training.decay == "matrices" and len(trial.case.model.parameter_shapes().get(fqn, ())) == 1
     return replace(training, weight_decay=0.0) if spared else training
@@ -118,9 +120,9 @@ def _replay(
         if given != held:
             name = f"gradient of {fqn}"
             return [Finding.at(evidence.rank, f"shape {held}", f"shape {given}", step=step.step, name=name)]
-        clip = tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm)
-        gradient = clip * step.gradients[fqn].astype(np.float64)
-        expected, magnitude = _advance(state, step, gradient, rates[step.step], recipe)
+        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step])
+        rate = trial.assumed.rate(step.step, fqn) if trial.assumed.rate else rates[step.step]
+        expected, magnitude = _advance(state, step, gradient, rate, recipe)
         bound = tolerance.update_bound(trial.case, magnitude)
         here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
         finding = _compare(here, step.parameters[fqn], expected, bound, state.value)
@@ -131,6 +133,14 @@ def _replay(
             return [finding]
         state.value = step.parameters[fqn].astype(np.float64)  # go on from what is there: one mistake, one finding
     return []
+
+
+def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray:
+    """The clipped gradient, or what is assumed in its place."""
+    gradient = step.gradients[fqn].astype(np.float64)
+    if trial.assumed.given:
+        return trial.assumed.given(rank, step.step, fqn, gradient)
+    return tolerance.clip_coefficient(norm, trial.case.training.max_norm) * gradient
 
 
 def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:

@@ -1,10 +1,10 @@
-"""Findings of several laws -> one named cause, in the field's words, and the evidence for it in a few lines.
+"""Broken laws -> causes that are proven, in the field's words, and the evidence for them in a few lines.
 
-Each rule knows one kind of cause and looks at the trial itself, not at the wording of findings. Rules are tried in the
-order in which one mistake leads to others: a dead rank explains missing evidence, a wrong layout explains traffic, a
-wrong sample explains a wrong gradient, a wrong gradient explains the update. The first that answers names the cause.
+Each file knows one subject. It proposes hypotheses, which the engine puts to the test: under the assumption the stored evidence
+is judged again, the laws that are broken hold, and none that held breaks. And it states facts, of which a law has seen all
+there is to know. What neither explains is said as that, with the place where things first go wrong.
 
-A diagnosis is a service, the verdict is the laws'. So a rule that raises is skipped, and the evidence says so.
+A diagnosis is a service, the verdict is the laws'. So what raises is skipped, and the evidence says so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from harness.checks import judge
 from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.data import wrong_positions, wrong_samples, wrong_weights
+from harness.diagnosis.engine import explain
 from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
 from harness.diagnosis.gradients import wrong_gradients
+from harness.diagnosis.hypothesis import Facts, Proof, Suspects
 from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import wrong_contents, wrong_layout
 from harness.diagnosis.memory import copies_made, growing
@@ -38,11 +40,14 @@ from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wron
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.settings import wrong_precision, wrong_settings
 from harness.diagnosis.updates import changed_afterwards, wrong_update
-from harness.diagnosis.words import Broken, Lines, finding_line
-from harness.judge.result import Diagnosis, Result, Verdict
+from harness.diagnosis.words import Broken, finding_line
+from harness.judge.result import Diagnosis, Lines, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
+
+SUSPECTS: tuple[Suspects, ...] = ()
+FACTS: tuple[Facts, ...] = ()
 
 RULES: tuple[Rule, ...] = (
     process_failed,
@@ -94,12 +99,40 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
             return earlier
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
-        return Diagnosis(f"{failed[0].check} is broken and does not say where") if failed else None
-    found, skipped = _first_answer(trial, broken, rules)
-    found = found or _plain_summary(broken)
+        return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
+    skipped: Lines = ()
+    if (found := _proven(trial, results)) is None:
+        answer, skipped = _first_answer(trial, broken, rules)
+        found = answer or _plain_summary(broken)
     if trial.case.last_step is not None:
-        found = dataclasses.replace(found, cause=f"{launch_label(trial)}{found.cause}")
+        found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
+
+
+def _proven(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
+    """None where something is left that neither a proof nor a fact explains."""
+    found = explain(trial, results, SUSPECTS, FACTS)
+    if found.left or not (found.proofs or found.facts):
+        return None
+    first = found.proofs[0].hypotheses if found.proofs else ()
+    causes = (*(one.cause for one in first), *(fact.cause for fact in found.facts))
+    lines = [
+        line for of_one in (*(one.lines for one in first), *(fact.lines for fact in found.facts)) for line in of_one
+    ]
+    lines += [("or as well", "; ".join(one.cause.text for one in proof.hypotheses)) for proof in found.proofs[1:]]
+    return Diagnosis(
+        causes, (*_assuming(found.proofs, results), *lines, *(("not tried", text) for text in found.raised))
+    )
+
+
+def _assuming(proofs: Sequence[Proof], results: Sequence[Result]) -> Lines:
+    if not proofs:
+        return ()
+    broken = sum(result.verdict is Verdict.FAIL for result in results)
+    laws = (
+        f"{len(proofs[0].explained)} of {broken} broken laws hold{', and none that held breaks' * proofs[0].complete}"
+    )
+    return (("assuming this", laws),)
 
 
 def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[Diagnosis | None, Lines]:
@@ -122,7 +155,7 @@ def _plain_summary(broken: Broken) -> Diagnosis:
     """What is left where no rule knows the cause: the first law that is broken, and which others are."""
     name, text = finding_line(*next(iter(broken.items())))
     others = [other for other in broken if other != name]
-    return Diagnosis(f"{name}: {text}", (("also broken", ", ".join(others)),) if others else ())
+    return one_cause(f"{name}: {text}", (("also broken", ", ".join(others)),) if others else ())
 
 
 def _what_weaker_tests_say(results: Sequence[Result]) -> Lines:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.checks.checkpoint import PARAMETER, may_be, saved, unknown, wanted
 from harness.diagnosis.words import Broken, finding_line, in_parameters
 from harness.evidence.checkpoint_index import Checkpoint
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.trial import Trial
 
 
@@ -20,7 +20,7 @@ def wrong_checkpoint(trial: Trial, broken: Broken) -> Diagnosis | None:
     line = finding_line("checkpoint", broken["checkpoint"])
     first = texts[0] if texts else f"holds something else than what trained: {line[1]}"
     where = f"the checkpoint of step {trial.case.saved_step}"
-    return Diagnosis(f"{where} {first}", (*(("also", f"it {more}") for more in texts[1:]), line))
+    return one_cause(f"{where} {first}", (*(("also", f"it {more}") for more in texts[1:]), line))
 
 
 def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:

@@ -11,12 +11,12 @@ import numpy as np
 from harness.checks.positions import wrong_rows
 from harness.checks.samples import misshapen_labels, wrong_labels
 from harness.diagnosis.layout import contents_line
-from harness.diagnosis.words import Broken, Lines, finding_line, in_parameters, on_ranks, rank_words
+from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks, rank_words
 from harness.evidence.records import Microbatch
 from harness.evidence.text import positions_text
 from harness.judge.contents import take
 from harness.judge.received_samples import positions_received, received_samples
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, Lines, one_cause
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 
@@ -37,7 +37,7 @@ def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
             cause = f"ranks along {axis} start from the same shard: rank {other} holds the values of rank {one}"
             cut = [fqn for fqn in trial.plan.shapes if trial.plan.slices[one][fqn] != trial.plan.slices[other][fqn]]
             where = "" if set(cut) == same[0] else " " + in_parameters(trial, [fqn for fqn in cut if fqn in same[0]])
-            return Diagnosis(cause + where, tuple(contents_line(trial)))
+            return one_cause(cause + where, tuple(contents_line(trial)))
     strange = [
         (rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None
     ]
@@ -47,7 +47,7 @@ def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
     where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
     found = _all_alike(trial, strange) or _drawn_anew(trial, strange)
     cause = f"training does not start from the seed weights {where}{found}"
-    return Diagnosis(cause, tuple(_strange_line(trial, *strange[0])))
+    return one_cause(cause, tuple(_strange_line(trial, *strange[0])))
 
 
 def _all_alike(trial: Trial, strange: list[tuple[int, str]]) -> str:
@@ -123,7 +123,7 @@ def wrong_samples(trial: Trial, broken: Broken) -> Diagnosis | None:
     for step, wanted in enumerate(trial.reference.samples, start=1):
         cause = _name_samples(trial, step, set(wanted))
         if cause:
-            return Diagnosis(cause, _sample_lines(trial, broken))
+            return one_cause(cause, _sample_lines(trial, broken))
     return None
 
 
@@ -301,4 +301,4 @@ def wrong_positions(trial: Trial, broken: Broken) -> Diagnosis | None:
     what = "rotary positions restart at 0 on each cp rank" if restarted else "wrong rotary positions"
     if not set(wrong) & set(trial.first_stages()):
         what = "later pipeline stages turn queries and keys by other positions than the first"
-    return Diagnosis(f"{what}: {text}", (finding_line("positions", broken["positions"]),))
+    return one_cause(f"{what}: {text}", (finding_line("positions", broken["positions"]),))

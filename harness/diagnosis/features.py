@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from harness.checks import features
 from harness.diagnosis.words import Broken, finding_line, on_ranks, some
-from harness.judge.result import Diagnosis, Verdict
+from harness.judge.result import Diagnosis, Verdict, one_cause
 from harness.judge.trial import Trial
 
 
@@ -20,7 +20,7 @@ def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
     blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
     lost = "its masks are not those that the loss was computed with"
     cause = f"recomputation of {some(blocks, 4)} began with another random state than forward: {lost}"
-    return Diagnosis(cause, (finding_line("gradients", broken["gradients"]),))
+    return one_cause(cause, (finding_line("gradients", broken["gradients"]),))
 
 
 def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -30,7 +30,7 @@ def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
     cause = (
         cause or _checkpointing(trial) or _compiled_again(trial) or _hooks(trial) or _beside(trial) or _fallback(trial)
     )
-    return Diagnosis(cause, (finding_line("features", broken["features"]),)) if cause else None
+    return one_cause(cause, (finding_line("features", broken["features"]),)) if cause else None
 
 
 def _quantization(trial: Trial) -> str | None:
@@ -71,7 +71,7 @@ def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
         if seen not in (0, layers):
             often = f"{seen / layers:.4g} times in forward (rank {rank}, step {step.step})"
             cause = f"attention is computed {often}, once is needed"
-            return Diagnosis(cause, (finding_line("features", broken["features"]),))
+            return one_cause(cause, (finding_line("features", broken["features"]),))
     return None
 
 

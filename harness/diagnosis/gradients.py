@@ -34,7 +34,7 @@ from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.forward import documents_see_each_other, unexplained
 from harness.diagnosis.words import Broken, finding_line, groups_text, rank_words, some, traffic_lines
 from harness.judge import attribution, tolerance
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 from harness.plan.stages import parameters_of_stage
@@ -67,13 +67,13 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
     ):
         cause = explain(trial, wrong)
         if cause:
-            return Diagnosis(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
+            return one_cause(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
     cause, lines = unexplained(trial, wrong), _gradient_lines(trial, wrong)
     if "features" in broken and trial.case.dims.cp == 1:  # what was seen, before what numbers make one think of
-        return Diagnosis(
+        return one_cause(
             f"features: {finding_line('features', broken['features'])[1]}; {cause}", (*_why(cause), *lines)
         )
-    return Diagnosis(cause, (*_why(cause), *lines))
+    return one_cause(cause, (*_why(cause), *lines))
 
 
 # ---- the kinds of mistakes, each None if it is not that

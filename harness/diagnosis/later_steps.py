@@ -18,9 +18,9 @@ from harness.diagnosis.differences import (
 )
 from harness.diagnosis.factors import times_text
 from harness.diagnosis.gradients import scaled_by_powers
-from harness.diagnosis.words import Broken, Lines, finding_line
+from harness.diagnosis.words import Broken, finding_line
 from harness.judge import tolerance
-from harness.judge.result import Diagnosis, Verdict
+from harness.judge.result import Diagnosis, Lines, Verdict, one_cause
 from harness.judge.trial import Trial
 
 
@@ -36,22 +36,22 @@ def wrong_later_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         text = f"gradients are wrong from step {step} on, the first after resuming, {where_text(trial, wrong)}"
         as_saved = run_check("resume", resume.check, trial).verdict is Verdict.PASS
         why = ": parameters, optimizer state and samples are those that were saved" if as_saved else ""
-        return Diagnosis(text + why, (line,))
+        return one_cause(text + why, (line,))
     if all(_is_sum_of_steps(trial, rank, fqn, step) for rank, fqn in wrong):
-        return Diagnosis(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
+        return one_cause(f"gradients are not zeroed between steps: those of step {step} hold step 1's as well", (line,))
     where, factor = where_text(trial, wrong), common_factor(trial, wrong, step)
     if factor is not None:
         text = f"gradients are right in step {trial.first_step} and from step {step} on {times_text(factor)}"
         text += f" what they should be {where}"
-        return Diagnosis(text + _count_of_another_step(trial, step, factor), (line,))
+        return one_cause(text + _count_of_another_step(trial, step, factor), (line,))
     powers = scaled_by_powers(trial, wrong, step)
     if powers:
-        return Diagnosis(f"from step {step} on {powers}", (line,))
+        return one_cause(f"from step {step} on {powers}", (line,))
     off = loss_off(trial, step)
     if off:
         text = f"the forward pass is right in step {trial.first_step} and wrong from step {step} on (loss off by {off:.1e})"
-        return Diagnosis(text, (line, *_what_may_be_kept(trial)))
-    return Diagnosis(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
+        return one_cause(text, (line, *_what_may_be_kept(trial)))
+    return one_cause(f"gradients are right in step {trial.first_step} and wrong from step {step} on {where}", (line,))
 
 
 def _what_may_be_kept(trial: Trial) -> Lines:
@@ -94,8 +94,8 @@ def wrong_loss(trial: Trial, broken: Broken) -> Diagnosis | None:
     off, line = loss_off(trial), finding_line("loss", broken["loss"])
     if off:
         close = f"its gradients match within the bound of {trial.bounds.gradient[1]:.1e}"
-        return Diagnosis(f"the loss of step 1 is off by {off:.1e}, {close}", (line,))
+        return one_cause(f"the loss of step 1 is off by {off:.1e}, {close}", (line,))
     first = broken["loss"].findings[0]
     if first.where.startswith("rank") and first.where.endswith("step 1"):
-        return Diagnosis(f"ranks compute different losses from the same tokens: {first.where}", (line,))
+        return one_cause(f"ranks compute different losses from the same tokens: {first.where}", (line,))
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.diagnosis.words import Broken, groups_text, in_parameters, on_ranks, some, traffic_lines
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.trial import Trial
 from harness.plan.plan import Plan
 from harness.plan.slices import Slice, flat_slices, numel, slice_of, slice_text
@@ -68,7 +68,7 @@ def wrong_layout(trial: Trial, broken: Broken) -> Diagnosis | None:
     for layout in explaining:
         if _would_change(trial, layout) == set(wrong):
             causes = [*_causes(layout, trial.case.dims), *_unreduced(trial, broken)]
-            return Diagnosis("; ".join(causes), tuple(_layout_lines(trial, layout)))
+            return one_cause("; ".join(causes), tuple(_layout_lines(trial, layout)))
     return _name_partial(explaining[0], trial, wrong) if explaining else None
 
 
@@ -138,7 +138,7 @@ def _name_partial(layout: Layout, trial: Trial, wrong: list[str]) -> Diagnosis:
         cause = f"{left_out} is not applied to {where} ({some(wrong)}): every rank of a group holds them whole"
     else:
         cause = f"{where} ({some(wrong)}) are sharded otherwise than all others"
-    return Diagnosis(cause, tuple(contents_line(trial)))
+    return one_cause(cause, tuple(contents_line(trial)))
 
 
 def _causes(layout: Layout, dims: ParallelDims) -> Iterator[str]:
@@ -272,4 +272,4 @@ def wrong_contents(trial: Trial, broken: Broken) -> Diagnosis | None:
     wrong = wrong_parts(trial)
     fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn, _ in wrong}]
     where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _, _ in wrong])}"
-    return Diagnosis(f"ranks hold other slices than planned {where}", tuple(contents_line(trial)))
+    return one_cause(f"ranks hold other slices than planned {where}", tuple(contents_line(trial)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.checks import memory
 from harness.diagnosis.words import Broken, finding_line, on_ranks
 from harness.evidence.text import bytes_text
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.trial import Trial
 
 
@@ -16,7 +16,7 @@ def growing(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     kinds = ", ".join(list(memory.grown(trial.ranks[ranks[0]]))[:3])
     cause = f"{bytes_text(rates[ranks[0]])} more are kept after every step{on_ranks(trial, ranks)}: {kinds}"
-    return Diagnosis(cause, (finding_line("memory", broken["memory"]),))
+    return one_cause(cause, (finding_line("memory", broken["memory"]),))
 
 
 def copies_made(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -27,4 +27,4 @@ def copies_made(trial: Trial, broken: Broken) -> Diagnosis | None:
     size, step, phase = most[ranks[0]][0]
     where = "outside of forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
     cause = f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}, and are given up again"
-    return Diagnosis(cause + on_ranks(trial, ranks), (finding_line("memory", broken["memory"]),))
+    return one_cause(cause + on_ranks(trial, ranks), (finding_line("memory", broken["memory"]),))

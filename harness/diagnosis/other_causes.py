@@ -20,7 +20,7 @@ from harness.evidence.records import RankEvidence, StepEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.losses import losses
 from harness.judge.reporting import Read, due, silences
-from harness.judge.result import Diagnosis, Verdict
+from harness.judge.result import Diagnosis, Verdict, one_cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.traffic import observed
 from harness.judge.trial import Trial
@@ -42,14 +42,14 @@ def wrong_reports(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     lines = tuple(finding_line(name, broken[name]) for name in wrong)
     if silent := [_silent(trial, shown[name], REPORTED[name]) for name in wrong if silences(trial, "", REPORTED[name])]:
-        return Diagnosis("; ".join(silent), lines)
+        return one_cause("; ".join(silent), lines)
     if "grad_norm" in broken and (ratio := _length(trial)):
         cause = f"gradients are {ratio:.3g} times as long as the reference's, though no entry is beyond its noise"
-        return Diagnosis(cause, (finding_line("grad_norm", broken["grad_norm"]),))
+        return one_cause(cause, (finding_line("grad_norm", broken["grad_norm"]),))
     hints = {name: HINTS[name](trial) for name in wrong}
     text = "; ".join(f"{shown[name]}: {hint}" if len(wrong) > 1 else hint for name, hint in hints.items())
     what = f"the reported {' and '.join(shown[name] for name in wrong)} {'are' if len(wrong) > 1 else 'is'} wrong"
-    return Diagnosis(f"{what}, the training itself is right: {text}", lines)
+    return one_cause(f"{what}, the training itself is right: {text}", lines)
 
 
 REPORTED: dict[str, Read] = {
@@ -196,7 +196,7 @@ def replicas_drift(trial: Trial, broken: Broken) -> Diagnosis | None:
     first = result.findings[0]
     why = "within rounding of the reference, but replicas that differ in one bit drift on: they must be equal"
     lines = () if {"gradients", "update"} & set(broken) else (("why", why),)
-    return Diagnosis(f"replicas drift apart: {first.where}: {first.observed}", lines)
+    return one_cause(f"replicas drift apart: {first.where}: {first.observed}", lines)
 
 
 # ---- traffic, groups, memory
@@ -208,7 +208,7 @@ def out_of_order(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     first = broken["collective_order"].findings[0]
     text = f"{STRUCTURE['collective_order']}: {first.where}: {first.observed}, {first.expected}"
-    return Diagnosis(text, (finding_line("collective_order", broken["collective_order"]),))
+    return one_cause(text, (finding_line("collective_order", broken["collective_order"]),))
 
 
 def ranks_wait(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -216,7 +216,7 @@ def ranks_wait(trial: Trial, broken: Broken) -> Diagnosis | None:
     for rank, step, _ in trial.steps() if "traffic" in broken else ():
         for (ranks, op, phase), count in sorted(waits(trial.ranks[rank], step.step).items()):
             text = f"{count} x {op} of no bytes over {ranks_text(ranks)} (rank {rank}, step {step.step})"
-            return Diagnosis(
+            return one_cause(
                 f"ranks wait for each other in {phase}: {text}", (finding_line("traffic", broken["traffic"]),)
             )
     return None
@@ -230,7 +230,7 @@ def copies_kept(trial: Trial, broken: Broken) -> Diagnosis | None:
     held = memory.copies_kept(trial, ranks[0])
     size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
     cause = f"{size} of {dtypes} are retained in unaccounted tensors{on_ranks(trial, ranks)}"
-    return Diagnosis(cause + _as_large_as(trial, ranks[0]), (finding_line("memory", broken["memory"]),))
+    return one_cause(cause + _as_large_as(trial, ranks[0]), (finding_line("memory", broken["memory"]),))
 
 
 def _as_large_as(trial: Trial, rank: int) -> str:
@@ -251,8 +251,8 @@ def wrong_structure(trial: Trial, broken: Broken) -> Diagnosis | None:
     cause = _features_in_force(trial) or _reduced_too_often(trial) if "traffic" in broken else None
     lines = tuple(finding_line(name, broken[name]) for name in names)
     if cause:
-        return Diagnosis(cause, lines)
-    return Diagnosis(f"{STRUCTURE[names[0]]}: {lines[0][1]}", (*lines[1:], *traffic_lines(trial)))
+        return one_cause(cause, lines)
+    return one_cause(f"{STRUCTURE[names[0]]}: {lines[0][1]}", (*lines[1:], *traffic_lines(trial)))
 
 
 STRUCTURE = {
@@ -310,7 +310,7 @@ def not_deterministic(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     first = broken["determinism"].findings[0]
     text = f"the same case run twice gives different bytes{_fed_otherwise(trial)}"
-    return Diagnosis(f"{text}, first on {first.where}: {first.observed}")
+    return one_cause(f"{text}, first on {first.where}: {first.observed}")
 
 
 def _fed_otherwise(trial: Trial) -> str:
@@ -338,4 +338,4 @@ def reference_moved(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     first = broken["golden"].findings[0]
     cause = "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
-    return Diagnosis(cause, (("golden", f"{first.where}: {first.expected} -> {first.observed}, bound {first.bound}"),))
+    return one_cause(cause, (("golden", f"{first.where}: {first.expected} -> {first.observed}, bound {first.bound}"),))

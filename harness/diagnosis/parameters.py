@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.words import Broken, in_parameters, on_ranks
 from harness.judge.assembly import Misfit, misfits
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.tolerance import Bounds, NoBound, measured_bounds
 from harness.judge.trial import Trial
 
@@ -23,8 +23,8 @@ def wrong_parameters(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     for bounds, more in ((trial.bounds, ""), (_rounded_anew(trial), ", and rounded otherwise")):
         if bounds and (cause := _scaled(trial, wrong, bounds)):
-            return Diagnosis(cause + more, _lines(wrong))
-    return None if wrong_pairs(trial, trial.first_step) else Diagnosis(_off(trial, wrong), _lines(wrong))
+            return one_cause(cause + more, _lines(wrong))
+    return None if wrong_pairs(trial, trial.first_step) else one_cause(_off(trial, wrong), _lines(wrong))
 
 
 def _rounded_anew(trial: Trial) -> Bounds | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from harness.checks.schedule import planned
 from harness.diagnosis.words import Broken, finding_line, rank_words
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.trial import Trial
 from harness.plan.stages import actions_of_rank
 from harness.spec import schedule
@@ -24,13 +24,13 @@ def wrong_schedule(trial: Trial, broken: Broken) -> Diagnosis | None:
     asked = trial.case
     for case in _others(asked):
         if all(_done(trial, rank) == _planned(case, rank) for rank in trial.ranks):
-            return Diagnosis(_in_words(asked, case), lines)
+            return one_cause(_in_words(asked, case), lines)
     idle = [rank for rank in trial.ranks if not _done(trial, rank)]
     if idle:
-        return Diagnosis(
+        return one_cause(
             f"no pipeline ran on {rank_words(idle)}, schedule {asked.features.schedule} is requested", lines
         )
-    return Diagnosis(
+    return one_cause(
         _left_out(trial) or f"the pipeline's order is not that of {asked.features.schedule}: {lines[0][1]}", lines
     )
 

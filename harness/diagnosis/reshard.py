@@ -11,7 +11,7 @@ from dataclasses import replace
 from harness.checks import reshard
 from harness.checks.placements import disagreements
 from harness.diagnosis.words import Broken, finding_line, on_ranks, some, traffic_lines
-from harness.judge.result import Diagnosis, Verdict
+from harness.judge.result import Diagnosis, Verdict, one_cause
 from harness.judge.traffic import still_gathered
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
@@ -27,7 +27,7 @@ def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     ran = " and ".join(sorted(kinds))
     cause = f"wrapper {asked or 'none'} is requested, {ran} is observed"
-    return Diagnosis(cause, (finding_line("features", broken["features"]), *traffic_lines(trial)))
+    return one_cause(cause, (finding_line("features", broken["features"]), *traffic_lines(trial)))
 
 
 def left_by_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -40,7 +40,7 @@ def left_by_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
     when = reshard.until(trial, first[0][0])
     ranks = on_ranks(trial, [rank for rank, found in left.items() if found])
     cause = f"evaluation left {some(names, 3)} gathered {when}{ranks}: nothing reshards what no backward follows"
-    return Diagnosis(cause, (finding_line("reshard", broken["reshard"]), *traffic_lines(trial)))
+    return one_cause(cause, (finding_line("reshard", broken["reshard"]), *traffic_lines(trial)))
 
 
 def _stale_after_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -52,7 +52,7 @@ def _stale_after_evaluation(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     names = sorted({fqn for step, fqn, _ in left if step == first})
     cause = f"the loss is wrong from step {first + 1} on, before which evaluation left {some(names, 3)} gathered"
-    return Diagnosis(cause, (finding_line("loss", broken["loss"]), *traffic_lines(trial)))
+    return one_cause(cause, (finding_line("loss", broken["loss"]), *traffic_lines(trial)))
 
 
 def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -76,7 +76,7 @@ def wrong_resharding(trial: Trial, broken: Broken) -> Diagnosis | None:
     force = f"reshard_after_forward {policy} is requested" + (f", {other} is observed" if other else "")
     ranks = on_ranks(trial, [rank for rank in trial.ranks if _kept_otherwise(trial, rank)])
     lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
-    return Diagnosis(f"after forward: {'; '.join(texts)}{ranks}; {force}", lines)
+    return one_cause(f"after forward: {'; '.join(texts)}{ranks}; {force}", lines)
 
 
 def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -84,7 +84,7 @@ def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
     if "placements" in broken and (apart := disagreements(trial)):
         text = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
         line = finding_line("placements", broken["placements"])
-        return Diagnosis(f"ranks wrap different {trial.case.wrapper} units: {text}", (line,))
+        return one_cause(f"ranks wrap different {trial.case.wrapper} units: {text}", (line,))
     seen = {rank: units_seen(trial, rank) for rank in sorted(trial.ranks)}
     wanted = {rank: {frozenset(unit) for unit in trial.plan.units[rank]} for rank in seen}
     wrong = [rank for rank in seen if seen[rank] and seen[rank] != wanted[rank]]
@@ -94,7 +94,7 @@ def wrong_units(trial: Trial, broken: Broken) -> Diagnosis | None:
     finer = all(any(unit <= whole for whole in wanted[wrong[0]]) for unit in units)
     cause = f"{trial.case.wrapper} units are {'finer' if finer else 'others'} than requested"
     text = f"parameters are gathered in {len(units)} pieces, requested {len(wanted[wrong[0]])}"
-    return Diagnosis(f"{cause}: {text}{on_ranks(trial, wrong)}", (finding_line("placements", broken["placements"]),))
+    return one_cause(f"{cause}: {text}{on_ranks(trial, wrong)}", (finding_line("placements", broken["placements"]),))
 
 
 def _is_one_unit(trial: Trial) -> bool:

@@ -20,7 +20,7 @@ from harness.checks.resume import (
 )
 from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks, some
 from harness.judge.received_samples import received_samples
-from harness.judge.result import Diagnosis
+from harness.judge.result import Diagnosis, one_cause
 from harness.judge.trial import Trial
 
 Wrong = dict[int, list[Key]]  # what each rank should have got from the checkpoint and has not
@@ -35,15 +35,15 @@ def started_elsewhere(trial: Trial, broken: Broken) -> Diagnosis | None:
     if _is_all(trial, _seed(trial)):
         if _optimizer_arrived(trial):
             cause = f"resumed parameters are the seed's, although the optimizer's state is that of step {asked}"
-            return Diagnosis(f"{cause}: stale ones were saved, or they were not loaded", (line,))
-        return Diagnosis(
+            return one_cause(f"{cause}: stale ones were saved, or they were not loaded", (line,))
+        return one_cause(
             f"the checkpoint of step {asked} was ignored: training starts from scratch, parameters are the seed's",
             (line,),
         )
     for step, state in _moments(trial):
         if _is_all(trial, state):
             text = f"resumed from the state after step {step}, requested the checkpoint of step {asked}"
-            return Diagnosis(f"{text}: an older one was read, or a stale one written", (line,))
+            return one_cause(f"{text}: an older one was read, or a stale one written", (line,))
     return None
 
 
@@ -56,8 +56,8 @@ def resumed_wrongly(trial: Trial, broken: Broken) -> Diagnosis | None:
     texts += [cause for cause in (_schedule(trial), _data(trial)) if cause]
     line = finding_line("resume", broken["resume"])
     if not texts:
-        return Diagnosis(f"what was resumed is not what was saved: {line[1]}")
-    return Diagnosis(texts[0], (*(("also", cause) for cause in texts[1:]), line))
+        return one_cause(f"what was resumed is not what was saved: {line[1]}")
+    return one_cause(texts[0], (*(("also", cause) for cause in texts[1:]), line))
 
 
 def _wrong(trial: Trial) -> Wrong:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.checks import settings
 from harness.diagnosis.words import Broken, finding_line, on_ranks
-from harness.judge.result import Diagnosis, Finding
+from harness.judge.result import Diagnosis, Finding, one_cause
 from harness.judge.trial import Trial
 
 NUMBERS = (*settings.FLOAT32, "default dtype")
@@ -26,7 +26,7 @@ def _diagnosis(trial: Trial, broken: Broken, found: list[Finding]) -> Diagnosis 
     ranks = [int(finding.where.split(",")[0].removeprefix("rank ")) for finding in found if _name(finding) == name]
     step = first.where.split(", ")[1]
     text = f"{name} {_verb(name)} {first.observed}{on_ranks(trial, ranks)} from {step} on, requested {first.expected}"
-    return Diagnosis(text, (finding_line("settings", broken["settings"]),))
+    return one_cause(text, (finding_line("settings", broken["settings"]),))
 
 
 def _verb(name: str) -> str:

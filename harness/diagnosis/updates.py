@@ -17,7 +17,7 @@ from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.factors import times_text
 from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks, some
 from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
-from harness.judge.result import Diagnosis, Verdict
+from harness.judge.result import Diagnosis, Verdict, one_cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
@@ -36,10 +36,10 @@ def wrong_update(trial: Trial, broken: Broken) -> Diagnosis | None:
     for explain in explanations:
         cause = explain(trial)
         if cause:
-            return Diagnosis(cause, (line,))
+            return one_cause(cause, (line,))
     right = "" if "gradients" in broken else ", the gradients are right"
     cause = f"the optimizer step is wrong{right}: first at {broken['update'].findings[0].where}"
-    return Diagnosis(cause, (*_carried_over(trial), line))
+    return one_cause(cause, (*_carried_over(trial), line))
 
 
 def changed_afterwards(trial: Trial, broken: Broken) -> Diagnosis | None:
@@ -51,7 +51,7 @@ def changed_afterwards(trial: Trial, broken: Broken) -> Diagnosis | None:
         return None
     text = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
     cause = f"{text}: {_as_if(trial, step, changes[step])}{_where(trial, changes[step])}"
-    return Diagnosis(cause, (finding_line("update", broken["update"]),))
+    return one_cause(cause, (finding_line("update", broken["update"]),))
 
 
 def _as_if(trial: Trial, step: int, pairs: list[Pair]) -> str:

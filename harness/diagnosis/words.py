@@ -10,7 +10,6 @@ from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import Flow
 
-Lines = tuple[tuple[str, str], ...]
 Broken = dict[str, Result]
 
 

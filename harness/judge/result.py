@@ -74,9 +74,48 @@ def verdict_of(name: str, findings: list[Finding], examined: int, note: str = ""
     return Result(name, verdict, examined, tuple(findings), note)
 
 
+Lines = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is wrong. kind: its name in the list of docs/causes.md, which faults of the catalogue refer to.
+
+    observed: what is so. where: in which parameters, on which ranks, in which steps, if not everywhere. expected: what was
+    requested. hint: what of the case that number or place is, as far as it was tried.
+    """
+
+    kind: str
+    observed: str
+    where: str = ""
+    expected: str = ""
+    hint: str = ""
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        where, expected = f" {self.where}" * bool(self.where), f", requested {self.expected}" * bool(self.expected)
+        return f"{self.observed}{where}{expected}{f': {self.hint}' * bool(self.hint)}"
+
+
 @dataclass(frozen=True)
 class Diagnosis:
-    """cause: one line. evidence: (label, text), what was expected and observed."""
+    """causes: most laws explained first. evidence: (label, text), what was expected and observed, and what is proven."""
 
-    cause: str
-    evidence: tuple[tuple[str, str], ...] = ()
+    causes: tuple[Cause, ...]
+    evidence: Lines = ()
+    launch: str = ""
+
+    @property
+    def cause(self) -> str:
+        """In one line."""
+        return self.launch + "; ".join(cause.text for cause in self.causes)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(cause.kind for cause in self.causes)
+
+
+def one_cause(text: str, evidence: Lines = (), kind: str = "") -> Diagnosis:
+    """A diagnosis of one cause that is a sentence already."""
+    return Diagnosis((Cause(kind, text),), evidence)

@@ -13,6 +13,7 @@ import numpy as np
 
 from harness.evidence.records import RankEvidence, Run, StepEvidence
 from harness.judge import tolerance
+from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.contents import locate
 from harness.judge.golden import Golden
 from harness.judge.tolerance import Bounds
@@ -27,7 +28,10 @@ from harness.spec.traits import TrainerTraits
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps."""
+    """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
+
+    assumed: of the optimizer, by a hypothesis that is put to the test.
+    """
 
     case: Case
     plan: Plan
@@ -37,6 +41,7 @@ class Trial:
     golden: Golden | None = None
     golden_problem: str = ""
     saved: tuple[Trial, ...] = ()
+    assumed: AssumedOptimizer = AS_REQUESTED
 
     @property
     def launches(self) -> tuple[Trial, ...]:

@@ -16,7 +16,7 @@ from harness.bisect.commits import bisect
 from harness.bisect.search import BisectError, Found, Judged
 from harness.bisect.side_by_side import facts
 from harness.judge.judgement import Judgement
-from harness.judge.result import Diagnosis, Result, Verdict
+from harness.judge.result import Result, Verdict, one_cause
 from harness.run.options import Options, Unsupported
 from harness.run.rank_main import started_file
 from harness.spec.case import Case
@@ -49,7 +49,7 @@ def judged(case: Case, options: Options) -> Judgement:
         started_file(folder / "run", rank).touch()
     broken = ["completed"] if "raises" in said else said
     results = tuple(Result(law, Verdict.FAIL) for law in broken) or (Result("loss", Verdict.PASS),)
-    diagnosis = Diagnosis(cause=f"{' and '.join(said)} broke {case.name}", evidence=()) if said else None
+    diagnosis = one_cause(f"{' and '.join(said)} broke {case.name}") if said else None
     return Judgement(case, folder, results, diagnosis, 0.0)
 
 

@@ -15,7 +15,7 @@ from harness.bisect.search import BisectError, Found, Judged
 from harness.bisect.side_by_side import bisect_report
 from harness.bisect.versions import Version, interpreter, search
 from harness.judge.judgement import Judgement
-from harness.judge.result import Diagnosis, Result, Verdict
+from harness.judge.result import Result, Verdict, one_cause
 from harness.run.options import Options
 from harness.run.rank_main import started_file
 from harness.spec.case import Case
@@ -39,7 +39,7 @@ def judged(folder: Path) -> Judgement:
     for rank in range(0 if "raises" in said else 2):
         started_file(folder / "run", rank).touch()
     results = tuple(Result(law, Verdict.FAIL) for law in said) or (Result("loss", Verdict.PASS),)
-    diagnosis = Diagnosis(cause=f"{' and '.join(said)} broke", evidence=()) if said else None
+    diagnosis = one_cause(f"{' and '.join(said)} broke") if said else None
     return Judgement(CASE, folder, results, diagnosis, 0.0)
 
 

@@ -11,10 +11,10 @@ from expecttest import assert_expected_inline
 from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 
 from harness.checks import judge
-from harness.diagnosis import Diagnosis, diagnose
+from harness.diagnosis import diagnose
 from harness.evidence.records import Exit
 from harness.judge.judgement import Judgement
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.result import Finding, Result, Verdict, one_cause
 from harness.judge.trial import Trial
 from harness.report.grid import replaced as replaced_in_cases
 from harness.report.text import case_report, check_text, command, finding_text, headline, provenance, pytest_command
@@ -284,7 +284,7 @@ def test_what_stands_above_the_laws_fits_a_terminal_of_80_columns_but_for_what_i
 
 def test_a_row_that_fits_is_one_line_and_one_that_does_not_goes_on_further_in() -> None:
     rows = (("groups", "expected [0,1]   observed [0-3]"), ("groups", f"expected [0,1]   observed none {'x ' * 40}x"))
-    judged = replace(judgement_of(hsdp_as_fsdp()), diagnosis=Diagnosis("wrong", rows))
+    judged = replace(judgement_of(hsdp_as_fsdp()), diagnosis=one_cause("wrong", rows))
     assert case_report(judged).splitlines()[1:5] == [
         "  groups            expected [0,1]   observed [0-3]",
         "                    expected [0,1]",

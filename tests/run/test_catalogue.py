@@ -19,7 +19,7 @@ from harness.evidence.store import save_run
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
 from harness.faults.attempt import METHODS, Attempt, Outcome, accepted, from_json, to_json
 from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
+from harness.judge.result import Result, Verdict, one_cause
 from harness.report import catalogue as shown
 from harness.run import catalogue as lot
 from harness.run.catalogue import Baseline
@@ -37,12 +37,11 @@ CURVE = (5.0, 4.0, 3.0)
 def judgement(
     folder: Path, broken: str = "", cause: str = "", fired: bool = True, exit: Exit | None = None
 ) -> Judgement:
-    from harness.diagnosis import Diagnosis
 
     (folder / "run").mkdir(exist_ok=True)
     save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))
     results = tuple(Result(law, Verdict.FAIL, 1) for law in broken.split()) or (Result("loss", Verdict.PASS, 1),)
-    return Judgement(tiny_case("fsdp_2"), folder, results, Diagnosis(cause) if cause else None, 1.0, "halved", fired)
+    return Judgement(tiny_case("fsdp_2"), folder, results, one_cause(cause) if cause else None, 1.0, "halved", fired)
 
 
 def test_a_fault_is_caught_if_its_laws_are_broken_and_its_cause_is_named(tmp_path: Path) -> None:

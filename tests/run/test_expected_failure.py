@@ -9,7 +9,7 @@ import pytest
 from literal import tiny_case
 
 from harness.judge.judgement import Judgement
-from harness.judge.result import Diagnosis, Finding, Result, Verdict
+from harness.judge.result import Finding, Result, Verdict, one_cause
 from harness.report.text import headline
 from harness.spec.case import CaseError, ExpectedFailure
 from harness.spec.loading import load_cases
@@ -24,7 +24,7 @@ def judged(broken: str, cause: str = "", unknown: str = "") -> Judgement:
     results = [Result("loss", Verdict.PASS, 1)]
     results += [Result(law, Verdict.FAIL, 1, (Finding("a", "b", "c"),)) for law in broken.split()]
     results += [Result(law, Verdict.UNKNOWN) for law in unknown.split()]
-    return Judgement(CASE, Path("out"), tuple(results), Diagnosis(cause) if cause else None, 1.0)
+    return Judgement(CASE, Path("out"), tuple(results), one_cause(cause) if cause else None, 1.0)
 
 
 def test_it_fails_as_expected() -> None:

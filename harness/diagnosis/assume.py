@@ -1,0 +1,50 @@
+"""The same evidence under another assumption: another request, another plan, a reference trained otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from harness.judge.assumed import AssumedOptimizer
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.record import ReferenceRun
+from harness.spec.case import Case
+
+if TYPE_CHECKING:
+    from harness.reference.counterfactual import Otherwise
+
+
+def another_case(trial: Trial, case: Case) -> Trial:
+    """As if this had been requested: with the plan of it, and the same reference."""
+    plan = make_plan(case, trial.traits, trial.plan.observed, torch=trial.plan.torch)
+    return replace(trial, case=case, plan=plan)
+
+
+def another_feature(trial: Trial, **features: Any) -> Trial:
+    return another_case(trial, replace(trial.case, features=replace(trial.case.features, **features)))
+
+
+def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
+    """As if this recipe had been requested: the reference is trained by it."""
+    changed = another_case(trial, replace(trial.case, training=training))
+    return replace(changed, reference=retrain(trial.case.model, training, trial.reference))
+
+
+def another_reference(trial: Trial, **otherwise: Any) -> Trial:
+    """As if the reference had been trained so; the words are those of reference.counterfactual.Otherwise."""
+    return replace(trial, reference=retrain(trial.case.model, trial.case.training, trial.reference, **otherwise))
+
+
+def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
+    """As if some ranks' or parameters' optimizer had done something else, and the reference had been trained so."""
+    return replace(another_reference(trial, **otherwise), assumed=assumed)
+
+
+def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:
+    """Imports torch, which judging does not need."""
+    from harness.reference import counterfactual
+
+    chosen: Otherwise = counterfactual.Otherwise(**otherwise)
+    return counterfactual.retrain(model, training, reference, chosen)

@@ -1,0 +1,124 @@
+"""Suspects -> what the evidence confirms: the simplest that explains all, else the part that each of two explains."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested, verdict_of
+from harness.judge.result import Result, Verdict
+from harness.judge.trial import Trial
+
+T = TypeVar("T")
+FIRSTS = 6  # hypotheses that are tried as one of two independent mistakes
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """proofs: those that explain most, equally simple ones side by side. facts: of laws that no proof explains.
+
+    left: broken laws that neither explains. tried: how many hypotheses were put to the test. raised: what went wrong meanwhile.
+    """
+
+    proofs: tuple[Proof, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    left: tuple[str, ...] = ()
+    tried: int = 0
+    raised: tuple[str, ...] = ()
+
+
+def explain(
+    trial: Trial, results: Sequence[Result], suspects: Sequence[Suspects], facts: Sequence[Facts]
+) -> Explanation:
+    """Never raises: what a suspect raises is on record."""
+    search = Search(tuple(suspects))
+    proofs = search.proofs(trial, results)
+    left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
+    found = []
+    for fact in search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}):
+        if set(fact.laws) & set(left):
+            found.append(fact)
+            left = [name for name in left if name not in fact.laws]
+    return Explanation(tuple(proofs), tuple(found), tuple(left), search.tried, tuple(search.raised))
+
+
+@dataclasses.dataclass
+class Search:
+    suspects: tuple[Suspects, ...]
+    tried: int = 0
+    raised: list[str] = dataclasses.field(default_factory=list)
+
+    def proofs(self, trial: Trial, results: Sequence[Result]) -> list[Proof]:
+        """All of the simplest that explain everything; else two together; else the one that explains most."""
+        complete, partial = self._single(trial, results)
+        if complete:
+            return complete
+        best = [proof for proof in partial if proof.explained][:1]
+        for first in partial[:FIRSTS]:
+            whole, parts = self._single(first.assumed, rejudged(first, results))
+            if whole:
+                return [_joined(first, second, results) for second in whole]
+            best += [_joined(first, second, results) for second in parts[:1] if first.explained and second.explained]
+        return sorted(best, key=lambda proof: (-len(proof.explained), proof.fitted))[:1]
+
+    def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
+        """Equally simple ones that explain everything; and the others, those that explain most first."""
+        partial: list[Proof] = []
+        proposed = sorted(self.guarded(self.suspects, trial, broken_laws(results)), key=lambda one: one.fitted)
+        for _, alike in itertools.groupby(proposed, key=lambda one: one.fitted):
+            found = [proof for hypothesis in alike if (proof := self._tested(trial, results, hypothesis))]
+            if complete := [proof for proof in found if proof.complete]:
+                return complete, []
+            partial += found
+        return [], sorted(partial, key=lambda proof: (-len(proof.explained), proof.fitted))
+
+    def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+        self.tried += 1
+        try:
+            return tested(trial, results, hypothesis)
+        except Exception as error:
+            self._note(hypothesis.cause.kind, error)
+            return None
+
+    def guarded(
+        self, makers: Iterable[Callable[[Trial, Broken], Iterator[T]]], trial: Trial, broken: Broken
+    ) -> Iterator[T]:
+        """What they propose, up to where one raises."""
+        for make in makers:
+            try:
+                yield from make(trial, broken)
+            except Exception as error:
+                self._note(make.__name__, error)
+
+    def _note(self, who: str, error: Exception) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self.raised.append(f"{who} raised {error!r} at {where.name}:{where.lineno}")
+
+
+def broken_laws(results: Sequence[Result]) -> dict[str, Result]:
+    return {result.check: result for result in results if result.verdict is Verdict.FAIL and result.findings}
+
+
+def rejudged(proof: Proof, results: Sequence[Result]) -> list[Result]:
+    """The results under what a proof assumes. Findings of a law that is still broken are those of before."""
+    return [
+        dataclasses.replace(result, verdict=Verdict.PASS, findings=()) if result.check in proof.explained else result
+        for result in results
+    ]
+
+
+def _joined(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
+    explained = {*first.explained, *second.explained}
+    broken = [result.check for result in results if result.verdict is Verdict.FAIL]
+    return Proof(
+        (*first.hypotheses, *second.hypotheses),
+        tuple(name for name in broken if name in explained),
+        second.left,
+        second.assumed,
+    )
+
+
+__all__ = ["Explanation", "explain", "verdict_of"]

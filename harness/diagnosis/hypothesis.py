@@ -1,0 +1,80 @@
+"""A hypothesis: what may be wrong, and the trial as it would have to be judged if that were so.
+
+It is confirmed by the laws alone. Under the assumption those that are broken hold, and none that held breaks. What it takes
+to propose one (a degree, a factor, a set of samples, a module) is fitted on part of the evidence; the laws judge all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.checks import all_checks, run_check
+from harness.judge.result import Cause, Lines, Result, Verdict
+from harness.judge.trial import Trial
+
+Broken = Mapping[str, Result]
+"""The results of the laws that are broken and say where, by name, in the order of display."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """assume: the same evidence with another request, plan, reference or optimizer.
+
+    fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it.
+    """
+
+    cause: Cause
+    assume: Callable[[Trial], Trial]
+    fitted: int = 1
+    lines: Lines = ()
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a law saw itself, so that nothing need be assumed. laws: those that it is the whole content of."""
+
+    cause: Cause
+    laws: tuple[str, ...]
+    lines: Lines = ()
+
+
+Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]
+Facts = Callable[[Trial, Broken], Iterator[Fact]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Hypotheses that hold together. explained: the broken laws that hold under them; left: those that do not."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    explained: tuple[str, ...]
+    left: tuple[str, ...]
+    assumed: Trial
+
+    @property
+    def complete(self) -> bool:
+        return not self.left
+
+    @property
+    def fitted(self) -> int:
+        return sum(hypothesis.fitted for hypothesis in self.hypotheses)
+
+
+def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+    """None if a law that held is broken under the assumption. One that explains nothing may still be half of what does."""
+    assumed = hypothesis.assume(trial)
+    broken = [result.check for result in results if result.verdict is Verdict.FAIL]
+    explained = [name for name in broken if verdict_of(assumed, name) is Verdict.PASS]
+    held = (result.check for result in results if result.verdict is Verdict.PASS)
+    if any(verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE) for name in held):
+        return None
+    left = tuple(name for name in broken if name not in explained)
+    return Proof((hypothesis,), tuple(explained), left, assumed)
+
+
+def verdict_of(trial: Trial, name: str) -> Verdict:
+    """Of this launch alone; `golden` is about the reference, which is what is assumed otherwise."""
+    if name == "golden":
+        return Verdict.PASS
+    return run_check(name, all_checks()[name].check, trial).verdict

@@ -1,0 +1,62 @@
+"""The reference trained again with nothing otherwise is the reference, and with something otherwise is that recipe's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.counterfactual import Batch, Otherwise, retrain
+from harness.reference.record import ReferenceRun
+from harness.reference.train import train
+
+MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=32)
+RECIPE = TrainingConfig(global_batch=4, seq_len=8)
+
+
+@pytest.fixture(scope="module")
+def reference() -> ReferenceRun:
+    return train(MODEL, RECIPE)
+
+
+def alike(one: ReferenceRun, other: ReferenceRun) -> bool:
+    return all(
+        np.isclose(a.loss, b.loss, rtol=1e-12)
+        and np.isclose(a.grad_norm, b.grad_norm, rtol=1e-12)
+        and a.lr == b.lr
+        and all(np.allclose(a.parameters[f], b.parameters[f], rtol=0, atol=1e-12) for f in b.parameters)
+        for a, b in zip(one.steps, other.steps, strict=True)
+    )
+
+
+def test_with_nothing_otherwise_it_is_the_same_run(reference: ReferenceRun) -> None:
+    threads = torch.get_num_threads()
+    assert alike(retrain(MODEL, RECIPE, reference, Otherwise()), reference)
+    assert torch.get_num_threads() == threads
+
+
+def test_another_recipe_is_trained_as_the_reference_trains_it(reference: ReferenceRun) -> None:
+    for other in (replace(RECIPE, max_norm=None), replace(RECIPE, beta2=0.5), replace(RECIPE, optimizer="sgd")):
+        assert alike(retrain(MODEL, other, reference, Otherwise()), train(MODEL, other))
+        assert not alike(retrain(MODEL, other, reference, Otherwise()), reference)
+
+
+def test_a_token_that_counts_twice_in_the_gradient_does_not_in_the_loss(reference: ReferenceRun) -> None:
+    def twice(step: int, batch: Batch) -> Batch:
+        return replace(batch, counts=np.full(batch.labels.shape, 2.0))
+
+    doubled = retrain(MODEL, RECIPE, reference, Otherwise(batch=twice)).steps[0]
+    assert np.isclose(doubled.loss, reference.steps[0].loss, rtol=1e-12)
+    assert np.isclose(doubled.grad_norm, 2 * reference.steps[0].grad_norm, rtol=1e-12)
+
+
+def test_what_the_optimizer_is_given_its_rate_and_what_it_leaves_can_be_otherwise(reference: ReferenceRun) -> None:
+    still = Otherwise(rate=lambda step, fqn: 0.0)
+    assert retrain(MODEL, replace(RECIPE, weight_decay=0.0), reference, still).steps[-1].lr == 0.0
+    unclipped = Otherwise(given=lambda step, gradients, norm: gradients)
+    assert alike(retrain(MODEL, RECIPE, reference, unclipped), train(MODEL, replace(RECIPE, max_norm=None)))
+    zeroed = Otherwise(left=lambda step, parameters: {f: 0 * p for f, p in parameters.items()})
+    assert not any(p.any() for p in retrain(MODEL, RECIPE, reference, zeroed).steps[0].parameters.values())
