@@ -1,13 +1,15 @@
 """The catalogue of deliberate mistakes, each modelled on a real bug.
 
-A fault is a function in a file, here or anywhere else, marked with @fault. It runs on every rank before the trainer is
-built, replaces something at a seam, and its replacement calls `fired()` each time the wrong thing is really done:
+A fault is a name in a file, here or anywhere else, and `does` one wrong thing at a seam (harness/faults/operators.py):
 
-    @fault(breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="HSDP ran")
-    def hsdp_runs_as_fsdp(fired): ...
+    hsdp_runs_as_fsdp = fault(
+        breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="HSDP ran",
+        does=change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
+    )
 
-A fault whose code never ran on any rank is UNFIRED: a failure of the catalogue, not of the trainer. `harness faults` runs
-them all (harness/run/catalogue.py).
+What no operator says is a function marked with @fault, which replaces something itself. Either runs on every rank before
+the trainer is built, and calls `fired()` each time the wrong thing is really done. A fault whose code never ran on any rank
+is UNFIRED: a failure of the catalogue, not of the trainer. `harness faults` runs them all (harness/run/catalogue.py).
 
 `bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened; several
 entries are separated by semicolons. A fault of a kind, modelled on no single entry, says "of the family of ...".
@@ -15,6 +17,7 @@ entries are separated by semicolons. A fault of a kind, modelled on no single en
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -25,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 Fired = Callable[[], None]
 
@@ -89,16 +92,34 @@ class Fault:
         return f"{self.file}:{self.name}"
 
 
+@overload
 def fault(
-    *, breaks: str, bug: str, case: str, caught_by: str, named: str, hangs: bool = False
-) -> Callable[[Callable[[Fired], None]], Fault]:
-    """Marks a function as a fault. caught_by: one law, or several separated by blanks."""
+    *, breaks: str, bug: str, case: str, caught_by: str, named: str, hangs: bool = ..., does: Callable[[Fired], None]
+) -> Fault: ...
+@overload
+def fault(
+    *, breaks: str, bug: str, case: str, caught_by: str, named: str, hangs: bool = ...
+) -> Callable[[Callable[[Fired], None]], Fault]: ...
+def fault(
+    *,
+    breaks: str,
+    bug: str,
+    case: str,
+    caught_by: str,
+    named: str,
+    hangs: bool = False,
+    does: Callable[[Fired], None] | None = None,
+) -> Any:
+    """A fault that does this; without `does`, a mark for the function that does it. caught_by: laws, separated by blanks.
 
-    def mark(apply: Callable[[Fired], None]) -> Fault:
-        file = apply.__code__.co_filename
-        return Fault(apply.__name__, file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
+    Its name is the one that it has in its file.
+    """
+    file = sys._getframe(1).f_code.co_filename
 
-    return mark
+    def of(apply: Callable[[Fired], None]) -> Fault:
+        return Fault("", file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
+
+    return of if does is None else of(does)
 
 
 def load_fault(spec: str) -> Fault:
@@ -115,8 +136,8 @@ def load_fault(spec: str) -> Fault:
         return known[name]
     found = getattr(_import_file(Path(path)), name, None)
     if not isinstance(found, Fault):
-        raise FaultError(f"{path}: no fault named {name!r} (a function marked with @harness.faults.fault)")
-    return found
+        raise FaultError(f"{path}: no fault named {name!r} (made by harness.faults.fault)")
+    return dataclasses.replace(found, name=name)
 
 
 def all_faults() -> list[Fault]:
@@ -138,13 +159,14 @@ def faults_of_file(path: Path) -> list[Fault]:
     except (Exception, SystemExit) as error:
         raise FaultError(f"{path}: cannot be loaded: {error!r}") from error
     if not found:
-        raise FaultError(f"{path}: no fault in it (a function marked with @harness.faults.fault)")
+        raise FaultError(f"{path}: no fault in it (made by harness.faults.fault)")
     return found
 
 
 def _faults_of(module: ModuleType) -> list[Fault]:
     """Those written there, not those that it imports."""
-    return [f for f in vars(module).values() if isinstance(f, Fault) and f.file == module.__file__]
+    found = [(name, f) for name, f in vars(module).items() if isinstance(f, Fault) and f.file == module.__file__]
+    return [dataclasses.replace(fault, name=name) for name, fault in found]
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from harness.faults import fault
+from harness.faults.operators import before_call
 
-from harness.faults import Fired, fault, replace
-
-
-@fault(breaks="nothing: clipping is called through one more function", bug="", case="fsdp_2", caught_by="", named="")
-def nothing_is_wrong(fired: Fired) -> None:
-    import torch
-
-    def make(original: Any) -> Any:
-        def unchanged(*args: Any, **kwargs: Any) -> Any:
-            fired()
-            return original(*args, **kwargs)
-
-        return unchanged
-
-    replace(torch.nn.utils, "clip_grads_with_norm_", make)
+nothing_is_wrong = fault(
+    breaks="nothing: clipping is called through one more function",
+    bug="",
+    case="fsdp_2",
+    caught_by="",
+    named="",
+    does=before_call("torch.nn.utils:clip_grads_with_norm_", lambda *_, **__: None),
+)

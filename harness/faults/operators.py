@@ -1,0 +1,277 @@
+"""What faults are made of: one wrong thing at one seam. An operator is what a fault `does`; operators compose.
+
+A target is "module:attribute", such as "torch.optim:Optimizer.zero_grad"; a module that begins with a dot is one of
+harness.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and never put
+back: each rank is a process of its own. Each operator calls `fired()` where it does the wrong thing, and not where it only
+might have. `when` gets what the target was called with; where it does not hold, the call is left as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import os
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from harness.faults import FaultError, Fired
+
+LLAMA3 = "harness.trainers.llama3"
+
+Operator = Callable[[Fired], None]
+Act = Callable[..., Any]
+Condition = Callable[..., Any]
+
+
+# ---- the call
+
+
+def instead(target: str, wrong: Act, *, when: Condition | None = None) -> Operator:
+    """wrong(original, *args, **kwargs) in the place of target(*args, **kwargs)."""
+
+    def make(original: Act, fired: Fired) -> Act:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if when is not None and not when(*args, **kwargs):
+                return original(*args, **kwargs)
+            fired()
+            return wrong(original, *args, **kwargs)
+
+        return replaced
+
+    return _replacing(target, make)
+
+
+def skip_call(target: str, result: Any = None, *, when: Condition | None = None) -> Operator:
+    """The target is not called; its caller gets `result`."""
+    return instead(target, lambda original, *args, **kwargs: result, when=when)
+
+
+def repeat_call(target: str, *, when: Condition | None = None) -> Operator:
+    """The target is called twice; its caller gets the second result."""
+
+    def twice(original: Act, *args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return instead(target, twice, when=when)
+
+
+def before_call(target: str, act: Act, *, when: Condition | None = None) -> Operator:
+    """act(*args, **kwargs), then target(*args, **kwargs)."""
+
+    def preceded(original: Act, *args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return instead(target, preceded, when=when)
+
+
+def after_call(target: str, act: Act, *, when: Condition | None = None) -> Operator:
+    """target(*args, **kwargs), then act(*args, **kwargs); the caller gets the target's result."""
+
+    def followed(original: Act, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        act(*args, **kwargs)
+        return result
+
+    return instead(target, followed, when=when)
+
+
+# ---- what goes in and what comes out
+
+
+def override_argument(target: str, *, when: Condition | None = None, **values: Any) -> Operator:
+    """The target is called with these values of its arguments, by name, whatever it was given."""
+    return change_argument(target, when=when, **{name: lambda _, v=value: v for name, value in values.items()})
+
+
+def change_argument(target: str, *, when: Condition | None = None, **changes: Callable[[Any], Any]) -> Operator:
+    """change(value) in the place of an argument, by name. Fires where that is another object."""
+
+    def make(original: Act, fired: Fired) -> Act:
+        signature = inspect.signature(original)
+        _check_arguments(target, signature, changes)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if when is not None and not when(*args, **kwargs):
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            for name, change in changes.items():
+                if _exchange(bound, name, change):
+                    fired()
+            return original(*bound.args, **bound.kwargs)
+
+        return replaced
+
+    return _replacing(target, make)
+
+
+def change_result(target: str, change: Callable[[Any], Any], *, when: Condition | None = None) -> Operator:
+    """change(result) in the place of the result. Fires where that is another object."""
+
+    def make(original: Act, fired: Fired) -> Act:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if when is not None and not when(*args, **kwargs):
+                return result
+            changed = change(result)
+            if changed is not result:
+                fired()
+            return changed
+
+        return replaced
+
+    return _replacing(target, make)
+
+
+def scale_result(target: str, factor: float) -> Operator:
+    return change_result(target, lambda result: result * factor)
+
+
+def scale_gradient(target: str, factor: float, *, when: Condition | None = None) -> Operator:
+    """The result stays what it is; the gradient that comes back to it is multiplied."""
+
+    def hooked(original: Act, *args: Any, **kwargs: Any) -> Any:
+        return gradient_scaled(original(*args, **kwargs), factor)
+
+    return instead(target, hooked, when=when)
+
+
+def gradient_scaled(tensor: Any, factor: Any) -> Any:
+    """The tensor itself; where it has a gradient, that is multiplied."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient * factor)
+    return tensor
+
+
+# ---- where, when, what
+
+
+def on_rank(rank: int | tuple[int, ...], does: Operator) -> Operator:
+    """On this rank only, or on these."""
+    ranks = rank if isinstance(rank, tuple) else (rank,)
+    return lambda fired: does(fired) if this_rank() in ranks else None
+
+
+def before_step(step: int, act: Callable[[], Any]) -> Operator:
+    """act() just before an optimizer steps for the `step`-th time, whatever the trainer."""
+
+    def apply(fired: Fired) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        due = nth_call(step)
+
+        def hook(*_: Any) -> None:
+            if due():
+                fired()
+                act()
+
+        register_optimizer_step_pre_hook(hook)
+
+    return apply
+
+
+def together(*does: Operator) -> Operator:
+    """One mistake that shows at several seams."""
+
+    def apply(fired: Fired) -> None:
+        for one in does:
+            one(fired)
+
+    return apply
+
+
+def nth_call(*numbers: int) -> Condition:
+    """Holds in these calls, counted from 1 on each rank."""
+    count = itertools.count(1)
+    return lambda *_, **__: next(count) in numbers
+
+
+def in_backward(*_: Any, **__: Any) -> bool:
+    """Holds where autograd is at work, in which FSDP2 reduces."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def this_rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def call(target: str, *args: Any, **kwargs: Any) -> Act:
+    """An act that calls the target with these, imported when it comes to that."""
+
+    def act(*_: Any, **__: Any) -> Any:
+        owner, name = find(target)
+        return getattr(owner, name)(*args, **kwargs)
+
+    return act
+
+
+# ---- targets
+
+
+def find(target: str) -> tuple[Any, str]:
+    """Who holds the target, and its name there. Raises FaultError with the nearest name."""
+    module, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module, LLAMA3)
+    except ModuleNotFoundError as error:
+        raise FaultError(
+            f"target {target!r}: {error}{_meant(error.name or '', _neighbours(error.name or ''))}"
+        ) from error
+    *owners, name = path.split(".")
+    for part in (*owners, name):
+        if not hasattr(owner, part):
+            raise FaultError(
+                f"target {target!r}: {getattr(owner, '__name__', owner)} has no {part!r}{_meant(part, dir(owner))}"
+            )
+        owner = getattr(owner, part) if part is not name else owner
+    return owner, name
+
+
+def _replacing(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
+    def apply(fired: Fired) -> None:
+        owner, name = find(target)
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(make(original, fired)))
+
+    return apply
+
+
+def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> None:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for name in names:
+        if name not in signature.parameters and not takes_any:
+            raise FaultError(f"target {target!r} has no argument {name!r}{_meant(name, signature.parameters)}")
+
+
+def _exchange(bound: inspect.BoundArguments, name: str, change: Callable[[Any], Any]) -> bool:
+    """Whether another object now is the argument."""
+    parameter = bound.signature.parameters.get(name)
+    if parameter is not None:
+        given, usual = bound.arguments, parameter.default
+    else:
+        rest = next(p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_KEYWORD)
+        given, usual = bound.arguments.setdefault(rest, {}), None
+    before = given.get(name, usual)
+    given[name] = change(before)
+    return given[name] is not before
+
+
+def _neighbours(module: str) -> list[str]:
+    """Modules beside one that there is not."""
+    parent = module.rpartition(".")[0]
+    spec = importlib.util.find_spec(parent) if parent else None
+    folders = spec.submodule_search_locations if spec else ()
+    return [f"{parent}.{found.name}" for found in pkgutil.iter_modules(folders)]
+
+
+def _meant(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
