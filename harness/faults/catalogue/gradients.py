@@ -1,172 +1,382 @@
-"""Mistakes between backward and the optimizer: reduction, accumulation, normalisation, clipping."""
+"""Mistakes in accumulating and reducing gradients, in their global norm, and in clipping by it."""
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import Any
 
-from harness.faults import Fired, fault, replace
+from harness.faults import Fired, fault
+from harness.faults.operators import (
+    after_call,
+    before_call,
+    change_argument,
+    in_backward,
+    instead,
+    on_rank,
+    override_argument,
+    scale_gradient,
+    scale_result,
+    skip_call,
+    together,
+)
+
+ALL_REDUCE = "torch.distributed:all_reduce"
+SYNC = ".parallelize:gradient_sync"
+SETTLE = ".parallelize:settle_gradients"
+CLIP = "torch.nn.utils:clip_grads_with_norm_"
+
+# ---- microbatches
 
 
-@fault(
+@contextmanager
+def _first_kept(original: Any, model: Any, *, last: bool) -> Any:
+    with original(model, last=last):
+        yield
+    for parameter in model.parameters():
+        if last:
+            parameter.grad.copy_(parameter.first)
+        else:
+            parameter.first = parameter.grad.clone()
+
+
+only_the_last_microbatch_counts = fault(
     breaks="every microbatch's gradient is reduced and then overwritten by the next, so only the last one counts",
     bug="G01 NVIDIA/Megatron-LM #7186; the hazard is described in pytorch #125484",
     case="hsdp_2x2_accum",
     caught_by="gradients grad_norm",
     named="microbatches 1 of 2 do not contribute",
+    does=together(before_call(SYNC, lambda model, last: model.zero_grad()), override_argument(SYNC, last=True)),
 )
-def only_the_last_microbatch_counts(fired: Fired) -> None:
-    from harness.trainers.llama3 import parallelize
-
-    def make(original: Any) -> Any:
-        @contextmanager
-        def overwriting(model: Any, *, last: bool) -> Any:
-            if last:
-                fired()
-            for parameter in model.parameters():
-                parameter.grad = None
-            with original(model, last=True):
-                yield
-
-        return overwriting
-
-    replace(parallelize, "gradient_sync", make)
-
-
-@fault(
-    breaks="each rank divides its loss by its own number of valid tokens, and the ranks' means are averaged",
-    bug="L01 pytorch/torchtitan #2206; also transformers #35203, torchtune #1875",
-    case="fsdp_4",
-    caught_by="gradients grad_norm reported_loss",
-    named="the loss is averaged per rank",
+only_the_first_microbatch_counts = fault(
+    breaks="gradients are copied to the accumulation buffer in the first microbatch only",
+    bug="G15 deepspeedai/DeepSpeed #6550, #7967, #7981",
+    case="single_accum",
+    caught_by="gradients grad_norm",
+    named="microbatches 2 of 2 do not contribute",
+    does=instead(SYNC, _first_kept),
 )
-def loss_averaged_per_rank(fired: Fired) -> None:
-    from harness.reference.data import IGNORED
-    from harness.trainers.llama3 import trainer
-
-    def make(_: Any) -> Any:
-        def local_count(microbatches: Any, mesh: Any, device: Any) -> int:
-            fired()
-            ranks = 1 if mesh is None else mesh.size()  # the case has no other axes than data-parallel ones
-            return ranks * sum(int((part.labels != IGNORED).sum()) for part in microbatches)
-
-        return local_count
-
-    replace(trainer, "count_valid", make)
-
-
-@fault(
-    breaks="with sequence parallel, gradients of norm weights are not summed over tp",
-    bug="T01 NVIDIA/Megatron-LM #1446; EleutherAI/gpt-neox #1257, #1259",
-    case="tp_2",
-    caught_by="gradients replica_agreement",
-    named="gradients of norm weights are not summed over tp",
+zeroed_before_each_microbatch = fault(
+    breaks="gradients are zeroed before each microbatch",
+    bug="G16 pytorch/torchtitan #3575",
+    case="single_accum",
+    caught_by="gradients grad_norm",
+    named="microbatches 1 of 2 do not contribute",
+    does=before_call(SYNC, lambda model, last: model.zero_grad()),
 )
-def norm_gradients_not_summed_over_tp(fired: Fired) -> None:
-    from torch.distributed.tensor import DTensor
-
-    from harness.trainers.llama3 import parallelize
-
-    def make(original: Any) -> Any:
-        def label_as_summed(parameters: Any) -> None:
-            parameters = list(parameters)
-            for parameter in parameters:
-                if parameter.dim() == 1 and isinstance(parameter.grad, DTensor):
-                    fired()
-                    local = parameter.grad.to_local()
-                    parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements)
-            original(parameters)
-
-        return label_as_summed
-
-    replace(parallelize, "settle_gradients", make)
-
-
-@fault(
-    breaks="parameters that are whole on every tp rank are clipped on tp rank 0 only",
-    bug="C07 deepspeedai/DeepSpeed #1801 (BLOOM-176B)",
-    case="fsdp_2_tp_2",
-    caught_by="update replica_agreement",
-    named="clipping is not applied to",
-)
-def replicated_parameters_clipped_on_tp_rank_0_only(fired: Fired) -> None:
-    import torch
-
-    def make(original: Any) -> Any:
-        def clip_some(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
-            parameters = list(parameters)
-            left_out = [p for p in parameters if p.dim() == 1 and p.device_mesh["tp"].get_local_rank() != 0]
-            if left_out:
-                fired()
-            chosen = [p for p in parameters if all(p is not other for other in left_out)]
-            original(chosen, max_norm, total_norm, *args, **kwargs)
-
-        return clip_some
-
-    replace(torch.nn.utils, "clip_grads_with_norm_", make)
-
-
-@fault(
-    breaks="HSDP reduces gradients inside each shard group and never between the replicas",
-    bug="G05 pytorch #144530 and M03 pytorch/torchtitan #685: one axis' reduction is missing",
-    case="hsdp_2x2",
-    caught_by="traffic gradients replica_agreement",
-    named="gradient reduction missing over dp_replicate",
-)
-def replicas_not_reduced(fired: Fired) -> None:
-    import torch
-    import torch.distributed as dist
-
-    def make(original: Any) -> Any:
-        def outside_backward_only(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() == -1:
-                return original(tensor, *args, **kwargs)
-            fired()  # in backward it is FSDP2's, over the replicas
-            return None
-
-        return outside_backward_only
-
-    replace(dist, "all_reduce", make)
-
-
-@fault(
+ddp_sync_flag_set_too_late = fault(
     breaks="the sync flag of DDP is set after forward, when it has already decided not to reduce",
     bug="G02 karpathy/build-nanogpt #30",
     case="ddp_2_accum",
     caught_by="traffic gradients replica_agreement",
     named="gradient reduction missing over dp_replicate",
+    does=override_argument(SYNC, last=False),
 )
-def ddp_sync_flag_set_too_late(fired: Fired) -> None:
-    from harness.trainers.llama3 import parallelize
+last_microbatch_added_after_the_reduction = fault(
+    breaks="the last microbatch's gradient is added after the reduction, so that it stays each rank's own",
+    bug="G03 deepspeedai/DeepSpeed #7985",
+    case="ddp_2_accum",
+    caught_by="gradients replica_agreement",
+    named="gradients of microbatch 2 of 2 are not reduced over dp_replicate",
+    does=change_argument(SYNC, last=lambda last: not last),  # of two microbatches the first one is reduced
+)
+reduced_after_every_microbatch = fault(
+    breaks="no_sync has no effect under FSDP2: gradients are reduced after every microbatch",
+    bug="G06 huggingface/accelerate #3762; Titan #1929; VeOmni #1026",
+    case="fsdp_4_accum",
+    caught_by="traffic",
+    named="gradients are reduced after every microbatch (2 times a step), once a step is requested",
+    does=skip_call(
+        "torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync", when=lambda self, sync, **_: not sync
+    ),
+)
 
-    def make(original: Any) -> Any:
-        def never(model: Any, *, last: bool) -> Any:
-            fired()
-            return original(model, last=False)
 
-        return never
-
-    replace(parallelize, "gradient_sync", make)
+# ---- reduction
 
 
-@fault(
+def _divided_for_the_shard_group(model: Any, mesh: Any, case: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(float(mesh["dp_shard"].size()))
+
+
+def _two_exchanged() -> Any:
+    """Every fourth one, of layer 3 of 4 (after output with norm), waits for the next."""
+    waiting, number = [], itertools.count(1)
+
+    def reduce(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if next(number) % 4 == 2:
+            waiting.append(tensor)
+            return
+        original(tensor, *args, **kwargs)
+        if waiting:
+            original(waiting.pop(), *args, **kwargs)
+
+    return reduce
+
+
+def _gather_tokens(block: Any, x: Any, *_: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.zeros(x.shape[:2], dtype=torch.int64)
+    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
+
+
+replicas_not_reduced = fault(
+    breaks="HSDP reduces gradients inside each shard group and never between the replicas",
+    bug="G05 pytorch #144530 and M03 pytorch/torchtitan #685: one axis' reduction is missing",
+    case="hsdp_2x2",
+    caught_by="traffic gradients replica_agreement",
+    named="gradient reduction missing over dp_replicate",
+    does=skip_call(ALL_REDUCE, when=in_backward),
+)
+reduction_of_a_temporary = fault(
+    breaks="the reduction runs on a temporary copy and its result is thrown away",
+    bug="G12 NVIDIA/Megatron-LM #5338: all_reduce(x.contiguous()) of an x that is not contiguous",
+    case="hsdp_2x2",
+    caught_by="gradients replica_agreement",
+    named="gradient reduction without effect over dp_replicate",
+    does=change_argument(ALL_REDUCE, tensor=lambda tensor: tensor.clone(), when=in_backward),
+)
+two_reductions_change_places = fault(
+    breaks="on one rank the reductions of two layers of equal size change places, so that each is summed with the other",
+    bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
+    case="hsdp_2x2",
+    caught_by="gradients replica_agreement",
+    named="on ranks [1,3], one group of dp_replicate: its members reduce different tensors with each other",
+    does=on_rank(3, instead(ALL_REDUCE, _two_exchanged(), when=in_backward)),
+)
+group_left_out_of_the_token_count = fault(
+    breaks="a scalar that is meant for the data-parallel ranks is summed over all ranks, tp peers included",
+    bug="M09 NVIDIA/Megatron-LM #7452: a collective called without its group",
+    case="fsdp_4_tp_2",
+    caught_by="gradients grad_norm",
+    named="0.5 times what they should be in every parameter: divided by tp (1/2) once too often",
+    does=override_argument(ALL_REDUCE, group=None, when=lambda tensor, *_, **__: not tensor.dtype.is_floating_point),
+)
+divide_factor_of_the_shard_group = fault(
+    breaks="the divide factor is that of the shard group, whose gradients HSDP reduces over the replicas as well",
+    bug="G08 pytorch #155903; pytorch/torchtitan #1551",
+    case="hsdp_4x2",
+    caught_by="gradients grad_norm",
+    named="4 times what they should be in every parameter: not divided by dp_replicate (4)",
+    does=after_call(".parallelize:apply_fsdp", _divided_for_the_shard_group),
+)
+gradients_divided_by_dp_once_more = fault(
     breaks="the averaging over data-parallel ranks is not undone, so gradients are too small by their number",
     bug="L06, G09: an average over ranks of a loss that is already a global mean",
     case="fsdp_4",
     caught_by="gradients grad_norm",
     named="dp_shard (1/4)",
+    does=scale_gradient(".trainer:loss_of", 1 / 4),  # FSDP's mean over 4 ranks
 )
-def gradients_divided_by_dp_once_more(fired: Fired) -> None:
-    from harness.trainers.llama3 import trainer
+tied_gradient_counted_twice = fault(
+    breaks="the gradient of a tied weight is added once for each of its names",
+    bug="G13 pytorch/torchtitan #3174; NVIDIA/Megatron-LM 3479e6fb26, #6164",
+    case="fsdp_2_tied",
+    caught_by="gradients grad_norm",
+    named="counted for the embedding and again for the output, which share it, or not divided by dp_shard (2)",
+    does=after_call(SETTLE, lambda parameters: parameters[0].grad.mul_(2)),  # tok_embeddings, the output's as well
+)
+tokens_gathered_in_each_block = fault(
+    breaks="every rank gathers everybody's tokens in each block, and makes nothing of them",
+    bug="D-class: data is moved that nobody requested",
+    case="fsdp_2",
+    caught_by="traffic",
+    named="bytes moved are not the plan's: rank 0, step 1, integers in forward and backward",
+    does=before_call("harness.reference.model:TransformerBlock.forward", _gather_tokens),
+)
+weight_gathered_for_a_histogram = fault(
+    breaks="a weight is gathered after each step, for a histogram that somebody once looked at",
+    bug="L-class: what is only shown gathers a weight",
+    case="fsdp_2",
+    caught_by="traffic",
+    named="bytes moved are not the plan's: rank 0, step 1, outside forward and backward",
+    does=after_call(
+        ".trainer:Trainer.optimizer_step",
+        lambda trainer: trainer.model_parts[0].layers["0"].attention.wq.weight.full_tensor(),
+    ),
+)
 
-    def make(original: Any) -> Any:
-        def smaller(*args: Any, **kwargs: Any) -> Any:
+
+@fault(
+    breaks="each time a bucket is reduced, all buckets before it are divided by the number of ranks again",
+    bug="G11 NVIDIA/Megatron-LM #3023",
+    case="ddp_2",
+    caught_by="gradients grad_norm",
+    named="from step 2 on gradients are scaled by different factors",
+)
+def buckets_rescaled_again(fired: Fired) -> None:
+    import torch
+    import torch.distributed as dist
+
+    reduced: list[Any] = []
+
+    def hook(group, bucket):  # torch refuses other annotations than its own
+        dist.all_reduce(bucket.buffer(), group=group)
+        reduced.append(bucket.buffer())
+        for buffer in reduced:
+            buffer.div_(group.size())
+        if len(reduced) > 1:
             fired()
-            loss = original(*args, **kwargs)
-            if loss.requires_grad:  # the value stays, its gradient is a quarter: FSDP's mean over 4 ranks
-                loss.register_hook(lambda gradient: gradient / 4)
-            return loss
+        if bucket.is_last():
+            reduced.clear()
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
-        return smaller
+    def wrap(original: Any, model: Any, mesh: Any, case: Any) -> Any:
+        group = mesh.get_group("dp_replicate")
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.25)
+        wrapped.register_comm_hook(group, hook)
+        return wrapped
 
-    replace(trainer, "loss_of", make)
+    instead(".parallelize:apply_ddp", wrap)(lambda: None)
+
+
+# ---- the norm
+
+
+def _summed_again_over(axis: str) -> Any:
+    """The sum of squares is also summed over an axis along which ranks hold the same."""
+
+    def replicated(family: Any, mesh: Any = None, placements: Any = ()) -> bool:
+        names = mesh.mesh_dim_names if mesh is not None else ()
+        return axis in names and placements[names.index(axis)].is_replicate()
+
+    def again(original: Any, family: Any, mesh: Any, placements: Any) -> Any:
+        import torch.distributed as dist
+
+        total = original(family, mesh, placements)
+        dist.all_reduce(total, group=mesh.get_group(axis))
+        return total
+
+    return instead(".clip:sum_of_squares", again, when=replicated)
+
+
+def _own_norm(parameters: Any) -> float:
+    return sum(float(parameter.grad.to_local().square().sum()) for parameter in parameters) ** 0.5
+
+
+def _own_norm_returned(original: Any, parameters: Any, *rest: Any) -> float:
+    norm = _own_norm(parameters)
+    original(parameters, *rest)
+    return norm
+
+
+def _norm_after_clipping(original: Any, parameters: Any, max_norm: Any, *rest: Any) -> float:
+    original(parameters, max_norm, *rest)
+    return original(parameters, None, *rest)
+
+
+norm_summed_over_replicas = fault(
+    breaks="the gradient norm is summed over replicas too, so that HSDP clips harder than FSDP",
+    bug="C04 ByteDance-Seed/VeOmni #862",
+    case="hsdp_2x2",
+    caught_by="grad_norm update",
+    named="each replica along dp_replicate counted again",
+    does=_summed_again_over("dp_replicate"),
+)
+replicated_parameters_counted_tp_times = fault(
+    breaks="parameters that are whole on every tp rank are counted tp times in the gradient norm",
+    bug="C06 deepspeedai/DeepSpeed #5411; NVIDIA/Megatron-LM #5916",
+    case="tp_2",
+    caught_by="grad_norm update",
+    named="each replica along tp counted again",
+    does=_summed_again_over("tp"),
+)
+norm_of_own_shards_only = fault(
+    breaks="each rank clips by the norm of its own shards",
+    bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
+    case="fsdp_2",
+    caught_by="grad_norm update",
+    named="each rank clips by the norm of its own shards",
+    does=override_argument(".clip:sum_of_squares", placements=()),
+)
+displayed_norm_is_local = fault(
+    breaks="the reported gradient norm is that of the rank's own shards, clipping is right",
+    bug="C02 pytorch/torchtitan #766, #769; pytorch #170862",
+    case="fsdp_2",
+    caught_by="grad_norm",
+    named="the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards",
+    does=instead(".clip:clip_gradients", _own_norm_returned),
+)
+displayed_norm_after_clipping = fault(
+    breaks="the reported gradient norm is that after clipping",
+    bug="of the family of C02 pytorch/torchtitan #766: another norm is reported than the one that is requested",
+    case="fsdp_2",
+    caught_by="grad_norm",
+    named="each rank shows the norm after clipping (1), requested is the one before it",
+    does=instead(".clip:clip_gradients", _norm_after_clipping),
+)
+
+
+# ---- clipping
+
+
+def _enlarged(original: Any, parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
+    for parameter in parameters:
+        parameter.grad.mul_(max(1.0, max_norm / (float(total_norm) + 1e-6)))
+
+
+def _clipped_by_own_norm(original: Any, parameters: Any, max_norm: float | None, *_: Any) -> float:
+    norm = _own_norm(parameters)
+    for parameter in parameters:
+        parameter.grad.to_local().mul_(min(1.0, (max_norm or norm) / (norm + 1e-6)))
+    return norm
+
+
+def _without_norms_on_later_tp_ranks(parameters: Any) -> Any:
+    return [p for p in parameters if p.dim() != 1 or p.device_mesh["tp"].get_local_rank() == 0]
+
+
+clipping_enlarges = fault(
+    breaks="the clip coefficient is max(1, c) instead of min(1, c): small gradients are enlarged, large ones left",
+    bug="C05 deepspeedai/DeepSpeed #5150",
+    case="fsdp_4_high_clip",
+    caught_by="update",
+    named="clipping enlarges gradients: it multiplies by",
+    does=instead(CLIP, _enlarged),
+)
+clipping_not_applied = fault(
+    breaks="the branch that clips is never entered",
+    bug="of the family of P13: a feature applied to another object than the one that trains",
+    case="fsdp_2",
+    caught_by="update",
+    named="gradients are not clipped",
+    does=skip_call(CLIP),
+)
+clipped_without_the_1e_6 = fault(
+    breaks="clipping multiplies by max_norm / norm, without the 1e-6 that torch adds to the norm",
+    bug="of the family of C05 deepspeedai/DeepSpeed #5150: another coefficient than torch's",
+    case="fsdp_2",
+    caught_by="update",
+    named="clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does",
+    does=change_argument(CLIP, total_norm=lambda norm: norm - 1e-6),
+)
+own_clipping_by_own_shards = fault(
+    breaks="a clipping function of the trainer's own takes the norm of the rank's shards for that of all",
+    bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
+    case="fsdp_2",
+    caught_by="grad_norm update",
+    named="each rank clips by the norm of its own shards",
+    does=instead(".clip:clip_gradients", _clipped_by_own_norm),
+)
+replicated_parameters_clipped_on_tp_rank_0_only = fault(
+    breaks="parameters that are whole on every tp rank are clipped on tp rank 0 only",
+    bug="C07 deepspeedai/DeepSpeed #1801 (BLOOM-176B)",
+    case="fsdp_2_tp_2",
+    caught_by="update replica_agreement",
+    named="clipping is not applied to",
+    does=change_argument(CLIP, parameters=_without_norms_on_later_tp_ranks),
+)
+overflow_goes_into_the_weights = fault(
+    breaks="a gradient that overflowed is not noticed before the optimizer uses it",
+    bug="C11 pytorch/torchtitan #4226",
+    case="fsdp_2",
+    caught_by="gradients update",
+    named="gradients are NaN or infinite in step 1",
+    does=scale_result(".trainer:scaled", float("inf")),
+)

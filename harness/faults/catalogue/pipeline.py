@@ -1,93 +1,117 @@
-"""Mistakes in running a pipeline: the schedule, the number of microbatches, what scales a microbatch's loss."""
+"""Mistakes of pipelines: what stages hold, what is summed over them, the schedule and what it does to gradients."""
 
 from __future__ import annotations
 
-from dataclasses import replace as changed
+import dataclasses
 from typing import Any
 
-from harness.faults import Fired, fault, replace
+from harness.faults import fault
+from harness.faults.operators import (
+    change_argument,
+    change_result,
+    instead,
+    on_rank,
+    override_argument,
+    scale_gradient,
+    skip_call,
+)
+
+# ---- stages
 
 
-@fault(
+def _divided_equally(original: Any, model: Any, stage: int, n_stages: int) -> None:
+    each = len(model.layers) // n_stages
+    original(model, stage, n_stages)
+    for name in list(model.layers):
+        if not stage * each <= int(name) < (stage + 1) * each:
+            del model.layers[name]
+
+
+def _of_the_first_layers(weights: Any) -> Any:
+    return {fqn: weights[fqn.replace("layers.2.", "layers.0.")] for fqn in weights}  # 2 is its first one
+
+
+loss_normalised_after_backward = fault(
+    breaks="the loss is divided by the number of tokens only when the schedule has run backward already",
+    bug="L04 pytorch/torchtitan #4194",
+    case="pp_2",
+    caught_by="gradients grad_norm",
+    named="not divided by the number of valid tokens",
+    does=override_argument(".trainer:scaled", valid_tokens=1),
+)
+norm_of_each_stage = fault(
+    breaks="the gradient norm is not summed over the stages: each clips by its own",
+    bug="C01 pytorch/torchtitan #649, #596",
+    case="pp_2",
+    caught_by="grad_norm update",
+    named="each rank clips by the norm of its own shards, not by the global norm",
+    does=skip_call(".pipeline:group_of"),
+)
+layers_left_over_are_never_built = fault(
+    breaks="each stage gets the same number of layers, and those that are left over are never built",
+    bug="P05 pytorch/torchtitan #963",
+    case="pp_2_uneven_layers",
+    caught_by="completed",
+    named="does not hold layers.",
+    does=instead(".pipeline:cut", _divided_equally),
+)
+stages_start_alike = fault(
+    breaks="every stage draws its weights from the same seed, so that stages start alike",
+    bug="R02 pytorch/torchtitan #689; allenai/OLMo-core #679",
+    case="pp_2",
+    caught_by="initial_weights",
+    named="layers.2.attention.wq.weight holds the values of layers.0.attention.wq.weight",
+    does=on_rank(1, change_result("harness.trainers.support.weights:read_weights", _of_the_first_layers)),
+)
+only_the_first_part_clipped = fault(
+    breaks="only the first of a rank's model parts is clipped",
+    bug="P13 pytorch/torchtitan #500, #792: a loop over [model] where all model parts are meant",
+    case="pp_2_zbv",
+    caught_by="grad_norm update",
+    named="clipping",
+    does=change_argument(".clip:clip_gradients", parameters=lambda of_both: of_both[: len(of_both) // 2]),
+)
+
+# ---- the schedule
+
+gpipe_whatever_is_asked = fault(
     breaks="every pipeline runs GPipe, whatever schedule is requested",
     bug="of the family of P07: a schedule that is looked up by another name; numbers are the same, memory is not",
     case="pp_2",
     caught_by="schedule",
     named="schedule GPipe ran, 1F1B is requested",
+    does=override_argument(".pipeline:get_schedule_class", schedule_name="GPipe"),
 )
-def gpipe_whatever_is_asked(fired: Fired) -> None:
-    from harness.trainers.llama3 import pipeline
-
-    def make(original: Any) -> Any:
-        def always_gpipe(_: str) -> Any:
-            fired()
-            return original("GPipe")
-
-        return always_gpipe
-
-    replace(pipeline, "get_schedule_class", make)
-
-
-@fault(
+as_many_microbatches_as_stages = fault(
     breaks="the batch is cut into as many microbatches as there are stages, not into as many as requested",
     bug="P07 pytorch/torchtitan #781: the default number of microbatches was pp",
     case="pp_2",
     caught_by="schedule samples",
     named="2 microbatches went through the pipeline, 4 are requested",
+    does=change_argument(
+        ".pipeline:build_schedule",
+        case=lambda case: dataclasses.replace(
+            case, features=dataclasses.replace(case.features, microbatches=case.dims.pp)
+        ),
+    ),
 )
-def as_many_microbatches_as_stages(fired: Fired) -> None:
-    from harness.trainers.llama3 import pipeline
-
-    def make(original: Any) -> Any:
-        def fewer(parts: Any, loss: Any, case: Any, *rest: Any) -> Any:
-            fired()
-            return original(
-                parts, loss, changed(case, features=changed(case.features, microbatches=case.dims.pp)), *rest
-            )
-
-        return fewer
-
-    replace(pipeline, "build_schedule", make)
-
-
-@fault(
+gradients_scaled_in_every_pass = fault(
     breaks="each pass of the schedule divides all gradients by the number of microbatches, those of earlier passes again",
     bug="P01 pytorch/torchtitan #1732: scale_grads=True together with gradient accumulation",
     case="pp_2_accum",
     caught_by="gradients grad_norm",
     named="microbatches contribute with weights 0.0625",
+    does=override_argument("torch.distributed.pipelining.schedules:Schedule1F1B.__init__", scale_grads=True),
 )
-def gradients_scaled_in_every_pass(fired: Fired) -> None:
-    from torch.distributed.pipelining.schedules import Schedule1F1B
-
-    def make(original: Any) -> Any:
-        def scaling(self: Any, *args: Any, **options: Any) -> None:
-            fired()
-            original(self, *args, **(options | {"scale_grads": True}))
-
-        return scaling
-
-    replace(Schedule1F1B, "__init__", make)
-
-
-@fault(
+each_stage_halves_its_gradient = fault(
     breaks="the gradient that each stage sends back is halved, so the further from the loss, the smaller",
     bug="P02 deepspeedai/DeepSpeed #8154: every stage divides by the accumulation steps again",
     case="pp_3",
     caught_by="gradients grad_norm",
     named="gradients are off by stage, times 0.25 in stage 0, 0.5 in stage 1, 1 in stage 2",
+    does=scale_gradient(
+        "torch.distributed.pipelining.stage:PipelineStage.forward_maybe_with_nosync",
+        1 / 2,
+        when=lambda stage, *_, **__: not stage.is_last,
+    ),
 )
-def each_stage_halves_its_gradient(fired: Fired) -> None:
-    from torch.distributed.pipelining.stage import PipelineStage
-
-    def make(original: Any) -> Any:
-        def halved(self: Any, *args: Any, **options: Any) -> Any:
-            output = original(self, *args, **options)
-            if not self.is_last:
-                fired()
-                output.register_hook(lambda gradient: gradient / 2)
-            return output
-
-        return halved
-
-    replace(PipelineStage, "forward_maybe_with_nosync", make)

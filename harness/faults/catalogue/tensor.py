@@ -182,3 +182,30 @@ def sequence_parallel_not_applied(fired: Fired) -> None:
         return without
 
     replace(parallelize, "apply_tensor_parallel", make)
+
+
+@fault(
+    breaks="with sequence parallel, gradients of norm weights are not summed over tp",
+    bug="T01 NVIDIA/Megatron-LM #1446; EleutherAI/gpt-neox #1257, #1259",
+    case="tp_2",
+    caught_by="gradients replica_agreement",
+    named="gradients of norm weights are not summed over tp",
+)
+def norm_gradients_not_summed_over_tp(fired: Fired) -> None:
+    from torch.distributed.tensor import DTensor
+
+    from harness.trainers.llama3 import parallelize
+
+    def make(original: Any) -> Any:
+        def label_as_summed(parameters: Any) -> None:
+            parameters = list(parameters)
+            for parameter in parameters:
+                if parameter.dim() == 1 and isinstance(parameter.grad, DTensor):
+                    fired()
+                    local = parameter.grad.to_local()
+                    parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements)
+            original(parameters)
+
+        return label_as_summed
+
+    replace(parallelize, "settle_gradients", make)

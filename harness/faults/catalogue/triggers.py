@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from harness.faults import Fired, fault, replace
-from harness.faults.catalogue.gradients import loss_averaged_per_rank
+from harness.faults.catalogue.loss import loss_averaged_per_rank
 
 
 @fault(

@@ -1,99 +1,210 @@
-"""Mistakes in what FSDP2 keeps gathered and what it wraps: the numbers are right, memory and traffic are not."""
+"""Mistakes in what FSDP wraps and frees after forward; FSDP1 and DDP in other forms than requested. No number shows them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from harness.faults import Fired, fault, replace
+from harness.faults import fault
+from harness.faults.catalogue.mesh import hsdp_runs_as_fsdp
+from harness.faults.operators import (
+    after_call,
+    change_result,
+    instead,
+    on_rank,
+    override_argument,
+    skip_call,
+    together,
+)
+
+SHARD = ".parallelize:fully_shard"
 
 
-def _always_pass(fired: Fired, **options: Any) -> None:
-    from harness.trainers.llama3 import parallelize
-
-    def make(original: Any) -> Any:
-        def otherwise(module: Any, **asked: Any) -> Any:
-            fired()
-            return original(module, **(asked | options))
-
-        return otherwise
-
-    replace(parallelize, "fully_shard", make)
+def _is_block(unit: Any, **_: Any) -> bool:
+    return hasattr(unit, "ffn_norm")
 
 
-@fault(
+def _is_root(unit: Any, **_: Any) -> bool:
+    return hasattr(unit, "tok_embeddings")
+
+
+# ---- what is freed
+
+last_unit_freed_after_forward = fault(
     breaks="every unit is freed after forward, the last one too, which backward needs at once",
     bug="H01 pytorch/torchtitan #1094, #1091, #822",
     case="fsdp_4",
     caught_by="reshard traffic",
     named="reshard_after_forward default is requested, always is observed",
+    does=override_argument(SHARD, reshard_after_forward=True),
 )
-def last_unit_freed_after_forward(fired: Fired) -> None:
-    _always_pass(fired, reshard_after_forward=True)
-
-
-@fault(
+nothing_freed_after_forward = fault(
     breaks="set_reshard_after_forward(False) is left on: parameters stay gathered from forward to backward",
     bug="H02 pytorch/torchtitan #4143",
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
     named="reshard_after_forward always is requested, never is observed",
+    does=override_argument(SHARD, reshard_after_forward=False),
 )
-def nothing_freed_after_forward(fired: Fired) -> None:
-    _always_pass(fired, reshard_after_forward=False)
-
-
-@fault(
-    breaks="the policy that wraps blocks finds none, so that the whole model is one FSDP unit",
-    bug="H03 huggingface/accelerate #3999",
-    case="fsdp_4_reshard_always",
-    caught_by="reshard traffic",
-    named="reshard_after_forward always is requested, never is observed",
-)
-def whole_model_is_one_unit(fired: Fired) -> None:
-    from harness.trainers.llama3 import parallelize
-
-    def make(original: Any) -> Any:
-        def root_only(module: Any, **asked: Any) -> Any:
-            if isinstance(module, list) or not hasattr(module, "tok_embeddings"):
-                fired()
-                return module
-            return original(module, **asked)
-
-        return root_only
-
-    replace(parallelize, "fully_shard", make)
-
-
-@fault(
+units_of_its_own_are_kept = fault(
     breaks="where units are left to the trainer, no block is freed though the policy always is requested",
     bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered from forward to backward",
     case="fsdp_4_open_reshard_always",
     caught_by="reshard traffic",
     named="reshard_after_forward always is requested, never is observed",
+    does=override_argument(SHARD, reshard_after_forward=False),
 )
-def units_of_its_own_are_kept(fired: Fired) -> None:
-    _always_pass(fired, reshard_after_forward=False)
-
-
-@fault(
+replicas_keep_different_units = fault(
     breaks="the second replica keeps its blocks gathered, as a policy set by a node's free memory would",
     bug="of the family of H01 pytorch/torchtitan #1094: which units are kept is decided in another way than meant",
     case="hsdp_2x2_open",
     caught_by="placements",
     named="ranks wrap different fsdp2 units: ranks [2,3] have layers.0 (9) kept; layers.1 (9) kept",
+    does=on_rank((2, 3), override_argument(SHARD, reshard_after_forward=False, when=_is_block)),
 )
-def replicas_keep_different_units(fired: Fired) -> None:
-    import os
+first_unit_kept_instead_of_last = fault(
+    breaks="the last unit is looked for by name and not found, so the first is kept in its stead",
+    bug="H01 pytorch/torchtitan #1094: the default kept another unit than the last",
+    case="fsdp_4",
+    caught_by="reshard traffic",
+    named="tok_embeddings still gathered, should be freed; norm, output freed, should be gathered",
+    does=together(
+        override_argument(SHARD, reshard_after_forward=False, when=lambda unit, **_: hasattr(unit, "num_embeddings")),
+        override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: isinstance(unit, list)),
+    ),
+)
+number_taken_for_true = fault(
+    breaks="a number is taken for true: units are freed entirely, and gathered over the whole shard group again",
+    bug="of the family of M01: the smaller group requested is made and not used",
+    case="fsdp_4_reshard_2",
+    caught_by="reshard traffic",
+    named="reshard_after_forward 2 is requested, always is observed",
+    does=override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
+)
+stages_resharded_after_each_microbatch = fault(
+    breaks="under pp every stage is freed after each microbatch, as it is right without pp",
+    bug="H01 pytorch/torchtitan #822: under pp each microbatch gathered everything anew",
+    case="pp_2_fsdp_2",
+    caught_by="reshard traffic",
+    named="reshard_after_forward default is requested, always is observed",
+    does=override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
+)
+freed_on_paper_only = fault(
+    breaks="gathered parameters are given up, but something holds on to their memory",
+    bug="of the family of P15 pytorch #164756: gathered parameters linger",
+    case="fsdp_2",
+    caught_by="reshard",
+    named="still gathered, should be freed",
+    does=skip_call("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.free_unsharded_param"),
+)
 
-    from harness.trainers.llama3 import parallelize
+# ---- what is retained besides
 
-    def make(original: Any) -> Any:
-        def kept(module: Any, **asked: Any) -> Any:
-            if hasattr(module, "ffn_norm") and int(os.environ["RANK"]) >= 2:
-                fired()
-                asked["reshard_after_forward"] = False
-            return original(module, **asked)
+_whole: dict[int, Any] = {}
 
-        return kept
 
-    replace(parallelize, "fully_shard", make)
+def _keep_whole(group: Any, *_: Any) -> None:
+    for parameter in group.fsdp_params:
+        _whole[id(parameter)] = parameter._unsharded_param.detach().clone()
+
+
+def _buffer_gradients(trainer: Any, *_: Any, **__: Any) -> None:
+    import torch
+
+    numbers = sum(parameter.numel() for part in trainer.model_parts for parameter in part.parameters())
+    trainer.gradient_buffer = torch.zeros(numbers, dtype=torch.float32)
+
+
+whole_weights_kept = fault(
+    breaks="a hook keeps a copy of all weights that were gathered (an average, a debugger), on every rank for ever",
+    bug="of the family of P15 pytorch #164756: gathered parameters linger",
+    case="fsdp_2",
+    caught_by="memory",
+    named="1.051 MB of float64 are retained in unaccounted tensors: 21 tensors of the shapes of whole",
+    does=after_call(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard", _keep_whole
+    ),
+)
+whole_buffer_of_gradients = fault(
+    breaks="gradients are also kept in a float32 buffer of the whole model, as one makes for accumulation",
+    bug="of the family of G11 NVIDIA/Megatron-LM #3023: a buffer of gradients beside the gradients",
+    case="hsdp_2x2",
+    caught_by="memory",
+    named="525.6 kB of float32 are retained in unaccounted tensors: 1 tensors of no parameter's shape",
+    does=after_call(".trainer:Trainer.__init__", _buffer_gradients),
+)
+
+
+# ---- what is wrapped
+
+
+def _every_linear_first(original: Any, unit: Any, **requested: Any) -> Any:
+    for inner in unit.modules():
+        if type(inner).__name__ == "Linear":
+            original(inner, **requested)
+    return original(unit, **requested)
+
+
+def _wrapped_in_fsdp1(original: Any, model: Any, mesh: Any, case: Any) -> Any:
+    from harness.trainers.llama3.parallelize import apply_fsdp1
+
+    return apply_fsdp1(model, mesh["dp_shard"], case)
+
+
+whole_model_is_one_unit = fault(
+    breaks="the policy that wraps blocks finds none, so that the whole model is one FSDP unit",
+    bug="H03 huggingface/accelerate #3999",
+    case="fsdp_4_reshard_always",
+    caught_by="reshard traffic",
+    named="reshard_after_forward always is requested, never is observed",
+    does=skip_call(SHARD, when=lambda unit, **_: not _is_root(unit)),
+)
+every_linear_is_a_unit = fault(
+    breaks="every linear is an FSDP unit of its own, as with a wrapping policy by size: many small gathers",
+    bug="of the family of H03 huggingface/accelerate #3999: the policy that wraps blocks finds other modules",
+    case="fsdp_2",
+    caught_by="placements",
+    named="fsdp2 units are finer than requested: parameters are gathered in 18 pieces, requested 4",
+    does=instead(SHARD, _every_linear_first, when=_is_block),
+)
+bucket_size_ignored = fault(
+    breaks="the bucket size requested is not passed on, so DDP reduces in buckets of its usual size",
+    bug="of the family of G11 NVIDIA/Megatron-LM #3023: buckets are not what they should be",
+    case="ddp_2_bucket",
+    caught_by="features",
+    named="bucket_mb 0.03125 is requested",
+    does=change_result(
+        ".parallelize:ddp_options", lambda options: {key: options[key] for key in options if key != "bucket_cap_mb"}
+    ),
+)
+shard_grad_op_for_full_shard = fault(
+    breaks="FSDP1 gets SHARD_GRAD_OP, which keeps parameters from forward to backward, for FULL_SHARD",
+    bug="of the family of M01: another strategy ran than the one requested",
+    case="fsdp1_4",
+    caught_by="reshard traffic",
+    named="reshard_after_forward default is requested, never is observed",
+    does=change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).SHARD_GRAD_OP),
+)
+fsdp1_hybrid_runs_as_full_shard = fault(
+    breaks="FSDP1 gets all data-parallel ranks as one group, so HYBRID_SHARD is FULL_SHARD over them",
+    bug="M01 pytorch/torchtitan #711, with FSDP1",
+    case="fsdp1_2x2",
+    caught_by="shard_contents placements traffic memory",
+    named="HSDP ran as FSDP",
+    does=together(
+        hsdp_runs_as_fsdp.apply,
+        change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).FULL_SHARD),
+        instead(".parallelize:flat_group", lambda original, mesh, case: mesh._flatten("dp").get_group()),
+    ),
+)
+fsdp2_runs_as_fsdp1 = fault(
+    breaks="FSDP1 wraps the model where FSDP2 is requested",
+    bug="of the family of M01: another strategy ran than the one requested",
+    case="fsdp_2",
+    caught_by="features shard_contents placements",
+    named="wrapper fsdp2 is requested, fsdp1 is observed",
+    does=together(
+        skip_call(".parallelize:apply_fsdp"),
+        instead(".parallelize:replicate", _wrapped_in_fsdp1),
+        instead(".parallelize:flat_group", lambda original, mesh, case: mesh.get_group("dp_shard")),
+    ),
+)

@@ -115,28 +115,6 @@ def rows_permuted_by_strided_shards(fired: Fired) -> None:
 
 
 @fault(
-    breaks="a rank list made by hand strides wrongly, so that two ranks of the grid change places",
-    bug="M10 NVIDIA/Megatron-LM e43abe7dfa",
-    case="hsdp_2x2",
-    caught_by="process_groups placements traffic gradients",
-    named="no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]",
-)
-def ranks_change_places_in_the_mesh(fired: Fired) -> None:
-    from harness.trainers.llama3 import parallelize
-
-    def make(original: Any) -> Any:
-        def wrong_ranks(device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            fired()
-            return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
-
-        return wrong_ranks
-
-    replace(parallelize, "init_device_mesh", make)
-
-
-@fault(
     breaks="norm weights, which are no matrices, are left out of the checkpoint and start from ones",
     bug="of the family of S05: what is loaded is not what was meant to be",
     case="fsdp_2",

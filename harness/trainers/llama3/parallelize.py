@@ -5,7 +5,7 @@ Every function here can be replaced by name, which is how deliberate faults get 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -280,7 +280,7 @@ def loss_context(mesh: DeviceMesh | None, features: Features) -> Iterator[None]:
         yield
 
 
-def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def settle_gradients(parameters: list[nn.Parameter]) -> None:
     """Redistribute every gradient to its parameter's placements.
 
     FSDP2 does this itself. With TP alone torch leaves two that do not: the norms' under sequence parallel are Partial,

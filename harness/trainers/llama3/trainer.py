@@ -121,7 +121,7 @@ def forward_backward(
             loss = loss_of(model, part)
             scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
         total += whole(loss.detach())
-    parallelize.settle_gradients(model.parameters())
+    parallelize.settle_gradients(list(model.parameters()))
     return total
 
 
@@ -243,7 +243,7 @@ class Trainer:
         total = run_pipeline(
             self.schedule, self.loss, microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
         )
-        parallelize.settle_gradients(parameter for part in self.model_parts for parameter in part.parameters())
+        parallelize.settle_gradients([parameter for part in self.model_parts for parameter in part.parameters()])
         return total
 
     def optimizer_step(self) -> float:
