@@ -1,7 +1,7 @@
 """Tables of the README and docs/, made anew from the cases and from what was last measured of the faults.
 
     python -m tools.tables                    makes them anew
-    python -m tools.tables out/faults.json    first puts what `harness faults` measured into tools/results.json
+    python -m tools.tables out/faults.json    first puts what `harness faults` measured into harness/faults/results.json
 
 What was measured takes the place of what is stored of the same faults. Nothing is judged here: review `git diff`.
 """

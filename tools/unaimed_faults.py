@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.cli.exit_codes import BROKEN, PASSED, worst
-from harness.cli.options import Parser, add_cases, add_how_to_run, options_of
+from harness.cli.options import Parser, add_cases, add_how_to_run, cases_of, options_of
 from harness.faults import Fault, all_faults
 from harness.faults.attempt import accepted
 from harness.judge.result import Verdict
@@ -21,7 +21,6 @@ from harness.run import catalogue
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case
-from harness.spec.loading import load_all
 from tools import noticed
 from tools.composition import ranks, values
 from tools.noticed import Searched
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_cases(parser)
     add_how_to_run(parser)
     args = parser.parse_args(argv)
-    cases, options = load_all(args.cases), options_of(args)
+    cases, options = cases_of(args), options_of(args)
     faults = elsewhere(catalogue.matching(all_faults(), args.expression), cases)
     found = [search(fault, cases, options) for fault in faults]
     noticed.store(found)

@@ -11,7 +11,7 @@ from typing import Any
 from harness.bisect import commits, versions
 from harness.bisect.side_by_side import bisect_report
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, options_of
+from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
 from harness.report.output import say
 from harness.run.selection import matching
 from harness.spec.loading import load_all
@@ -37,7 +37,8 @@ def add(commands: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """0: the first bad commit or version is found. 2: skipped ones hide it."""
     tell = functools.partial(say, to=sys.stderr)
-    cases = matching(load_all(args.cases), args.expression)
+    folder = folder_of(args)
+    cases = matching(load_all(folder), args.expression)
     range_of_commits = (args.repo, args.good, args.bad)
     if args.over is None and None in range_of_commits:
         raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
@@ -46,7 +47,7 @@ def command(args: argparse.Namespace) -> int:
     args.source = args.source if args.over is not None else str(args.repo)
     options = options_of(args, several_nodes=False)
     if args.over is not None:
-        found = versions.search(versions.versions(args.over), cases, args.cases, options, tell)
+        found = versions.search(versions.versions(args.over), cases, folder, options, tell)
     else:
         found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
     say(bisect_report(found))

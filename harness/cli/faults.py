@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.interrupt import abandon
-from harness.cli.options import add_cases, add_command, add_how_to_run, add_jobs, jobs_of, options_of
+from harness.cli.options import add_cases, add_command, add_how_to_run, add_jobs, cases_of, jobs_of, options_of
 from harness.evidence.store import write_text
 from harness.faults import Fault, all_faults, faults_of_file
 from harness.faults.attempt import Attempt, Outcome, accepted, to_json
@@ -19,7 +19,7 @@ from harness.report.output import say
 from harness.report.progress import Progress
 from harness.run import catalogue
 from harness.run.selection import weight
-from harness.spec.loading import load_all
+from harness.spec import case_files
 
 
 def add(commands: Any) -> None:
@@ -57,7 +57,8 @@ def command(args: argparse.Namespace) -> int:
 
 def tried(chosen: Sequence[Fault], args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
     """What became of each fault and of the control, and how many seconds all took."""
-    cases, options, jobs = load_all(args.cases), options_of(args, several_nodes=False), jobs_of(args)
+    usual = case_files.USUAL if args.file else case_files.OURS  # the catalogue is about the cases that it comes with
+    cases, options, jobs = cases_of(args, usual), options_of(args, several_nodes=False), jobs_of(args)
     faults = [catalogue.control(), *chosen]
     needed = catalogue.needed(faults, cases)
     weights = {case.name: weight(case) for case in needed}

@@ -9,7 +9,7 @@ from typing import Any
 from harness.checks import golden as golden_law
 from harness.checks import run_check
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.cli.options import add_cases, add_command, add_out, add_selection
+from harness.cli.options import add_cases, add_command, add_out, add_selection, cases_of, needs_matplotlib
 from harness.evidence.records import Run
 from harness.evidence.store import load
 from harness.judge import golden
@@ -24,7 +24,6 @@ from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.selection import matching
 from harness.spec.case import Case
-from harness.spec.loading import load_all
 
 
 def add(commands: Any) -> None:
@@ -39,7 +38,7 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    every = load_all(args.cases)
+    every = cases_of(args)
     chosen = matching(every, args.expression)
     recipes = {golden.recipe_name(case): case for case in chosen}
     options = Options(out=args.out)
@@ -54,6 +53,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _margins(cases: Sequence[Case], options: Options) -> int:
+    needs_matplotlib()
     from harness.run import margins  # matplotlib takes half a second
 
     pictured = []

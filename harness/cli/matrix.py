@@ -18,6 +18,7 @@ from harness.cli.options import (
     add_jobs,
     add_recipe,
     add_selection,
+    cases_of,
     jobs_of,
     options_of,
     positive_int,
@@ -28,9 +29,8 @@ from harness.report.progress import Progress
 from harness.run.matrix import run_all
 from harness.run.selection import ALL_TIERS, matching, of_tier, weight
 from harness.run.supported import unsupported
-from harness.spec import coverage, random_cases
+from harness.spec import case_files, coverage, random_cases
 from harness.spec.case import TIERS, Case
-from harness.spec.loading import load_all
 from harness.spec.variants import in_dtype, reseeded
 
 
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     if args.all:
-        return pairs_code(coverage.pairs(load_all(args.cases), trainers.load(args.trainer).unsupported))
+        return pairs_code(coverage.pairs(cases_of(args), trainers.load(args.trainer).unsupported))
     cases, more = selected(args)
     if args.list:
         say(listing(cases))
@@ -82,7 +82,7 @@ def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
             raise BadInput("--random: leave out -k, which is for cases of files")
         options, seed = options_of(args), 1 if args.seed is None else args.seed
         return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
-    chosen = matching(load_all(args.cases), args.expression)
+    chosen = matching(cases_of(args), args.expression)
     cases = of_tier(chosen, args.tier)
     cases = [in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype) for case in cases]
     return cases, len(chosen) - len(cases)
@@ -104,7 +104,7 @@ def listing(cases: Sequence[Case]) -> str:
     width = max(len(case.name) for case in cases)
     lines = []
     for file in dict.fromkeys(case.file for case in cases):
-        lines += [file] if file else []
+        lines += [case_files.shown(file)] if file else []
         lines += [
             f"  {case.name:<{width}}  {case.dims.world_size:>2} ranks  {case.why}"
             for case in cases

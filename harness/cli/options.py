@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, trainers
+from harness import trainers
 from harness.faults import FaultError, load_fault
 from harness.reference.config import DTYPES
 from harness.run.options import Options
-from harness.spec import random_cases
+from harness.spec import case_files, random_cases
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
 
@@ -45,7 +46,11 @@ def add_command(commands: Any, name: str, command: Command, help: str) -> argpar
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=Path, default=ROOT / "cases", metavar="DIR", help="folder of YAML files")
+    parser.add_argument(
+        "--cases",
+        metavar="DIR",
+        help=f"folder of YAML files; default {case_files.USUAL}; {case_files.OURS}: those that come with the harness",
+    )
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +103,24 @@ def positive_int(text: str) -> int:
 # ---- what it means
 
 
+def needs_matplotlib() -> None:
+    """Raises BadInput where it is not installed: it is needed by pictures alone."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("pictures need matplotlib: pip install matplotlib, or harness[pictures]")
+
+
+def folder_of(args: argparse.Namespace, usual: str = case_files.USUAL) -> Path:
+    """Raises CaseError where there is none."""
+    return case_files.folder_of(args.cases or usual)
+
+
+def cases_of(args: argparse.Namespace, usual: str = case_files.USUAL) -> list[Case]:
+    """Raises CaseError."""
+    return load_all(folder_of(args, usual))
+
+
 def case_of(args: argparse.Namespace) -> Case:
-    return random_cases.named(args.case) or find_case(args.case, load_all(args.cases))
+    return random_cases.named(args.case) or find_case(args.case, cases_of(args))
 
 
 def jobs_of(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli.exit_codes import PASSED
-from harness.cli.options import add_command
+from harness.cli.options import add_command, needs_matplotlib
 from harness.report.output import say
 from harness.run.folders import case_folders
 from harness.run.judging import judge_folder
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
+    needs_matplotlib()
     from harness.report.pictures import draw_judged  # matplotlib takes half a second
 
     for folder in case_folders(args.folders):

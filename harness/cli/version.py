@@ -7,10 +7,9 @@ import importlib.metadata
 import sys
 from typing import Any
 
-from harness import ROOT
 from harness.evidence.format import FORMAT
 from harness.report.output import say
-from harness.run.launches import commit_of
+from harness.run.launches import commit_of_harness
 
 
 class Version(argparse.Action):
@@ -20,7 +19,7 @@ class Version(argparse.Action):
 
 
 def version_text() -> str:
-    commit = commit_of(str(ROOT)) or "unknown"
+    commit = commit_of_harness() or "unknown"
     return (
         f"harness {_installed('harness')}, commit {commit}, records {FORMAT}, torch {_installed('torch')},"
         f" Python {sys.version.split()[0]}"

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from harness import ROOT
-
 STEPS = 10
 """Of the runs that weaker tests compare."""
 
-ACCEPTED = ROOT / "tools" / "results.json"
-"""What was last measured of the catalogue, for whoever works in the repository; it is not installed."""
+ACCEPTED = Path(__file__).with_name("results.json")
+"""What was last measured of the catalogue."""
 
 
 class Outcome(StrEnum):
@@ -68,5 +66,5 @@ def from_json(text: str) -> list[Attempt]:
 
 
 def accepted(stored: Path = ACCEPTED) -> list[Attempt]:
-    """Empty where nothing is stored, as where the harness is installed."""
+    """Empty where nothing is stored."""
     return from_json(stored.read_text(encoding="utf-8")) if stored.exists() else []

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
+from harness import BUILTIN, ROOT
 from harness.evidence.store import write_text
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import Noise, ReferenceRun
+from harness.spec import case_files
 from harness.spec.case import Case
 
-FOLDER = ROOT / "golden"
+FOLDER = BUILTIN / "golden"
 NUMBERS = ("loss", "grad_norm", "gradient")
 OF_PARAMETER = ("distance", "fit")
 
@@ -61,9 +62,8 @@ def recipe_name(case: Case) -> str:
 
 
 def home(case: Case) -> Path:
-    """Where the goldens of its file's cases lie: golden/ beside the file; for cases/ of this project golden/ beside it."""
-    beside = (ROOT / case.file).parent
-    return FOLDER if not case.file or beside == ROOT / "cases" else beside / FOLDER.name
+    """Where the goldens of its file's cases lie: golden/ beside cases/; of no file, this project's."""
+    return case_files.repository_of(case.file) / FOLDER.name if case.file else FOLDER
 
 
 def path_of(case: Case, folder: Path | None = None) -> Path:
@@ -106,8 +106,7 @@ def load(case: Case, folder: Path | None = None) -> Golden:
 
 def accept_command(case: Case, *more: str) -> str:
     """What is typed to accept the golden of a case, wherever its file lies."""
-    beside = ["--cases", str((ROOT / case.file).parent)] if home(case) != FOLDER else []
-    return shlex.join(["harness", "golden", "--accept", *beside, *more])
+    return shlex.join(["harness", "golden", "--accept", *case_files.typed(case.file), *more])
 
 
 def review_command(case: Case) -> str:
@@ -172,6 +171,8 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
     new, path = from_reference(reference), path_of(case, folder)
+    if path.is_relative_to(ROOT / "harness"):
+        raise GoldenError(f"{path}: comes with the installed harness; it is accepted in a checkout of it")
     if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
         raise GoldenError(f"{path}: the reference has a loss or norm that is no number, not accepted")
     if not all(noise.finite for noise in new.noise.values()):

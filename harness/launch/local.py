@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.launch.job import LaunchError
 from harness.launch.process import kill_group
+from harness.launch.python_path import python_path
 
 READY_PATIENCE = 120.0  # importing torch takes 3 s, on a cold disk a minute
 CLOSE_PATIENCE = 5.0
@@ -178,8 +179,7 @@ class RankServer:
 
 def environment() -> dict[str, str]:
     """Ours, one thread per library, and the harness importable from wherever we run."""
-    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path()}
 
 
 _default: RankServer | None = None

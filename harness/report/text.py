@@ -6,12 +6,12 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.checks import law
 from harness.judge.result import Finding, Result, Verdict
 from harness.reference.config import TrainingConfig
+from harness.spec import case_files
 from harness.spec.trainer_spec import TrainerSpec
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _expectation(judgement: Judgement) -> str:
         return ""
     if judgement.verdict is Verdict.XFAIL:
         return f"(expected: {expected.because}; see {expected.script})"
-    remedy = f"if {expected.script} passes too, take expected_failure out of {judgement.case.file}"
+    remedy = f"if {expected.script} passes too, take expected_failure out of {case_files.shown(judgement.case.file)}"
     return f"(expected to fail by {expected.laws}, named {expected.named!r}: {remedy})"
 
 
@@ -85,14 +85,13 @@ def _replaced(judgement: Judgement) -> list[str]:
 
 def command(judgement: Judgement) -> str:
     """What shows it again."""
-    file, recipe, usual = Path(judgement.case.file), judgement.case.training, TrainingConfig()
+    recipe, usual = judgement.case.training, TrainingConfig()
     given = {"fault": judgement.fault}
-    given |= {"cases": str(file.parent)} if judgement.case.file and file.parent != Path("cases") else {}
     if not judgement.case.file:
         given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
         given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
     typed = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
-    return shlex.join(["harness", "run", judgement.case.name, *typed])
+    return shlex.join(["harness", "run", judgement.case.name, *case_files.typed(judgement.case.file), *typed])
 
 
 def pytest_command(judgement: Judgement) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness import ROOT, trainers
+from harness import BUILTIN, ROOT, trainers
 from harness.evidence.records import Run
 from harness.evidence.store import save_run
 from harness.launch import Exit, Job, launch
@@ -90,17 +90,22 @@ def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -
 
 def _made(case: Case, options: Options) -> dict[str, str]:
     trainer = TrainerSpec.parse(options.trainer)
-    own = str(Path(trainer.name).parent) if trainer.is_file else str(ROOT)
+    outside = trainer.is_file or trainer.source
     replaced = trainers.load(options.trainer).replaced(case, options.device)
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
-        "commit": commit_of(trainer.source or own),
+        "commit": commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness(),
         "device": options.device,
         "launcher": options.launcher,
         "sources": digest(options),
         **({"replaced": "\n".join(replaced)} if replaced else {}),
     }
+
+
+def commit_of_harness() -> str:
+    """Empty where it is installed: the folder around it may be a repository, but another one."""
+    return commit_of(str(ROOT)) if BUILTIN == ROOT else ""
 
 
 def commit_of(source: str) -> str:

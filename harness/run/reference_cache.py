@@ -48,7 +48,7 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
-    """Goldens hold the noise of the recipes in cases/ on CPU; another recipe, seed or device has its own, measured once."""
+    """Goldens hold the noise of the recipes of files on CPU; another recipe, seed or device has its own, measured once."""
     known = options.device == "cpu" and (case.file or _golden_knows(case, options))
     return () if case.exact or known else (_noise_key(case, options),)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from harness import ROOT
+from harness import BUILTIN
 from harness.reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
-from harness.spec import limits, releases
+from harness.spec import case_files, limits, releases
 from harness.spec.allowance import Allowance
 from harness.spec.case import TIERS, Case, CaseError, ExpectedFailure, Saved
 from harness.spec.dims import ParallelDims
@@ -44,7 +44,7 @@ UNWRITTEN = {
 
 def load_cases(path: Path) -> list[Case]:
     """All cases of one YAML file, in the order written. Raises CaseError."""
-    shown = _shown(path)
+    shown = case_files.recorded(path)
     document = _read_yaml(path, shown)
     _refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
     defaults = as_mapping(document.get("defaults"), f"{shown}: defaults")
@@ -54,6 +54,7 @@ def load_cases(path: Path) -> list[Case]:
         for key in set(UNWRITTEN) & set(fragment):
             raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
         case = built_case(fragment | {"name": name}, file=shown)
+        _refuse_missing_script(case.expected_failure, shown, f"{shown}: case {name!r}")
         if any(case.name == other.name for other in cases):
             raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
         cases.append(case)
@@ -62,11 +63,11 @@ def load_cases(path: Path) -> list[Case]:
     return cases
 
 
-def load_all(folder: Path = ROOT / "cases") -> list[Case]:
+def load_all(folder: Path = BUILTIN / case_files.USUAL) -> list[Case]:
     """Every case of every file. A name used in two files is refused: `pytest -k` could not tell them apart."""
     cases = [case for path in sorted(folder.glob("*.yaml")) for case in load_cases(path)]
     if not cases:
-        raise CaseError(f"{_shown(folder)}: no *.yaml file with cases in it")
+        raise CaseError(f"{case_files.recorded(folder)}: no *.yaml file with cases in it")
     files: dict[str, str] = {}
     for case in cases:
         if case.name in files:
@@ -228,8 +229,6 @@ def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
         releases.parsed(expected.torch or "<2.0")
     except (TypeError, ValueError) as error:
         raise CaseError(f"{where}: torch: {error}") from error
-    if not (ROOT / expected.script).is_file():
-        raise CaseError(f"{where}: script {expected.script!r}: no such file in the project; write the minimal program")
     return expected
 
 
@@ -333,6 +332,9 @@ def _nearest(word: Any, known: Iterable[Any]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _shown(path: Path) -> str:
-    path = Path(path).resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+def _refuse_missing_script(expected: ExpectedFailure | None, file: str, where: str) -> None:
+    if expected and not (case_files.repository_of(file) / expected.script).is_file():
+        raise CaseError(
+            f"{where}: expected_failure: script {expected.script!r}: no such file in "
+            f"{case_files.repository_of(file)}; write the minimal program"
+        )

@@ -11,6 +11,7 @@ import pytest
 from literal import SGD, tiny_case
 from literal_reference import reference_of
 
+from harness import ROOT
 from harness.judge import golden
 from harness.judge.golden import (
     Golden,
@@ -219,12 +220,10 @@ def test_one_recipe_has_one_golden_whatever_the_layout() -> None:
 
 def test_the_golden_of_somebody_elses_case_lies_beside_the_case(tmp_path: Path) -> None:
     theirs = replace(CASE, file=str(tmp_path / "cases" / "mine.yaml"))
-    with pytest.raises(
-        GoldenError, match=f"{tmp_path}/cases/golden/.*`harness golden --accept --cases {tmp_path}/cases`"
-    ):
+    with pytest.raises(GoldenError, match=f"{tmp_path}/golden/.*`harness golden --accept --cases {tmp_path}/cases`"):
         load(theirs)
     accept(theirs, REFERENCE)
-    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "cases" / "golden"]
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "golden"]
     assert load(theirs) == golden.from_reference(REFERENCE)
 
 
@@ -251,4 +250,7 @@ def test_what_is_to_be_typed_names_the_folder_of_the_cases(tmp_path: Path, monke
     assert review_command(case) == f"git -C '{folder}/golden' diff ."
     monkeypatch.chdir(tmp_path)
     assert review_command(case) == "git diff 'my cases/golden'/"
+    assert accept_command(replace(case, file="cases/some.yaml")) == "harness golden --accept --cases builtin"
+    assert accept_command(replace(case, file=str(tmp_path / "cases" / "some.yaml"))) == "harness golden --accept"
+    monkeypatch.chdir(ROOT)
     assert accept_command(replace(case, file="cases/some.yaml")) == "harness golden --accept"

@@ -89,7 +89,7 @@ YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
         ("because: a, laws: b, named: c", "expected_failure: script is missing"),
         (
             "because: a, laws: b, named: c, script: no.py",
-            "expected_failure: script 'no.py': no such file in the project",
+            "expected_failure: script 'no.py': no such file in /",
         ),
         (
             "because: a, laws: b, named: c, script: upstream_bugs/zero_bubble_ddp.py, torch: '2.15'",

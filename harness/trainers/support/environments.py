@@ -18,6 +18,7 @@ from pathlib import Path
 
 from harness import ROOT
 from harness.evidence.store import write_text
+from harness.launch.python_path import python_path
 
 
 class EnvironmentFailed(ValueError):
@@ -29,7 +30,7 @@ MOST_SECONDS = 3600.0  # for making an environment
 
 def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """With this harness, whatever is installed there."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
         [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
     )
@@ -42,7 +43,7 @@ def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> 
         tell(f"making an environment with {requirement} in {folder}")
         shutil.rmtree(folder, ignore_errors=True)
         do([sys.executable, "-m", "venv", str(folder)])
-        beneath = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+        beneath = {str(ROOT), *map(sysconfig.get_path, ("purelib", "platlib"))}
         own = next(folder.glob("lib/python*/site-packages"))
         write_text(own / "beneath.pth", "\n".join(sorted(beneath)))
         do([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement])

@@ -1,0 +1,20 @@
+"""How other processes find this harness, from whatever folder they run in."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from pathlib import Path
+
+from harness import ROOT
+
+
+def python_path() -> str:
+    """PYTHONPATH for them: ours, and before it the folder of the harness, unless that is one of installed packages.
+
+    Those are found without it. In front of another environment's own they would take the place of the versions there.
+    """
+    installed = {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))}
+    own = [] if ROOT in {Path(folder).resolve() for folder in installed} else [str(ROOT)]
+    return os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH", ""))))

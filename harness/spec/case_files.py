@@ -1,0 +1,57 @@
+"""Where files of cases lie, and what belongs to them: in somebody's repository, or in this one, whose cases are built in.
+
+A repository has cases/ and golden/ side by side. The path of a case's file is absolute, and relative for one that is built in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import BUILTIN
+from harness.spec.case import CaseError
+
+USUAL = "cases"
+OURS = "builtin"  # what is typed for the cases that come with the harness
+
+
+def folder_of(typed: str) -> Path:
+    """The folder that `--cases` means, absolute. Raises CaseError where there is none."""
+    if typed == OURS:
+        return BUILTIN / USUAL
+    folder = Path(typed).absolute()
+    if not folder.is_dir():
+        raise CaseError(
+            f"no folder {typed!r} in {Path.cwd()}: name one that has YAML files of cases, --cases DIR; "
+            f"those that come with the harness are --cases {OURS}"
+        )
+    return folder
+
+
+def path_of(file: str) -> Path:
+    return BUILTIN / file
+
+
+def repository_of(file: str) -> Path:
+    """What lies beside cases/; of a file in a folder of another name, that folder itself."""
+    folder = path_of(file).parent
+    return folder.parent if folder.name == USUAL else folder
+
+
+def recorded(path: Path) -> str:
+    """The path as a case and its evidence keep it."""
+    path = path.resolve()
+    return str(path.relative_to(BUILTIN)) if path.is_relative_to(BUILTIN) else str(path)
+
+
+def shown(file: str) -> str:
+    """The path as a person reads it here."""
+    path, here = path_of(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def typed(file: str) -> list[str]:
+    """What selects the file's folder on a command line here: nothing where it is the usual one, or of no file."""
+    folder = path_of(file).parent
+    if not file or folder == Path.cwd() / USUAL:
+        return []
+    return ["--cases", OURS if folder == BUILTIN / USUAL else str(folder)]
