@@ -65,6 +65,12 @@ def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_
     assert kept.spare_bytes[0] == plain.spare_bytes[0] + last
 
 
+def test_a_unit_that_is_always_freed_is_gathered_again_for_a_loss_in_chunks_from_the_first_step_on() -> None:
+    plan = make_plan(tiny_case(ParallelDims(dp_shard=2), reshard_after_forward="always"), TrainerTraits(loss_chunks=8))
+    again = [[flow.bytes for flow in plan.flows_of(0, step) if flow.phase == "forward"] for step in (1, 2)]
+    assert again == [[1888, 8 * (4 + 8 * 4)]] * 2
+
+
 def test_hsdp_all_reduces_only_its_shard_of_the_gradients() -> None:
     assert flows("hsdp_2x2", rank=3) == [
         ("dp_shard", "all_gather", "forward", 1888),

@@ -315,12 +315,29 @@ def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) 
     staged = case(ParallelDims(pp=2, dp_shard=2))
     assert adapter.traits(staged).loss_chunks == 1
     assert adapter.replaced(staged, "cpu") == (
-        "loss: chunked cross entropy by whole cross entropy (what FSDP2 gathers for it in a pipeline is not planned)",
+        "loss: chunked cross entropy by whole cross entropy"
+        " (FSDP2 gathers and reduces what it uses once a microbatch of a pipeline, which is not planned)",
         "attention: SDPA, whose samples lie each in a row of their own",
         "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)",
         "casts: those to float32 leave float64 as it is (a float64 recipe)",
         "communication: NCCL by gloo; averages are sums, then divided",
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "chunks"),
+    [
+        (case(ParallelDims(pp=2)), 8),
+        (case(ParallelDims(pp=2), features=Features(schedule="InterleavedZeroBubble")), 1),
+        (case(ParallelDims(pp=2, tp=2)), 1),
+        (case(ParallelDims(dp_shard=2)), 8),
+        (dataclasses.replace(case(), model=dataclasses.replace(case().model, tied_embeddings=True)), 1),
+    ],
+)
+def test_the_loss_is_computed_at_once_where_its_chunks_do_more_than_is_planned(
+    release_in_chunks: Path, asked: Case, chunks: int
+) -> None:
+    assert trainers.load(f"torchtitan@{release_in_chunks}").traits(asked).loss_chunks == chunks
 
 
 def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:

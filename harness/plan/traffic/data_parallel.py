@@ -45,12 +45,13 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
 
 
 def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
-    """Final norm and output are a unit. A loss in chunks calls the output without the norm, so that from the second pass on
-    FSDP2 takes the norm's call for the unit's last, frees it, and gathers it once more for the loss."""
+    """Final norm and output are a unit. A loss in chunks calls the output when the model's forward is over: a unit whose policy
+    is to be freed is freed then, and gathered once more for the loss. The loss leaves it with that policy, so that one that
+    was to be kept is so in the first pass only."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     once = sum(padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
     yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
-    yield Flow(axis, "parameters", "all_gather", "forward", once, later=True)
+    yield Flow(axis, "parameters", "all_gather", "forward", once, later=case.features.reshard_after_forward != "always")
 
 
 def reductions_per_step(case: Case) -> int:

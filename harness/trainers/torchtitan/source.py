@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.spec.case import Case
 from harness.spec.features import FEATURE_CHOICES
+from harness.spec.schedule import ZERO_BUBBLE
 from harness.spec.traits import TrainerTraits
 from harness.trainers.torchtitan import eras, syntax
 from harness.trainers.torchtitan.eras import Era
@@ -138,8 +139,12 @@ def why_whole(case: Case, era: Era) -> str:
     together = case.local_batch if era.flat else 1
     if any(case.seq_len(step) // case.dims.cp * together % LOSS_CHUNKS for step in case.steps):
         return f"{LOSS_CHUNKS} chunks do not divide the sequence"
-    if case.dims.pp > 1 and case.shards > 1:
-        return "what FSDP2 gathers for it in a pipeline is not planned"
+    if case.model.tied_embeddings:
+        return "FSDP2 reduces the one weight's gradient for the output and again for the embedding"
+    if case.dims.pp > 1 and case.dims.world_size > case.dims.pp:
+        return "FSDP2 gathers and reduces what it uses once a microbatch of a pipeline, which is not planned"
+    if case.dims.pp > 1 and case.features.schedule in ZERO_BUBBLE:
+        return "what FSDP2 frees behind it gets no gradient where a schedule computes weights' gradients later"
     return ""
 
 
