@@ -19,6 +19,7 @@ from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.reference.train import by_fqn, learning_rate, optimizer_state
 
 Arrays = dict[str, np.ndarray]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Otherwise:
     weights: before the first step. batch(step, the recipe's) -> what is trained on. gradients(step, those of backward) ->
     those that there are before clipping. given(step, gradients, their norm) -> what the optimizer is given, in place of
     clipping. rate(step, fqn) -> the learning rate. left(step, parameters) -> what there is when the optimizer is done.
-    restart(step) -> whether the optimizer begins that step without state.
+    restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
+    by fqn and name; None: what it has. model(module, step) alters the model in place before that step's forward pass.
+    loss(logits [n, vocab], labels [n]) -> the loss of each token, 0 where none counts.
     """
 
     weights: Mapping[str, np.ndarray] | None = None
@@ -49,6 +52,9 @@ class Otherwise:
     rate: Callable[[int, str], float] | None = None
     left: Callable[[int, Arrays], Arrays] | None = None
     restart: Callable[[int], bool] | None = None
+    state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
+    model: Callable[[nn.Module, int], None] | None = None
+    loss: Loss | None = None
 
 
 def retrain(
@@ -119,7 +125,9 @@ def _step(
     valid = int((batch.labels != IGNORED).sum())
     worker.begin()
     seed_masks(worker.module, training.seed, number)
-    loss = _backward(worker.module, batch, valid, training.document_mask)
+    if otherwise.model:
+        otherwise.model(worker.module, number)
+    loss = _backward(worker.module, batch, valid, training.document_mask, otherwise.loss)
     worker.collect(None)
     worker.finish()
     gradients = by_fqn(model, gradients=True)
@@ -133,6 +141,8 @@ def _step(
     lr = rates.pop() if len(rates) == 1 else learning_rate(number, training)
     if otherwise.restart and otherwise.restart(number):
         optimizer.state.clear()
+    if otherwise.state and (held := otherwise.state(number)) is not None:
+        _set_state(model, optimizer, held)
     optimizer.step()
     state = optimizer_state(model, optimizer)
     after = by_fqn(model)
@@ -141,22 +151,25 @@ def _step(
     return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
 
 
-def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -> float:
+def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, per_token: Loss | None = None) -> float:
     """The mean loss over the valid tokens; gradients are those of the losses as often as each counts."""
-    tokens, labels = (
-        torch.from_numpy(np.ascontiguousarray(batch.tokens)),
-        torch.from_numpy(np.ascontiguousarray(batch.labels)),
-    )
-    positions = None if batch.positions is None else torch.from_numpy(np.ascontiguousarray(batch.positions))
+    losses = token_losses(model, batch, document_mask, per_token) / valid
+    counts = 1.0 if batch.counts is None else torch.from_numpy(batch.counts).flatten().to(losses.dtype)
+    (losses * counts).sum().backward()
+    return losses.sum().item()
+
+
+def token_losses(model: nn.Module, batch: Batch, document_mask: bool, per_token: Loss | None = None) -> Tensor:
+    """Of each token, row after row, 0 where none counts. [b * s]"""
+    tokens, labels = _integers(batch.tokens), _integers(batch.labels)
+    positions = None if batch.positions is None else _integers(batch.positions)
     logits = at_least_float32(model(tokens, positions, documents=documents(tokens) if document_mask else None))
     flat = (logits.flatten(0, 1), labels.flatten())
-    if batch.counts is None:
-        loss = F.cross_entropy(*flat, ignore_index=IGNORED, reduction="sum") / valid
-        loss.backward()
-        return loss.item()
-    losses = F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none") / valid
-    (losses * torch.from_numpy(batch.counts).flatten().to(losses.dtype)).sum().backward()
-    return losses.sum().item()
+    return per_token(*flat) if per_token else F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none")
+
+
+def _integers(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 def _usual_rate(training: TrainingConfig) -> Callable[[int, str], float]:
@@ -178,6 +191,17 @@ def _set_gradients(model: nn.Module, gradients: Arrays) -> None:
 def _set_parameters(model: nn.Module, parameters: Arrays) -> None:
     for fqn, p in model.named_parameters():
         p.copy_(_tensor(parameters[fqn], p))
+
+
+def _set_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, np.ndarray]]
+) -> None:
+    """A step counter is a number beside the tensors."""
+    for fqn, p in model.named_parameters():
+        held = {
+            key: torch.as_tensor(v).clone() if not v.ndim else _tensor(v, p) for key, v in state.get(fqn, {}).items()
+        }
+        optimizer.state[p] = {key: value.float() if not value.ndim else value for key, value in held.items()}
 
 
 def _tensor(value: np.ndarray, like: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from harness.checks import judge
 from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.data import wrong_positions, wrong_samples, wrong_weights
-from harness.diagnosis.engine import explain
+from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
 from harness.diagnosis.gradients import wrong_gradients
 from harness.diagnosis.hypothesis import Facts, Proof, Suspects
 from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import wrong_contents, wrong_layout
+from harness.diagnosis.localise import KIND, localise
 from harness.diagnosis.memory import copies_made, growing
 from harness.diagnosis.other_causes import (
     copies_kept,
@@ -41,7 +42,7 @@ from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.settings import wrong_precision, wrong_settings
 from harness.diagnosis.updates import changed_afterwards, wrong_update
 from harness.diagnosis.words import Broken, finding_line
-from harness.judge.result import Diagnosis, Lines, Result, Verdict, one_cause
+from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
@@ -101,28 +102,37 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
     if not broken:
         return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
     skipped: Lines = ()
-    if (found := _proven(trial, results)) is None:
+    explained = explain(trial, results, SUSPECTS, FACTS)
+    found = _told(trial, results, explained)
+    if explained.left and next(iter(broken)) in explained.left:
         answer, skipped = _first_answer(trial, broken, rules)
-        found = answer or _plain_summary(broken)
+        found = answer or found
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
 
 
-def _proven(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
-    """None where something is left that neither a proof nor a fact explains."""
-    found = explain(trial, results, SUSPECTS, FACTS)
-    if found.left or not (found.proofs or found.facts):
-        return None
+def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
+    """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
     first = found.proofs[0].hypotheses if found.proofs else ()
-    causes = (*(one.cause for one in first), *(fact.cause for fact in found.facts))
-    lines = [
-        line for of_one in (*(one.lines for one in first), *(fact.lines for fact in found.facts)) for line in of_one
-    ]
+    said = {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in found.facts}
+    lines = [line for of_one in said.values() for line in of_one]
     lines += [("or as well", "; ".join(one.cause.text for one in proof.hypotheses)) for proof in found.proofs[1:]]
-    return Diagnosis(
-        causes, (*_assuming(found.proofs, results), *lines, *(("not tried", text) for text in found.raised))
-    )
+    if left := {result.check: result for result in results if result.check in found.left and result.findings}:
+        held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
+        place, more = _located(trial, left, found.tried, held)
+        lines += [("not explained", f"{', '.join(left)}: {place.text}"), *more] if said else more
+        said = said or {place: ()}
+    lines += [("not tried", text) for text in found.raised]
+    return Diagnosis(tuple(said), (*_assuming(found.proofs, results), *lines))
+
+
+def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str]) -> tuple[Cause, Lines]:
+    """The first finding as it is, where even that raises."""
+    try:
+        return localise(trial, left, tried, held)
+    except Exception as error:
+        return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (("not located", repr(error)),)
 
 
 def _assuming(proofs: Sequence[Proof], results: Sequence[Result]) -> Lines:
@@ -149,13 +159,6 @@ def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[
         if found is not None:
             return found, tuple(skipped)
     return None, tuple(skipped)
-
-
-def _plain_summary(broken: Broken) -> Diagnosis:
-    """What is left where no rule knows the cause: the first law that is broken, and which others are."""
-    name, text = finding_line(*next(iter(broken.items())))
-    others = [other for other in broken if other != name]
-    return one_cause(f"{name}: {text}", (("also broken", ", ".join(others)),) if others else ())
 
 
 def _what_weaker_tests_say(results: Sequence[Result]) -> Lines:

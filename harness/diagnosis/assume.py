@@ -29,12 +29,27 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """As if this recipe had been requested: the reference is trained by it."""
     changed = another_case(trial, replace(trial.case, training=training))
-    return replace(changed, reference=retrain(trial.case.model, training, trial.reference))
+    return replace(changed, reference=retrain(trial.case.model, training, trial.reference, **trial.otherwise))
 
 
 def another_reference(trial: Trial, **otherwise: Any) -> Trial:
-    """As if the reference had been trained so; the words are those of reference.counterfactual.Otherwise."""
-    return replace(trial, reference=retrain(trial.case.model, trial.case.training, trial.reference, **otherwise))
+    """As if the reference had been trained so, besides what is assumed of it already; the words are those of
+    reference.counterfactual.Otherwise."""
+    together = {
+        **trial.otherwise,
+        **{key: _after(trial.otherwise.get(key), key, new) for key, new in otherwise.items()},
+    }
+    reference = retrain(trial.case.model, trial.case.training, trial.reference, **together)
+    return replace(trial, reference=reference, otherwise=together)
+
+
+def _after(first: Any, key: str, second: Any) -> Any:
+    """What is made of values is done one after the other; all else the second one says alone."""
+    if first is None or key not in ("batch", "gradients", "left", "model"):
+        return second
+    if key == "model":
+        return lambda module, step: (first(module, step), second(module, step))
+    return lambda step, values: second(step, first(step, values))
 
 
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:

@@ -6,8 +6,9 @@ From here on nothing has effects: a Trial is stored evidence, and what is derive
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,8 @@ from harness.spec.traits import TrainerTraits
 class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
-    assumed: of the optimizer, by a hypothesis that is put to the test.
+    assumed: of the optimizer, by a hypothesis that is put to the test. otherwise: what the reference was trained with under
+    it, so that a second hypothesis adds to the first.
     """
 
     case: Case
@@ -42,6 +44,7 @@ class Trial:
     golden_problem: str = ""
     saved: tuple[Trial, ...] = ()
     assumed: AssumedOptimizer = AS_REQUESTED
+    otherwise: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def launches(self) -> tuple[Trial, ...]:

@@ -117,7 +117,7 @@ def test_rules_of_the_caller_are_those_of_earlier_launches_too() -> None:
     before = with_value(trial.saved[0], 0, 1, "gradients", NORM, lambda g: 2 * g)
     trial = replace(trial, saved=(before,))
     assert first_line(trial).startswith("saved_1: gradients are 2 times")
-    assert cause_of(diagnose(trial, judge(trial), ())).startswith("saved_1: gradients: ")
+    assert cause_of(diagnose(trial, judge(trial), ())).startswith("saved_1: gradients are wrong ")
 
 
 # ---- what weaker tests say

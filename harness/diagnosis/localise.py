@@ -1,0 +1,127 @@
+"""Where things first go wrong, and what the wrong parameters have in common: all that is said of what nothing explains."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+from harness.diagnosis.differences import distance, fqns_of, loss_off, where_text, wrong_pairs
+from harness.diagnosis.hypothesis import Broken
+from harness.diagnosis.words import finding_line
+from harness.judge.result import Cause, Lines
+from harness.judge.trial import Trial
+
+KIND = "not explained"
+
+
+def localise(trial: Trial, broken: Broken, tried: int, held: frozenset[str] = frozenset()) -> tuple[Cause, Lines]:
+    """Of laws that nothing explains. tried: hypotheses that were put to the test. held: laws that hold."""
+    cause = _first_wrong_number(trial, broken, held)
+    name, text = finding_line(*next(iter(broken.items())))
+    lines = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, none explains this")] * bool(tried)
+    others = [other for other in broken if other != name]
+    if cause is not None:
+        lines += [finding_line(*item) for item in itertools.islice(broken.items(), 2)]
+    if others:
+        lines.append(("also broken", ", ".join(others)))
+    return cause or Cause(KIND, f"{name}: {text}"), tuple(lines)
+
+
+def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> Cause | None:
+    """Of loss and gradients, in the first step in which they are wrong."""
+    if not {"loss", "gradients"} & set(broken):
+        return None
+    for step in trial.case.steps:
+        off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
+        if not off and not wrong:
+            continue
+        since = "" if step == trial.first_step else f" from step {step} on"
+        where = where_text(trial, wrong) if wrong else ""
+        if off and wrong:
+            return Cause(KIND, f"the forward pass is wrong{since}: {_off(trial, step, off, held)}")
+        if off:
+            close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
+            return Cause(KIND, f"the loss of step {step} is off by {off:.1e}, {close}")
+        largest = max(distance(trial, rank, fqn) for rank, fqn in wrong) if step == 1 else 0.0
+        by = f" by up to {largest:.0e} of the largest entry" if 0 < largest < math.inf else ""
+        matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
+        return Cause(
+            KIND, f"gradients are wrong{by}{since}", where, hint=matches + in_common(trial, fqns_of(trial, wrong))
+        )
+    return None
+
+
+def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
+    right = [what for law, what in (("initial_weights", "weights"), ("samples", "samples")) if law in held]
+    though = f" though {' and '.join(right)} are right" if right and step == 1 else ""
+    return f"the loss of step {step} is off by {off:.1e}{though}" + (first_wrong_input(trial) if step == 1 else "")
+
+
+def first_wrong_input(trial: Trial) -> str:
+    """The first module in forward's order into which something of another length goes, and the last before it."""
+    right, wrong = inputs_that_differ(trial)
+    if wrong:
+        no = f"{_input_words(trial, wrong)} does not"
+        before = f"{_input_words(trial, right)} matches the reference in mean square, {no}" if right else ""
+        return f": {before or no + ' match the reference in mean square'}"
+    return ": what goes into each module matches the reference in mean square" if right else ""
+
+
+def inputs_that_differ(trial: Trial) -> tuple[str, str]:
+    """The last module before the first one into which something of another length goes, and that one; empty where none is."""
+    right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
+    for fqn, wanted in trial.reference.inputs.items():
+        seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
+        expected = wanted * sum(count for _, count in seen)
+        if seen and not math.isclose(sum(squares for squares, _ in seen), expected, rel_tol=close):
+            return right, fqn
+        right = fqn if seen else right
+    return right, ""
+
+
+def _input_words(trial: Trial, fqn: str) -> str:
+    """Without dropout there is no such module: what would go into it is what the part of the block before it gives."""
+    block, _, name = fqn.rpartition(".")
+    part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
+    return f"what {block}.{part} gives" if part and not trial.case.model.dropout else f"what goes into {fqn}"
+
+
+def in_common(trial: Trial, fqns: list[str]) -> str:
+    """ ", all norm weights": the one property that these parameters have and no other has."""
+    for text, has in _properties(trial).items():
+        if fqns == [fqn for fqn in trial.plan.shapes if has(fqn)] and len(fqns) < len(trial.plan.shapes):
+            return f"; wrong are all {text} and no others"
+    return ""
+
+
+def _properties(trial: Trial) -> dict[str, Callable[[str], bool]]:
+    """By name: kinds of modules, layers, and all that lies before or behind a layer."""
+    found: dict[str, Callable[[str], bool]] = {
+        "norm weights": lambda fqn: fqn.endswith("norm.weight"),
+        "matrices": lambda fqn: len(trial.case.model.parameter_shapes()[fqn]) == 2,
+        "K/V projections": lambda fqn: fqn.endswith((".wk.weight", ".wv.weight")),
+    }
+    for fqn in trial.plan.shapes:
+        if (parts := fqn.split("."))[0] == "layers":
+            found[f"weights of {'.'.join(parts[:2])}"] = _within(".".join(parts[:2]))
+            found[f"weights of {'.'.join(parts[:3])}"] = _within(".".join(parts[:3]))
+            found[f"{'.'.join(parts[2:])} of every layer"] = _ends_with("." + ".".join(parts[2:]))
+            found[f"{parts[2]} weights of every layer"] = _contains(f".{parts[2]}.")
+    order = list(trial.plan.shapes)
+    for place, fqn in enumerate(order[1:], start=1):
+        found[f"that lie before {fqn}"] = order[:place].__contains__
+        found[f"from {fqn} on"] = order[place:].__contains__
+    return found
+
+
+def _within(prefix: str) -> Callable[[str], bool]:
+    return lambda fqn: fqn.startswith(f"{prefix}.")
+
+
+def _ends_with(suffix: str) -> Callable[[str], bool]:
+    return lambda fqn: fqn.endswith(suffix)
+
+
+def _contains(part: str) -> Callable[[str], bool]:
+    return lambda fqn: part in fqn
