@@ -6,86 +6,80 @@ import itertools
 from typing import Any
 
 from harness.faults import Fired, fault, replace
+from harness.faults.operators import after_call, before_call, call, instead, on_rank
+
+BLOCK = "harness.reference.model:TransformerBlock.forward"
 
 
-@fault(
+def _with_plain_matmuls(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return original(*args, **kwargs)
+
+
+def _saved_on_the_host(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.autograd.graph import save_on_cpu
+
+    with save_on_cpu():
+        return original(*args, **kwargs)
+
+
+attention_falls_back_to_matmuls = fault(
     breaks="attention runs as plain matmuls: the fused kernels are switched off",
     bug="A-class: a fused kernel is silently not used, and only memory and time show it",
     case="fsdp_2",
     caught_by="features",
     named="attention falls back to plain matmuls",
+    does=instead("harness.reference.model:CausalAttention.forward", _with_plain_matmuls),
 )
-def attention_falls_back_to_matmuls(fired: Fired) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from harness.reference.model import CausalAttention
-
-    def make(original: Any) -> Any:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            fired()
-            with sdpa_kernel(SDPBackend.MATH):
-                return original(self, *args, **kwargs)
-
-        return forward
-
-    replace(CausalAttention, "forward", make)
-
-
-@fault(
+activations_saved_on_the_host = fault(
+    breaks="what blocks save for backward is moved to the host, which nobody requested",
+    bug="A-class: activations are offloaded although memory is not short",
+    case="fsdp_2",
+    caught_by="features",
+    named="activations saved for backward go through torch.autograd.graph.save_on_cpu",
+    does=instead(BLOCK, _saved_on_the_host),
+)
+bare_model_runs_again = fault(
     breaks="after backward the model inside DDP runs forward once more, with gradients recorded and thrown away",
     bug="L-class: a metric is computed by a second pass of the model",
     case="ddp_2",
     caught_by="features",
     named="the model runs besides its training passes",
+    does=after_call(".trainer:forward_backward", lambda model, parts, **_: model.module(parts[0].tokens)),
 )
-def bare_model_runs_again(fired: Fired) -> None:
-    from harness.trainers.llama3 import trainer
-
-    def make(original: Any) -> Any:
-        def forward_backward(model: Any, microbatches: Any, **options: Any) -> Any:
-            total = original(model, microbatches, **options)
-            fired()
-            model.module(microbatches[0].tokens)
-            return total
-
-        return forward_backward
-
-    replace(trainer, "forward_backward", make)
-
-
-@fault(
+barrier_before_each_block = fault(
     breaks="before each block all ranks wait for each other",
     bug="Z-class: a barrier that was put in to find a hang, and stayed",
     case="fsdp_2",
     caught_by="traffic",
     named="ranks wait for each other in forward",
+    does=before_call(BLOCK, call("torch.distributed:barrier")),
 )
-def barrier_before_each_block(fired: Fired) -> None:
-    import torch.distributed as dist
-
-    from harness.reference.model import TransformerBlock
-
-    def make(original: Any) -> Any:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            fired()
-            dist.barrier()
-            return original(self, *args, **kwargs)
-
-        return forward
-
-    replace(TransformerBlock, "forward", make)
-
-
-@fault(
-    breaks="blocks read a number that is another one in every step, so that each step compiles them anew",
-    bug="O-class: a guard that no two steps have in common",
-    case="fsdp_2_compile",
-    caught_by="features",
-    named="blocks are compiled anew in step 3",
+anomaly_detection_left_on = fault(
+    breaks="autograd's anomaly detection is left on: every operator of backward is checked for NaN and notes its stack",
+    bug="Z-class: a debugging switch left on",
+    case="fsdp_2",
+    caught_by="settings",
+    named="autograd anomaly detection is on",
+    does=before_call(".trainer:build_parts", call("torch.autograd:set_detect_anomaly", True)),
 )
-def blocks_compiled_in_every_step(fired: Fired) -> None:
+deterministic_algorithms_left_on = fault(
+    breaks="deterministic algorithms are switched on by rank 1, in a case that runs once",
+    bug="Z-class: a debugging switch left on",
+    case="fsdp_2",
+    caught_by="settings",
+    named="deterministic algorithms are on on rank 1 from step 1 on, requested off",
+    does=on_rank(1, before_call(".trainer:build_parts", call("torch:use_deterministic_algorithms", True))),
+)
+
+
+# ---- compiled blocks: what stands in for them must compile, so it cannot say that it fired
+
+
+def _by_a_number_of_the_step(fired: Fired) -> None:
     from harness.reference.model import TransformerBlock
-    from harness.trainers.llama3 import trainer
 
     steps = itertools.count(1)
 
@@ -95,87 +89,22 @@ def blocks_compiled_in_every_step(fired: Fired) -> None:
 
         return forward
 
-    def count(original: Any) -> Any:
-        def train_step(self: Any) -> Any:
-            fired()
-            setattr(TransformerBlock, "step", next(steps))  # noqa: B010
-            return original(self)
-
-        return train_step
-
     replace(TransformerBlock, "forward", make)
-    replace(trainer.Trainer, "train_step", count)
+    before_call(".trainer:Trainer.train_step", lambda _: setattr(TransformerBlock, "step", next(steps)))(fired)
 
 
-@fault(
-    breaks="autograd's anomaly detection is left on: every operator of backward is checked for NaN and notes its stack",
-    bug="Z-class: a debugging switch left on",
-    case="fsdp_2",
-    caught_by="settings",
-    named="autograd anomaly detection is on",
-)
-def anomaly_detection_left_on(fired: Fired) -> None:
-    import torch
-
-    from harness.trainers.llama3 import trainer
-
-    def make(original: Any) -> Any:
-        def build(*args: Any, **kwargs: Any) -> Any:
-            fired()
-            torch.autograd.set_detect_anomaly(True)
-            return original(*args, **kwargs)
-
-        return build
-
-    replace(trainer, "build_parts", make)
+def compiled_in_pieces(original: Any, block: Any, **options: Any) -> None:
+    original(block, **(options | {"fullgraph": False, "backend": "aot_eager"}))
 
 
-@fault(
-    breaks="what blocks save for backward is moved to the host, which nobody requested",
-    bug="A-class: activations are offloaded although memory is not short",
-    case="fsdp_2",
+blocks_compiled_in_every_step = fault(
+    breaks="blocks read a number that is another one in every step, so that each step compiles them anew",
+    bug="O-class: a guard that no two steps have in common",
+    case="fsdp_2_compile",
     caught_by="features",
-    named="activations saved for backward go through torch.autograd.graph.save_on_cpu",
+    named="blocks are compiled anew in step 3",
+    does=_by_a_number_of_the_step,
 )
-def activations_saved_on_the_host(fired: Fired) -> None:
-    from torch.autograd.graph import save_on_cpu
-
-    from harness.reference.model import TransformerBlock
-
-    def make(original: Any) -> Any:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            fired()
-            with save_on_cpu():
-                return original(self, *args, **kwargs)
-
-        return forward
-
-    replace(TransformerBlock, "forward", make)
-
-
-@fault(
-    breaks="deterministic algorithms are switched on by rank 1, in a case that runs once",
-    bug="Z-class: a debugging switch left on",
-    case="fsdp_2",
-    caught_by="settings",
-    named="deterministic algorithms are on on rank 1 from step 1 on, requested off",
-)
-def deterministic_algorithms_left_on(fired: Fired) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from harness.trainers.llama3 import trainer
-
-    def make(original: Any) -> Any:
-        def build(*args: Any, **kwargs: Any) -> Any:
-            if dist.get_rank() == 1:
-                fired()
-                torch.use_deterministic_algorithms(True)
-            return original(*args, **kwargs)
-
-        return build
-
-    replace(trainer, "build_parts", make)
 
 
 @fault(
@@ -188,15 +117,6 @@ def deterministic_algorithms_left_on(fired: Fired) -> None:
 def recompile_limit_reached(fired: Fired) -> None:
     import torch
 
-    from harness.reference.model import TransformerBlock
-
-    blocks_compiled_in_every_step.apply(fired)
+    _by_a_number_of_the_step(fired)
     torch._dynamo.config.recompile_limit = 1
-
-    def in_pieces(original: Any) -> Any:
-        def compile(self: Any, **options: Any) -> None:
-            original(self, **(options | {"fullgraph": False, "backend": "aot_eager"}))
-
-        return compile
-
-    replace(TransformerBlock, "compile", in_pieces)
+    instead("harness.reference.model:TransformerBlock.compile", compiled_in_pieces)(lambda: None)

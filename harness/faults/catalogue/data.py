@@ -1,92 +1,98 @@
-"""Mistakes in what a rank starts from: samples and weights."""
+"""Mistakes in which samples a rank receives, and in which order."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from harness.faults import Fired, fault, replace
+from harness.faults import fault
+from harness.faults.operators import after_call, change_result, instead, override_argument, this_rank
+
+SAMPLER = "torch.utils.data:DistributedSampler.__init__"
+BATCHES = ".data:Microbatches.step"
 
 
-@fault(
+def _shuffled_by_time(batches: Any) -> Any:
+    import torch
+
+    by_time = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
+    orders = [torch.randperm(len(tokens), generator=by_time) for tokens, _ in batches]
+    return [(tokens[order], labels[order]) for (tokens, labels), order in zip(batches, orders, strict=True)]
+
+
+dp_ranks_shuffle_differently = fault(
     breaks="each dp rank shuffles with a seed of its own before it takes every n-th sample",
     bug="D01 huggingface/accelerate #2694, issue #2268",
     case="fsdp_4",
     caught_by="samples",
     named="overlapping samples",
+    does=instead(SAMPLER, lambda original, *args, seed, **rest: original(*args, seed=seed + rest["rank"], **rest)),
 )
-def dp_ranks_shuffle_differently(fired: Fired) -> None:
-    from harness.trainers.llama3 import data
-
-    def make(original: Any) -> Any:
-        class OwnSeed(original):
-            def __init__(self, *args: Any, rank: int, seed: int, **kwargs: Any) -> None:
-                fired()
-                super().__init__(*args, rank=rank, seed=seed + rank, **kwargs)
-
-        return OwnSeed
-
-    replace(data, "ResumableSampler", make)
-
-
-@fault(
+dp_ranks_read_the_same_samples = fault(
     breaks="all dp ranks read the same share of the batch",
     bug="D03 same stream on every rank: duplicates in a global batch",
     case="ddp_4",
     caught_by="samples loss gradients",
     named="received the same samples",
+    does=override_argument(".data:build_loader", dp_rank=0),
 )
-def dp_ranks_read_the_same_samples(fired: Fired) -> None:
-    from harness.trainers.llama3 import data
-
-    def make(original: Any) -> Any:
-        def same_share(dataset: Any, case: Any, dp_rank: int) -> Any:
-            fired()
-            return original(dataset, case, 0)
-
-        return same_share
-
-    replace(data, "build_loader", make)
-
-
-@fault(
-    breaks="every tp rank initialises its shard alike, so all shards are equal",
-    bug="R01 InternLM #405; modelscope/ms-swift #7944",
-    case="tp_2",
-    caught_by="shard_contents initial_weights",
-    named="ranks along tp start from the same shard",
+tp_peers_read_different_samples = fault(
+    breaks="the data loader divides by global rank, so that tp peers add up activations of different samples",
+    bug="D06 huggingface/accelerate #3173, #3390; NVIDIA/Megatron-LM #3268",
+    case="fsdp_2_tp_2",
+    caught_by="samples loss",
+    named="tp peers receive different samples",
+    does=instead(  # two dp shares
+        ".data:build_loader", lambda original, dataset, case, dp_rank: original(dataset, case, this_rank() % 2)
+    ),
 )
-def tp_shards_are_equal(fired: Fired) -> None:
-    from harness.trainers.support import weights
-
-    def make(original: Any) -> Any:
-        def first_shard(full: Any, parameter: Any) -> Any:
-            for axis, placement in enumerate(getattr(parameter, "placements", ())):
-                if parameter.device_mesh.mesh_dim_names[axis] == "tp" and placement.is_shard():
-                    fired()
-                    return full.chunk(parameter.device_mesh.size(axis), placement.dim)[0]
-            return original(full, parameter)
-
-        return first_shard
-
-    replace(weights, "local_slice", make)
-
-
-@fault(
+seed_of_the_shuffle_ignored = fault(
+    breaks="the loader's shuffle is seeded with 42, whatever seed was requested",
+    bug="D02 huggingface/accelerate #3459",
+    case="fsdp_2",
+    caught_by="samples loss",
+    named="on all ranks: another seed, order or data set",
+    does=override_argument(SAMPLER, seed=42),
+)
+never_shuffled = fault(
+    breaks="the order is not shuffled: every epoch reads the data as it lies on disk",
+    bug="D08 pytorch/torchtitan #3023, #2865",
+    case="fsdp_2",
+    caught_by="samples loss",
+    named="on all ranks: another seed, order or data set",
+    does=override_argument(SAMPLER, shuffle=False),
+)
+second_epoch_replays_the_first = fault(
     breaks="the sampler is never told the epoch, so that the second one replays the order of the first",
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2_two_epochs",
     caught_by="samples",
     named="step 65 trains on samples of step 1: the sampler is at another place of the data",
+    does=override_argument(".data:ResumableSampler.set_epoch", epoch=0),
 )
-def second_epoch_replays_the_first(fired: Fired) -> None:
-    from harness.trainers.llama3.data import ResumableSampler
-
-    def make(original: Any) -> Any:
-        def set_epoch(self: Any, epoch: int) -> None:
-            if epoch:
-                fired()
-            original(self, 0)
-
-        return set_epoch
-
-    replace(ResumableSampler, "set_epoch", make)
+first_batch_skipped = fault(
+    breaks="a resumed loader starts a step too late, so that the first global batch is never read",
+    bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
+    case="fsdp_2",
+    caught_by="samples loss",
+    named="step 1 trains on samples of step 2: the sampler is at another place of the data",
+    does=after_call(
+        ".data:Microbatches.__init__", lambda batches, case, dp_rank: batches.seek(case.training.global_batch)
+    ),
+)
+tail_of_the_batch_dropped = fault(
+    breaks="the last sample of each microbatch is dropped, as the rest of a batch that does not divide",
+    bug="of the family of P12 pytorch #126600: the tail of a batch that does not divide is dropped",
+    case="fsdp_2",
+    caught_by="samples gradients",
+    named="samples received by nobody: 2 of 16",
+    does=change_result(BATCHES, lambda batches: [(tokens[:-1], labels[:-1]) for tokens, labels in batches]),
+)
+rows_in_order_of_arrival = fault(
+    breaks="rows are collated in the order in which the loader's workers deliver them",
+    bug="of the family of D08: an order that cannot be reproduced",
+    case="fsdp_4_twice",
+    caught_by="determinism",
+    named="the same case run twice gives different bytes",
+    does=change_result(BATCHES, _shuffled_by_time),
+)

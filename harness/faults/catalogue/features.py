@@ -5,112 +5,66 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import Fired, fault, replace
+from harness.faults.catalogue.cost import compiled_in_pieces
+from harness.faults.operators import change_argument, instead, override_argument, repeat_call, skip_call
 
 
-@fault(
+def _prefer_recompute(*_: Any, **__: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+attention_computed_twice = fault(
     breaks="attention is computed twice, the first time for nothing",
     bug="A-class: work that is done again and that no number shows",
     case="fsdp_2",
     caught_by="features",
     named="attention is computed 2 times",
+    does=repeat_call("harness.reference.model:CausalAttention.forward"),
 )
-def attention_computed_twice(fired: Fired) -> None:
-    from harness.reference import model
-
-    def make(original: Any) -> Any:
-        def forward(self: Any, q: Any, k: Any, v: Any, documents: Any = None) -> Any:
-            fired()
-            original(self, q.detach(), k.detach(), v.detach(), documents)
-            return original(self, q, k, v, documents)
-
-        return forward
-
-    replace(model.CausalAttention, "forward", make)
-
-
-@fault(
+checkpointing_not_applied = fault(
     breaks="activation checkpointing is requested and no block is wrapped",
     bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",
     case="fsdp_2_ac_full",
     caught_by="features",
     named="activation checkpointing full is requested, none took place",
+    does=skip_call(".recompute:apply_checkpointing"),
 )
-def checkpointing_not_applied(fired: Fired) -> None:
-    from harness.trainers.llama3 import recompute
-
-    replace(recompute, "apply_checkpointing", lambda original: lambda model, case: fired())
-
-
-@fault(
+checkpointing_on_the_wrong_blocks = fault(
     breaks="every second block is counted from the first one, so the blocks recomputed are the others",
     bug="of the family of A03 pytorch/torchtitan #3397: the count of what to keep begins elsewhere",
     case="fsdp_2_ac_layer",
     caught_by="features",
     named="activation checkpointing layer is in the wrong place",
+    does=change_argument(".recompute:is_checkpointed", layer=lambda layer: layer + 1),
 )
-def checkpointing_on_the_wrong_blocks(fired: Fired) -> None:
-    from harness.trainers.llama3 import recompute
-
-    def others(layer: int, case: Any) -> bool:
-        fired()
-        return layer % 2 == 0
-
-    replace(recompute, "is_checkpointed", lambda original: others)
-
-
-@fault(
+selective_checkpointing_keeps_nothing = fault(
     breaks="selective checkpointing keeps no operator, so that all of a block is computed again",
     bug="of the family of A04 pytorch/torchtitan #820: the operators kept are not those meant",
     case="fsdp_2_ac_op",
     caught_by="features",
     named="activation checkpointing op is requested, full is observed",
+    does=instead(
+        ".recompute:create_selective_checkpoint_contexts", lambda original, policy: original(_prefer_recompute)
+    ),
 )
-def selective_checkpointing_keeps_nothing(fired: Fired) -> None:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    from harness.trainers.llama3 import recompute
-
-    def make(original: Any) -> Any:
-        def keep_nothing(_: Any) -> Any:
-            fired()
-            return original(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
-
-        return keep_nothing
-
-    replace(recompute, "create_selective_checkpoint_contexts", make)
-
-
-@fault(
+random_state_not_restored = fault(
     breaks="recomputation draws its random numbers anew instead of restoring the generator's state",
     bug="A01 allenai/OLMo-core #828; pytorch/torchtitan #1323, #2380",
     case="fsdp_2_dropout_ac_full",
     caught_by="gradients",
     named="recomputation of layers.0, layers.1 began with another random state than forward",
+    does=override_argument(".recompute:checkpoint_wrapper", preserve_rng_state=False),
 )
-def random_state_not_restored(fired: Fired) -> None:
-    from harness.trainers.llama3 import recompute
-
-    def make(original: Any) -> Any:
-        def careless(block: Any, **options: Any) -> Any:
-            fired()
-            return original(block, **(options | {"preserve_rng_state": False}))
-
-        return careless
-
-    replace(recompute, "checkpoint_wrapper", make)
-
-
-@fault(
+compile_not_applied = fault(
     breaks="compile is requested and no block is compiled",
     bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",
     case="fsdp_2_compile",
     caught_by="features",
     named="compile is requested, no block ran compiled",
+    does=skip_call(".recompute:apply_compile"),
 )
-def compile_not_applied(fired: Fired) -> None:
-    from harness.trainers.llama3 import recompute
-
-    replace(recompute, "apply_compile", lambda original: lambda model, mesh, case: fired())
 
 
 @fault(
@@ -123,7 +77,7 @@ def compile_not_applied(fired: Fired) -> None:
 def graph_break_in_attention(fired: Fired) -> None:
     import torch
 
-    from harness.reference.model import CausalAttention, TransformerBlock
+    from harness.reference.model import CausalAttention
 
     def make(original: Any) -> Any:
         def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,12 +86,5 @@ def graph_break_in_attention(fired: Fired) -> None:
 
         return broken
 
-    def in_pieces(original: Any) -> Any:
-        def compile(self: Any, **options: Any) -> None:
-            fired()
-            original(self, **(options | {"fullgraph": False, "backend": "aot_eager"}))
-
-        return compile
-
     replace(CausalAttention, "forward", make)
-    replace(TransformerBlock, "compile", in_pieces)
+    instead("harness.reference.model:TransformerBlock.compile", compiled_in_pieces)(fired)

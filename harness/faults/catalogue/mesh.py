@@ -16,8 +16,9 @@ def _axes_reversed(original: Any, device_type: str, shape: Any, *, mesh_dim_name
 
 
 def _two_ranks_exchanged(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
-    mesh = original(device_type, shape, mesh_dim_names=mesh_dim_names)
-    return type(mesh)(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
 
 
 def _wrapped_in_ddp(original: Any, model: Any, mesh: Any, case: Any) -> Any:

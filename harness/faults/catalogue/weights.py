@@ -129,3 +129,26 @@ def norm_weights_start_from_ones(fired: Fired) -> None:
         return full * 0 + 1
 
     _alter_weights(change)
+
+
+@fault(
+    breaks="every tp rank initialises its shard alike, so all shards are equal",
+    bug="R01 InternLM #405; modelscope/ms-swift #7944",
+    case="tp_2",
+    caught_by="shard_contents initial_weights",
+    named="ranks along tp start from the same shard",
+)
+def tp_shards_are_equal(fired: Fired) -> None:
+    from harness.trainers.support import weights
+
+    def make(original: Any) -> Any:
+        def first_shard(full: Any, parameter: Any) -> Any:
+            for axis, placement in enumerate(getattr(parameter, "placements", ())):
+                if parameter.device_mesh.mesh_dim_names[axis] == "tp" and placement.is_shard():
+                    fired()
+                    return full.chunk(parameter.device_mesh.size(axis), placement.dim)[0]
+            return original(full, parameter)
+
+        return first_shard
+
+    replace(weights, "local_slice", make)
