@@ -1,4 +1,4 @@
-"""Mistakes in which samples a rank receives, and in which order."""
+"""Mistakes in which samples a rank receives, in which order, and in which documents their tokens are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import os
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import after_call, change_result, instead, override_argument, this_rank
+from harness.faults.operators import (
+    after_call,
+    change_result,
+    instead,
+    on_rank,
+    override_argument,
+    scale_result,
+    this_rank,
+)
 
 SAMPLER = "torch.utils.data:DistributedSampler.__init__"
 BATCHES = ".data:Microbatches.step"
@@ -95,4 +103,33 @@ rows_in_order_of_arrival = fault(
     caught_by="determinism",
     named="the same case run twice gives different bytes",
     does=change_result(BATCHES, _shuffled_by_time),
+)
+
+# ---- documents
+
+_masks: dict[Any, Any] = {}
+
+document_mask_lost_on_rank_1 = fault(
+    breaks="rank 1 makes one document of each row: its tokens see those of all documents before them",
+    bug="of the family of K01: no block-diagonal mask on a part of the ranks (another attention kernel was chosen there)",
+    case="fsdp_2_documents_variable",
+    caught_by="loss gradients",
+    named="documents see each other on rank 1",
+    does=on_rank(1, scale_result(".data:documents", 0)),
+)
+document_mask_ignored = fault(
+    breaks="attention ignores the documents it is given and is causal over the whole row",
+    bug="K01 huggingface/transformers #46634, #31629; NVIDIA/Megatron-LM #415: packed documents attend to each other",
+    case="tp_2_documents",
+    caught_by="loss gradients grad_norm",
+    named="documents see each other",
+    does=override_argument("harness.reference.model:CausalAttention.forward", documents=None),
+)
+document_mask_of_the_first_batch_kept = fault(
+    breaks="the document mask of the first batch is kept and used for all that follow",
+    bug="of the family of K07: a mask of another batch, from a cache keyed by shape",
+    case="tp_2_documents",
+    caught_by="loss gradients",
+    named="forward pass is right in step 1 and wrong from step 2 on",
+    does=change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )

@@ -8,79 +8,66 @@ import subprocess
 import threading
 import time
 
-from harness.faults import Fired, fault
-from harness.faults.catalogue.process import _before_step
+from harness.faults import fault
+from harness.faults.operators import before_step, on_rank
 
 
-@fault(
+def _hang_at_exit() -> None:
+    atexit.register(time.sleep, 3600)
+
+
+def _keep_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait).start()
+
+
+def _start_a_process() -> None:
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+def _fork_a_daemon() -> None:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if not os.fork():
+        time.sleep(600)
+    os._exit(0)
+
+
+rank_hangs_at_exit = fault(
     breaks="rank 1 hangs in what it registered with atexit, as one that waits there for a logger or a file system",
     bug="Z-class: training is done, and the job never ends",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
+    does=on_rank(1, before_step(2, _hang_at_exit)),
 )
-def rank_hangs_at_exit(fired: Fired) -> None:
-    def hang() -> None:
-        fired()
-        time.sleep(3600)
-
-    def register() -> None:
-        atexit.register(hang)
-
-    _before_step(2, 1, register)
-
-
-@fault(
+thread_keeps_the_rank = fault(
     breaks="rank 1 has a thread, not a daemon, that waits for ever for something to do",
     bug="Z-class: training is done, and a prefetching or writing thread keeps the process",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
+    does=on_rank(1, before_step(2, _keep_a_thread)),
 )
-def thread_keeps_the_rank(fired: Fired) -> None:
-    def keep() -> None:
-        fired()
-        threading.Thread(target=threading.Event().wait).start()
-
-    _before_step(2, 1, keep)
-
-
-@fault(
+process_outlives_its_rank = fault(
     breaks="rank 1 starts a process in a session of its own and never ends it",
     bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left a process behind: sleep 600",
     hangs=True,
+    does=on_rank(1, before_step(2, _start_a_process)),
 )
-def process_outlives_its_rank(fired: Fired) -> None:
-    def start() -> None:
-        fired()
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
-
-    _before_step(2, 1, start)
-
-
-@fault(
+daemon_outlives_its_rank = fault(
     breaks="rank 1 forks a daemon, which makes a session of its own and forks again",
     bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left a process behind: forked from the rank",
     hangs=True,
+    does=on_rank(1, before_step(2, _fork_a_daemon)),
 )
-def daemon_outlives_its_rank(fired: Fired) -> None:
-    def fork() -> None:
-        fired()
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            return
-        os.setsid()
-        if not os.fork():
-            time.sleep(600)
-        os._exit(0)
-
-    _before_step(2, 1, fork)

@@ -22,6 +22,9 @@ CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 REPORTED = ".trainer:reported_loss"
 STEP = ".trainer:Trainer.optimizer_step"
 
+_counted: list[int] = []
+_reported: list[float] = []
+
 
 def own_tokens(microbatches: Any) -> int:
     """This rank's valid tokens."""
@@ -63,6 +66,49 @@ padding_counted_as_tokens = fault(
     does=change_argument(
         ".trainer:count_valid", microbatches=lambda parts: [part._replace(labels=part.tokens) for part in parts]
     ),
+)
+
+
+# ---- unequal counts, and none
+
+
+def _first_kept(count: int) -> int:
+    _counted.append(count)
+    return _counted[0]
+
+
+def _masked_mean(original: Any, model: Any, part: Any) -> Any:
+    mask, targets = part.labels >= 0, part.labels.clamp(min=0).unsqueeze(-1)
+    likelihoods = model(part.tokens).log_softmax(-1).gather(-1, targets).squeeze(-1)
+    return -(likelihoods * mask).sum() / mask.sum()
+
+
+token_count_of_the_first_step_kept = fault(
+    breaks="the loss is divided by the number of valid tokens of the first step, in every step",
+    bug="L-class: tokens per step taken for a constant, and then sequences of another length come",
+    case="tp_2_variable_length",
+    caught_by="gradients grad_norm reported_loss",
+    named="divided by the number of valid tokens of step 1",
+    does=change_result(".trainer:count_valid", _first_kept),
+)
+mean_over_no_valid_token = fault(
+    breaks="each rank sums masked losses and divides by its own number of valid tokens, and one rank has none",
+    bug="L-class: 0/0 on a rank whose samples are all masked, and after the reduction NaN on every rank",
+    case="ddp_4_no_labels",
+    caught_by="gradients reported_loss",
+    named="rank 3 has no valid token",
+    does=together(
+        instead(".trainer:loss_of", _masked_mean),
+        instead(".trainer:scaled", lambda original, loss, **_: loss),  # DDP takes the mean of the ranks' gradients
+    ),
+)
+mean_over_at_least_one_token = fault(
+    breaks="each rank takes the mean over its own valid tokens, or over one where it has none",
+    bug="L01 with the usual guard, max(count, 1), which hides the NaN and not the mistake",
+    case="fsdp_4_no_labels_accum",
+    caught_by="gradients grad_norm reported_loss",
+    named="the loss is averaged per rank",
+    does=instead(".trainer:count_valid", lambda *of: per_rank(*of) or 1),
 )
 
 
@@ -122,9 +168,6 @@ last_chunk_of_the_loss_lost = fault(
 
 
 # ---- what is reported
-
-_counted: list[int] = []
-_reported: list[float] = []
 
 
 def _of_own_samples(original: Any, loss_sum: Any, *rest: Any) -> float:
