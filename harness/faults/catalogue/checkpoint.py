@@ -7,16 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import (
-    Operator,
-    after_call,
-    before_call,
-    change_result,
-    instead,
-    on_rank,
-    skip_call,
-    together,
-)
+from harness.faults import operators as op
 
 State = dict[str, Any]
 WQ, WO = "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
@@ -24,7 +15,7 @@ WQ, WO = "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
 # ---- what is read: torch.distributed.checkpoint.load fills a state dict in place
 
 
-def _not_loaded(take: Callable[[State], tuple[State, str]]) -> Operator:
+def _not_loaded(take: Callable[[State], tuple[State, str]]) -> op.Operator:
     """An item of the state is taken out, and put back as it was."""
 
     def load(original: Any, state: State, *args: Any, **kwargs: Any) -> None:
@@ -33,11 +24,11 @@ def _not_loaded(take: Callable[[State], tuple[State, str]]) -> Operator:
         original(state, *args, **kwargs)
         holder[key] = kept
 
-    return instead("torch.distributed.checkpoint:load", load)
+    return op.instead("torch.distributed.checkpoint:load", load)
 
 
-def _loaded_and(change: Callable[[State], None]) -> Operator:
-    return after_call("torch.distributed.checkpoint:load", lambda state, *_, **__: change(state))
+def _loaded_and(change: Callable[[State], None]) -> op.Operator:
+    return op.after_call("torch.distributed.checkpoint:load", lambda state, *_, **__: change(state))
 
 
 def _exchange_moments(state: State) -> None:
@@ -106,7 +97,7 @@ schedule_starts_anew = fault(
     case="fsdp_4_to_fsdp_4",
     caught_by="resume update",
     named="the schedule starts anew after resuming: the learning rate of step 4 is that of step 2",
-    does=skip_call(".checkpoint:continue_schedule"),
+    does=op.skip_call(".checkpoint:continue_schedule"),
 )
 checkpoint_ignored = fault(
     breaks="a checkpoint that cannot be used is passed over in silence, and training starts from scratch",
@@ -114,7 +105,7 @@ checkpoint_ignored = fault(
     case="fsdp_4_to_fsdp_4",
     caught_by="completed resume samples loss gradients",
     named="the checkpoint of step 2 was ignored: training starts from scratch",
-    does=skip_call(".trainer:Trainer.resume"),
+    does=op.skip_call(".trainer:Trainer.resume"),
 )
 older_checkpoint_read = fault(
     breaks="checkpoints are put in order as text or by age, and an older one is read",
@@ -122,7 +113,7 @@ older_checkpoint_read = fault(
     case="twice_through_three_layouts",
     caught_by="completed resume samples",
     named="resumed from the state after step 1, requested the checkpoint of step 2",
-    does=instead(
+    does=op.instead(
         ".checkpoint:latest",
         lambda original, folder: min(folder.glob("step_*")),
         when=lambda folder: len(list(folder.glob("step_*"))) > 1,
@@ -134,7 +125,7 @@ later_epoch_resumed_in_the_order_of_the_first = fault(
     case="fsdp_2_to_ddp_2_in_the_second_epoch",
     caught_by="resume samples loss",
     named="the data position is wrong after resuming: step 66 receives the samples of step 2",
-    does=after_call(
+    does=op.after_call(
         ".data:Microbatches.seek",
         _read_in_the_order_of_the_first_epoch,
         when=lambda batches, samples: samples > len(batches.dataset) and samples % len(batches.dataset),
@@ -146,8 +137,8 @@ later_epoch_resumed_in_the_order_of_the_first = fault(
 _initial: State = {}
 
 
-def _saved_otherwise(change: Callable[[State], None]) -> Operator:
-    return before_call("torch.distributed.checkpoint:save", lambda state, *_, **__: change(state))
+def _saved_otherwise(change: Callable[[State], None]) -> op.Operator:
+    return op.before_call("torch.distributed.checkpoint:save", lambda state, *_, **__: change(state))
 
 
 def _keep_initial_parameters(model: Any) -> Any:
@@ -202,8 +193,8 @@ initial_parameters_saved = fault(
     case="fsdp_4_to_single",
     caught_by="resume loss gradients",
     named="resumed parameters are the seed's, although the optimizer's state is that of step 2",
-    does=together(
-        change_result(".trainer:build_model", _keep_initial_parameters),
+    does=op.together(
+        op.change_result(".trainer:build_model", _keep_initial_parameters),
         _saved_otherwise(lambda state: state.update(model=_initial)),
     ),
 )
@@ -213,7 +204,7 @@ gradients_saved_besides = fault(
     case="fsdp_2_trained_on_to_fsdp_2",
     caught_by="checkpoint",
     named="the checkpoint of step 2 holds 2 tensors for one, gradients.* and model.*, in every parameter",
-    does=instead(".checkpoint:state_of", _with_gradients),
+    does=op.instead(".checkpoint:state_of", _with_gradients),
 )
 optimizer_state_saved_in_bfloat16 = fault(
     breaks="optimizer state is saved in bfloat16, which halves a checkpoint and rounds what is resumed",
@@ -229,7 +220,7 @@ saving_rounds_the_live_weights = fault(
     case="fsdp_2_trained_on_to_fsdp_2",
     caught_by="update gradients",
     named="weights are changed between steps 2 and 3, where it saves",
-    does=after_call(".checkpoint:save", _round_weights),
+    does=op.after_call(".checkpoint:save", _round_weights),
 )
 strided_shards_saved_in_mesh_order = fault(
     breaks="shards of a dim that tp and FSDP both cut are saved in the mesh's order, so rows change places",
@@ -245,7 +236,7 @@ checkpoint_incomplete = fault(
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="no complete checkpoint (step_*/.metadata) to resume from",
-    does=instead(".trainer:Trainer.save", _without_metadata),
+    does=op.instead(".trainer:Trainer.save", _without_metadata),
 )
 one_file_of_the_checkpoint_lost = fault(
     breaks="one rank's file of the checkpoint is lost",
@@ -253,5 +244,5 @@ one_file_of_the_checkpoint_lost = fault(
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="step_000002: damaged or of another model: FileNotFoundError on rank",
-    does=on_rank(1, instead(".trainer:Trainer.save", _without_own_file)),
+    does=op.on_rank(1, op.instead(".trainer:Trainer.save", _without_own_file)),
 )

@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import fault
+from harness.faults import operators as op
 from harness.faults.catalogue.loss import per_rank
-from harness.faults.operators import (
-    after_call,
-    change_argument,
-    change_result,
-    instead,
-    on_rank,
-    override_argument,
-    skip_call,
-    this_rank,
-    together,
-)
 
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 CUT = ".context:shard_sequence"
@@ -37,7 +27,7 @@ fsdp_left_out_with_cp_alone = fault(
     case="cp_2",
     caught_by="shard_contents placements traffic gradients replica_agreement",
     named="gradient reduction missing over cp",
-    does=skip_call(".parallelize:apply_fsdp"),
+    does=op.skip_call(".parallelize:apply_fsdp"),
 )
 fsdp_over_dp_shard_without_cp = fault(
     breaks="fully_shard gets the mesh of dp_shard alone, so cp ranks hold equal shards and never reduce their gradients",
@@ -45,7 +35,7 @@ fsdp_over_dp_shard_without_cp = fault(
     case="fsdp_2_cp_2",
     caught_by="shard_contents placements traffic gradients replica_agreement",
     named="gradient reduction missing over cp",
-    does=instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard"]),
+    does=op.instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard"]),
 )
 dp_shard_and_cp_not_folded = fault(
     breaks="fully_shard gets (dp_shard, cp) unfolded and takes it for HSDP's (replicate, shard)",
@@ -53,7 +43,7 @@ dp_shard_and_cp_not_folded = fault(
     case="fsdp_2_cp_2",
     caught_by="shard_contents placements traffic memory",
     named="FSDP ran as HSDP: parameters are sharded over 2 ranks along cp and replicated 2 times",
-    does=instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard", "cp"]),
+    does=op.instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard", "cp"]),
 )
 displayed_loss_not_reduced_over_cp = fault(
     breaks="the reported loss is summed over the dp ranks and not over cp",
@@ -61,7 +51,7 @@ displayed_loss_not_reduced_over_cp = fault(
     case="fsdp_2_cp_2",
     caught_by="reported_loss",
     named="the reported loss is wrong, the training itself is right: it is not reduced over cp",
-    does=instead(".trainer:reported_loss", _summed_over_dp_only),
+    does=op.instead(".trainer:reported_loss", _summed_over_dp_only),
 )
 loss_averaged_per_cp_rank = fault(
     breaks="every cp rank divides by the valid tokens of its own part of the sequence",
@@ -69,7 +59,7 @@ loss_averaged_per_cp_rank = fault(
     case="cp_2",
     caught_by="gradients grad_norm reported_loss",
     named="the loss is averaged per cp rank",
-    does=instead(".trainer:count_valid", per_rank),
+    does=op.instead(".trainer:count_valid", per_rank),
 )
 gradients_scaled_without_cp = fault(
     breaks="gradients are scaled by the number of dp ranks, but averaged over dp and cp ranks",
@@ -77,7 +67,7 @@ gradients_scaled_without_cp = fault(
     case="cp_2",
     caught_by="gradients grad_norm",
     named="divided by cp (1/2) once too often",
-    does=change_argument(".trainer:scaled", ranks=lambda ranks: ranks // 2),  # the case has cp 2
+    does=op.change_argument(".trainer:scaled", ranks=lambda ranks: ranks // 2),  # the case has cp 2
 )
 gradients_of_keys_and_values_stay_local = fault(
     breaks="the gradients of keys and values that come back round the ring are dropped, each rank keeps its own",
@@ -85,9 +75,9 @@ gradients_of_keys_and_values_stay_local = fault(
     case="cp_2",
     caught_by="traffic gradients grad_norm",
     named="no exchange of K/V gradients over cp",
-    does=together(
-        instead(f"{RING}:_AllToAllRotater.exchange_buffers", lambda original, ring, own: setattr(ring, "own", own)),
-        instead(f"{RING}:_AllToAllRotater.next_buffer", lambda original, ring: ring.own),
+    does=op.together(
+        op.instead(f"{RING}:_AllToAllRotater.exchange_buffers", lambda original, ring, own: setattr(ring, "own", own)),
+        op.instead(f"{RING}:_AllToAllRotater.next_buffer", lambda original, ring: ring.own),
     ),
 )
 
@@ -95,7 +85,7 @@ gradients_of_keys_and_values_stay_local = fault(
 
 
 def _positions_changed(change: Any) -> Any:
-    return change_result(CUT, lambda part: (*part[:2], change(part[2])))
+    return op.change_result(CUT, lambda part: (*part[:2], change(part[2])))
 
 
 rope_restarts_on_each_cp_rank = fault(
@@ -112,7 +102,7 @@ rope_contiguous_under_load_balancing = fault(
     case="cp_2",
     caught_by="positions loss gradients",
     named="wrong rotary positions: rank 0 receives positions 0-15 for its tokens at 0-7 and 24-31",
-    does=_positions_changed(lambda at: at.argsort() + this_rank() * len(at)),
+    does=_positions_changed(lambda at: at.argsort() + op.this_rank() * len(at)),
 )
 rope_of_later_stages_not_sliced = fault(
     breaks="only the first pipeline stage is given the positions of its cp rank, later ones count from 0",
@@ -120,7 +110,7 @@ rope_of_later_stages_not_sliced = fault(
     case="pp_2_cp_2_contiguous",
     caught_by="positions loss gradients",
     named="later pipeline stages turn queries and keys by other positions than the first: rank 3 receives positions 0-15",
-    does=on_rank((2, 3), change_argument(".pipeline:run", positions=lambda at: at - at[0])),
+    does=op.on_rank((2, 3), op.change_argument(".pipeline:run", positions=lambda at: at - at[0])),
 )
 
 # ---- what a cp rank receives
@@ -148,9 +138,9 @@ context_parallel_never_entered = fault(
     case="cp_2",
     caught_by="samples traffic",
     named="CP not applied: every cp rank receives whole sequences",
-    does=together(
-        instead(CUT, lambda original, tokens, labels, mesh, **_: (tokens, labels, None)),
-        skip_call(".context:apply_context_parallel"),
+    does=op.together(
+        op.instead(CUT, lambda original, tokens, labels, mesh, **_: (tokens, labels, None)),
+        op.skip_call(".context:apply_context_parallel"),
     ),
 )
 load_balancer_not_applied = fault(
@@ -159,7 +149,7 @@ load_balancer_not_applied = fault(
     case="cp_2",
     caught_by="samples positions",
     named="cp_load_balance True is requested, False is observed",
-    does=override_argument(CUT, load_balance=False),
+    does=op.override_argument(CUT, load_balance=False),
 )
 ring_unaware_of_load_balancing = fault(
     breaks="tokens are balanced head with tail, and the ring masks as if they were cut contiguously",
@@ -167,7 +157,7 @@ ring_unaware_of_load_balancing = fault(
     case="cp_2",
     caught_by="loss gradients",
     named="the forward pass is wrong: the loss of step 1 is off",
-    does=after_call(CUT, _option_of_the_ring("enable_load_balance", False)),
+    does=op.after_call(CUT, _option_of_the_ring("enable_load_balance", False)),
 )
 cp_ranks_read_different_samples = fault(
     breaks="cp ranks draw samples of their own, as if cp divided the batch",
@@ -175,7 +165,7 @@ cp_ranks_read_different_samples = fault(
     case="fsdp_2_cp_2",
     caught_by="samples",
     named="cp peers receive different samples",
-    does=instead(  # two dp shares
+    does=op.instead(  # two dp shares
         ".parallelize:data_parallel_rank", lambda original, mesh: (original(mesh) + mesh.get_local_rank("cp")) % 2
     ),
 )
@@ -185,7 +175,7 @@ labels_shifted_after_the_cut = fault(
     case="cp_2",
     caught_by="samples loss gradients",
     named="each is the last of a cp rank's part, as if labels were shifted after the sequence was cut",
-    does=change_result(".trainer:sequence_part", _labels_shifted),
+    does=op.change_result(".trainer:sequence_part", _labels_shifted),
 )
 
 # ---- attention
@@ -196,7 +186,7 @@ attention_stays_local = fault(
     case="cp_2_contiguous",
     caught_by="traffic loss gradients",
     named="no K/V exchange over cp: attention sees its own part of the sequence only",
-    does=skip_call(".context:apply_context_parallel"),
+    does=op.skip_call(".context:apply_context_parallel"),
 )
 rotation_never_set = fault(
     breaks="the rotation requested is never set, so torch's default is used",
@@ -204,7 +194,7 @@ rotation_never_set = fault(
     case="cp_2_alltoall",
     caught_by="traffic",
     named="cp_rotation alltoall is requested, allgather is observed",
-    does=skip_call(".context:set_rotate_method"),
+    does=op.skip_call(".context:set_rotate_method"),
 )
 ring_merges_in_float32 = fault(
     breaks="the ring merges the partial results of attention in float32, whatever the model's dtype",
@@ -212,5 +202,7 @@ ring_merges_in_float32 = fault(
     case="cp_2",
     caught_by="traffic loss gradients",
     named="no more than arithmetic in float32 rounds, requested float64",
-    does=after_call("harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)),
+    does=op.after_call(
+        "harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
+    ),
 )

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from harness.faults import Fired, fault, replace
-from harness.faults.operators import after_call, before_call, call, instead, on_rank
+from harness.faults import operators as op
 
 BLOCK = "harness.reference.model:TransformerBlock.forward"
 
@@ -31,7 +31,7 @@ attention_falls_back_to_matmuls = fault(
     case="fsdp_2",
     caught_by="features",
     named="attention falls back to plain matmuls",
-    does=instead("harness.reference.model:CausalAttention.forward", _with_plain_matmuls),
+    does=op.instead("harness.reference.model:CausalAttention.forward", _with_plain_matmuls),
 )
 activations_saved_on_the_host = fault(
     breaks="what blocks save for backward is moved to the host, which nobody requested",
@@ -39,7 +39,7 @@ activations_saved_on_the_host = fault(
     case="fsdp_2",
     caught_by="features",
     named="activations saved for backward go through torch.autograd.graph.save_on_cpu",
-    does=instead(BLOCK, _saved_on_the_host),
+    does=op.instead(BLOCK, _saved_on_the_host),
 )
 bare_model_runs_again = fault(
     breaks="after backward the model inside DDP runs forward once more, with gradients recorded and thrown away",
@@ -47,7 +47,7 @@ bare_model_runs_again = fault(
     case="ddp_2",
     caught_by="features",
     named="the model runs besides its training passes",
-    does=after_call(".trainer:forward_backward", lambda model, parts, **_: model.module(parts[0].tokens)),
+    does=op.after_call(".trainer:forward_backward", lambda model, parts, **_: model.module(parts[0].tokens)),
 )
 barrier_before_each_block = fault(
     breaks="before each block all ranks wait for each other",
@@ -55,7 +55,7 @@ barrier_before_each_block = fault(
     case="fsdp_2",
     caught_by="traffic",
     named="ranks wait for each other in forward",
-    does=before_call(BLOCK, call("torch.distributed:barrier")),
+    does=op.before_call(BLOCK, op.call("torch.distributed:barrier")),
 )
 anomaly_detection_left_on = fault(
     breaks="autograd's anomaly detection is left on: every operator of backward is checked for NaN and notes its stack",
@@ -63,7 +63,7 @@ anomaly_detection_left_on = fault(
     case="fsdp_2",
     caught_by="settings",
     named="autograd anomaly detection is on",
-    does=before_call(".trainer:build_parts", call("torch.autograd:set_detect_anomaly", True)),
+    does=op.before_call(".trainer:build_parts", op.call("torch.autograd:set_detect_anomaly", True)),
 )
 deterministic_algorithms_left_on = fault(
     breaks="deterministic algorithms are switched on by rank 1, in a case that runs once",
@@ -71,7 +71,7 @@ deterministic_algorithms_left_on = fault(
     case="fsdp_2",
     caught_by="settings",
     named="deterministic algorithms are on on rank 1 from step 1 on, requested off",
-    does=on_rank(1, before_call(".trainer:build_parts", call("torch:use_deterministic_algorithms", True))),
+    does=op.on_rank(1, op.before_call(".trainer:build_parts", op.call("torch:use_deterministic_algorithms", True))),
 )
 
 
@@ -90,7 +90,7 @@ def _by_a_number_of_the_step(fired: Fired) -> None:
         return forward
 
     replace(TransformerBlock, "forward", make)
-    before_call(".trainer:Trainer.train_step", lambda _: setattr(TransformerBlock, "step", next(steps)))(fired)
+    op.before_call(".trainer:Trainer.train_step", lambda _: setattr(TransformerBlock, "step", next(steps)))(fired)
 
 
 def compiled_in_pieces(original: Any, block: Any, **options: Any) -> None:
@@ -119,4 +119,4 @@ def recompile_limit_reached(fired: Fired) -> None:
 
     _by_a_number_of_the_step(fired)
     torch._dynamo.config.recompile_limit = 1
-    instead("harness.reference.model:TransformerBlock.compile", compiled_in_pieces)(lambda: None)
+    op.instead("harness.reference.model:TransformerBlock.compile", compiled_in_pieces)(lambda: None)

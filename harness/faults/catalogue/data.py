@@ -6,15 +6,7 @@ import os
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import (
-    after_call,
-    change_result,
-    instead,
-    on_rank,
-    override_argument,
-    scale_result,
-    this_rank,
-)
+from harness.faults import operators as op
 
 SAMPLER = "torch.utils.data:DistributedSampler.__init__"
 BATCHES = ".data:Microbatches.step"
@@ -34,7 +26,7 @@ dp_ranks_shuffle_differently = fault(
     case="fsdp_4",
     caught_by="samples",
     named="overlapping samples",
-    does=instead(SAMPLER, lambda original, *args, seed, **rest: original(*args, seed=seed + rest["rank"], **rest)),
+    does=op.instead(SAMPLER, lambda original, *args, seed, **rest: original(*args, seed=seed + rest["rank"], **rest)),
 )
 dp_ranks_read_the_same_samples = fault(
     breaks="all dp ranks read the same share of the batch",
@@ -42,7 +34,7 @@ dp_ranks_read_the_same_samples = fault(
     case="ddp_4",
     caught_by="samples loss gradients",
     named="received the same samples",
-    does=override_argument(".data:build_loader", dp_rank=0),
+    does=op.override_argument(".data:build_loader", dp_rank=0),
 )
 tp_peers_read_different_samples = fault(
     breaks="the data loader divides by global rank, so that tp peers add up activations of different samples",
@@ -50,8 +42,8 @@ tp_peers_read_different_samples = fault(
     case="fsdp_2_tp_2",
     caught_by="samples loss",
     named="tp peers receive different samples",
-    does=instead(  # two dp shares
-        ".data:build_loader", lambda original, dataset, case, dp_rank: original(dataset, case, this_rank() % 2)
+    does=op.instead(  # two dp shares
+        ".data:build_loader", lambda original, dataset, case, dp_rank: original(dataset, case, op.this_rank() % 2)
     ),
 )
 seed_of_the_shuffle_ignored = fault(
@@ -60,7 +52,7 @@ seed_of_the_shuffle_ignored = fault(
     case="fsdp_2",
     caught_by="samples loss",
     named="on all ranks: another seed, order or data set",
-    does=override_argument(SAMPLER, seed=42),
+    does=op.override_argument(SAMPLER, seed=42),
 )
 never_shuffled = fault(
     breaks="the order is not shuffled: every epoch reads the data as it lies on disk",
@@ -68,7 +60,7 @@ never_shuffled = fault(
     case="fsdp_2",
     caught_by="samples loss",
     named="on all ranks: another seed, order or data set",
-    does=override_argument(SAMPLER, shuffle=False),
+    does=op.override_argument(SAMPLER, shuffle=False),
 )
 second_epoch_replays_the_first = fault(
     breaks="the sampler is never told the epoch, so that the second one replays the order of the first",
@@ -76,7 +68,7 @@ second_epoch_replays_the_first = fault(
     case="fsdp_2_two_epochs",
     caught_by="samples",
     named="step 65 trains on samples of step 1: the sampler is at another place of the data",
-    does=override_argument(".data:ResumableSampler.set_epoch", epoch=0),
+    does=op.override_argument(".data:ResumableSampler.set_epoch", epoch=0),
 )
 first_batch_skipped = fault(
     breaks="a resumed loader starts a step too late, so that the first global batch is never read",
@@ -84,7 +76,7 @@ first_batch_skipped = fault(
     case="fsdp_2",
     caught_by="samples loss",
     named="step 1 trains on samples of step 2: the sampler is at another place of the data",
-    does=after_call(
+    does=op.after_call(
         ".data:Microbatches.__init__", lambda batches, case, dp_rank: batches.seek(case.training.global_batch)
     ),
 )
@@ -94,7 +86,7 @@ tail_of_the_batch_dropped = fault(
     case="fsdp_2",
     caught_by="samples gradients",
     named="samples received by nobody: 2 of 16",
-    does=change_result(BATCHES, lambda batches: [(tokens[:-1], labels[:-1]) for tokens, labels in batches]),
+    does=op.change_result(BATCHES, lambda batches: [(tokens[:-1], labels[:-1]) for tokens, labels in batches]),
 )
 rows_in_order_of_arrival = fault(
     breaks="rows are collated in the order in which the loader's workers deliver them",
@@ -102,7 +94,7 @@ rows_in_order_of_arrival = fault(
     case="fsdp_4_twice",
     caught_by="determinism",
     named="the same case run twice gives different bytes",
-    does=change_result(BATCHES, _shuffled_by_time),
+    does=op.change_result(BATCHES, _shuffled_by_time),
 )
 
 # ---- documents
@@ -115,7 +107,7 @@ document_mask_lost_on_rank_1 = fault(
     case="fsdp_2_documents_variable",
     caught_by="loss gradients",
     named="documents see each other on rank 1",
-    does=on_rank(1, scale_result(".data:documents", 0)),
+    does=op.on_rank(1, op.scale_result(".data:documents", 0)),
 )
 document_mask_ignored = fault(
     breaks="attention ignores the documents it is given and is causal over the whole row",
@@ -123,7 +115,7 @@ document_mask_ignored = fault(
     case="tp_2_documents",
     caught_by="loss gradients grad_norm",
     named="documents see each other",
-    does=override_argument("harness.reference.model:CausalAttention.forward", documents=None),
+    does=op.override_argument("harness.reference.model:CausalAttention.forward", documents=None),
 )
 document_mask_of_the_first_batch_kept = fault(
     breaks="the document mask of the first batch is kept and used for all that follow",
@@ -131,5 +123,5 @@ document_mask_of_the_first_batch_kept = fault(
     case="tp_2_documents",
     caught_by="loss gradients",
     named="forward pass is right in step 1 and wrong from step 2 on",
-    does=change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
+    does=op.change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )

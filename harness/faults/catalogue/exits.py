@@ -9,7 +9,7 @@ import threading
 import time
 
 from harness.faults import fault
-from harness.faults.operators import before_step, on_rank
+from harness.faults import operators as op
 
 
 def _hang_at_exit() -> None:
@@ -42,7 +42,7 @@ rank_hangs_at_exit = fault(
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
-    does=on_rank(1, before_step(2, _hang_at_exit)),
+    does=op.on_rank(1, op.before_step(2, _hang_at_exit)),
 )
 thread_keeps_the_rank = fault(
     breaks="rank 1 has a thread, not a daemon, that waits for ever for something to do",
@@ -51,7 +51,7 @@ thread_keeps_the_rank = fault(
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
-    does=on_rank(1, before_step(2, _keep_a_thread)),
+    does=op.on_rank(1, op.before_step(2, _keep_a_thread)),
 )
 process_outlives_its_rank = fault(
     breaks="rank 1 starts a process in a session of its own and never ends it",
@@ -60,7 +60,7 @@ process_outlives_its_rank = fault(
     caught_by="completed",
     named="rank 1 left a process behind: sleep 600",
     hangs=True,
-    does=on_rank(1, before_step(2, _start_a_process)),
+    does=op.on_rank(1, op.before_step(2, _start_a_process)),
 )
 daemon_outlives_its_rank = fault(
     breaks="rank 1 forks a daemon, which makes a session of its own and forks again",
@@ -69,5 +69,5 @@ daemon_outlives_its_rank = fault(
     caught_by="completed",
     named="rank 1 left a process behind: forked from the rank",
     hangs=True,
-    does=on_rank(1, before_step(2, _fork_a_daemon)),
+    does=op.on_rank(1, op.before_step(2, _fork_a_daemon)),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import Fired, fault, replace
+from harness.faults import operators as op
 from harness.faults.catalogue.cost import compiled_in_pieces
-from harness.faults.operators import change_argument, instead, override_argument, repeat_call, skip_call
 
 
 def _prefer_recompute(*_: Any, **__: Any) -> Any:
@@ -21,7 +21,7 @@ attention_computed_twice = fault(
     case="fsdp_2",
     caught_by="features",
     named="attention is computed 2 times",
-    does=repeat_call("harness.reference.model:CausalAttention.forward"),
+    does=op.repeat_call("harness.reference.model:CausalAttention.forward"),
 )
 checkpointing_not_applied = fault(
     breaks="activation checkpointing is requested and no block is wrapped",
@@ -29,7 +29,7 @@ checkpointing_not_applied = fault(
     case="fsdp_2_ac_full",
     caught_by="features",
     named="activation checkpointing full is requested, none took place",
-    does=skip_call(".recompute:apply_checkpointing"),
+    does=op.skip_call(".recompute:apply_checkpointing"),
 )
 checkpointing_on_the_wrong_blocks = fault(
     breaks="every second block is counted from the first one, so the blocks recomputed are the others",
@@ -37,7 +37,7 @@ checkpointing_on_the_wrong_blocks = fault(
     case="fsdp_2_ac_layer",
     caught_by="features",
     named="activation checkpointing layer is in the wrong place",
-    does=change_argument(".recompute:is_checkpointed", layer=lambda layer: layer + 1),
+    does=op.change_argument(".recompute:is_checkpointed", layer=lambda layer: layer + 1),
 )
 selective_checkpointing_keeps_nothing = fault(
     breaks="selective checkpointing keeps no operator, so that all of a block is computed again",
@@ -45,7 +45,7 @@ selective_checkpointing_keeps_nothing = fault(
     case="fsdp_2_ac_op",
     caught_by="features",
     named="activation checkpointing op is requested, full is observed",
-    does=instead(
+    does=op.instead(
         ".recompute:create_selective_checkpoint_contexts", lambda original, policy: original(_prefer_recompute)
     ),
 )
@@ -55,7 +55,7 @@ random_state_not_restored = fault(
     case="fsdp_2_dropout_ac_full",
     caught_by="gradients",
     named="recomputation of layers.0, layers.1 began with another random state than forward",
-    does=override_argument(".recompute:checkpoint_wrapper", preserve_rng_state=False),
+    does=op.override_argument(".recompute:checkpoint_wrapper", preserve_rng_state=False),
 )
 compile_not_applied = fault(
     breaks="compile is requested and no block is compiled",
@@ -63,7 +63,7 @@ compile_not_applied = fault(
     case="fsdp_2_compile",
     caught_by="features",
     named="compile is requested, no block ran compiled",
-    does=skip_call(".recompute:apply_compile"),
+    does=op.skip_call(".recompute:apply_compile"),
 )
 
 
@@ -87,4 +87,4 @@ def graph_break_in_attention(fired: Fired) -> None:
         return broken
 
     replace(CausalAttention, "forward", make)
-    instead("harness.reference.model:TransformerBlock.compile", compiled_in_pieces)(fired)
+    op.instead("harness.reference.model:TransformerBlock.compile", compiled_in_pieces)(fired)

@@ -7,19 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.faults import Fired, fault
-from harness.faults.operators import (
-    after_call,
-    before_call,
-    change_argument,
-    in_backward,
-    instead,
-    on_rank,
-    override_argument,
-    scale_gradient,
-    scale_result,
-    skip_call,
-    together,
-)
+from harness.faults import operators as op
 
 ALL_REDUCE = "torch.distributed:all_reduce"
 SYNC = ".parallelize:gradient_sync"
@@ -46,7 +34,9 @@ only_the_last_microbatch_counts = fault(
     case="hsdp_2x2_accum",
     caught_by="gradients grad_norm",
     named="microbatches 1 of 2 do not contribute",
-    does=together(before_call(SYNC, lambda model, last: model.zero_grad()), override_argument(SYNC, last=True)),
+    does=op.together(
+        op.before_call(SYNC, lambda model, last: model.zero_grad()), op.override_argument(SYNC, last=True)
+    ),
 )
 only_the_first_microbatch_counts = fault(
     breaks="gradients are copied to the accumulation buffer in the first microbatch only",
@@ -54,7 +44,7 @@ only_the_first_microbatch_counts = fault(
     case="single_accum",
     caught_by="gradients grad_norm",
     named="microbatches 2 of 2 do not contribute",
-    does=instead(SYNC, _first_kept),
+    does=op.instead(SYNC, _first_kept),
 )
 zeroed_before_each_microbatch = fault(
     breaks="gradients are zeroed before each microbatch",
@@ -62,7 +52,7 @@ zeroed_before_each_microbatch = fault(
     case="single_accum",
     caught_by="gradients grad_norm",
     named="microbatches 1 of 2 do not contribute",
-    does=before_call(SYNC, lambda model, last: model.zero_grad()),
+    does=op.before_call(SYNC, lambda model, last: model.zero_grad()),
 )
 ddp_sync_flag_set_too_late = fault(
     breaks="the sync flag of DDP is set after forward, when it has already decided not to reduce",
@@ -70,7 +60,7 @@ ddp_sync_flag_set_too_late = fault(
     case="ddp_2_accum",
     caught_by="traffic gradients replica_agreement",
     named="gradient reduction missing over dp_replicate",
-    does=override_argument(SYNC, last=False),
+    does=op.override_argument(SYNC, last=False),
 )
 last_microbatch_added_after_the_reduction = fault(
     breaks="the last microbatch's gradient is added after the reduction, so that it stays each rank's own",
@@ -78,7 +68,7 @@ last_microbatch_added_after_the_reduction = fault(
     case="ddp_2_accum",
     caught_by="gradients replica_agreement",
     named="gradients of microbatch 2 of 2 are not reduced over dp_replicate",
-    does=change_argument(SYNC, last=lambda last: not last),  # of two microbatches the first one is reduced
+    does=op.change_argument(SYNC, last=lambda last: not last),  # of two microbatches the first one is reduced
 )
 reduced_after_every_microbatch = fault(
     breaks="no_sync has no effect under FSDP2: gradients are reduced after every microbatch",
@@ -86,7 +76,7 @@ reduced_after_every_microbatch = fault(
     case="fsdp_4_accum",
     caught_by="traffic",
     named="gradients are reduced after every microbatch (2 times a step), once a step is requested",
-    does=skip_call(
+    does=op.skip_call(
         "torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync", when=lambda self, sync, **_: not sync
     ),
 )
@@ -130,7 +120,7 @@ replicas_not_reduced = fault(
     case="hsdp_2x2",
     caught_by="traffic gradients replica_agreement",
     named="gradient reduction missing over dp_replicate",
-    does=skip_call(ALL_REDUCE, when=in_backward),
+    does=op.skip_call(ALL_REDUCE, when=op.in_backward),
 )
 reduction_of_a_temporary = fault(
     breaks="the reduction runs on a temporary copy and its result is thrown away",
@@ -138,7 +128,7 @@ reduction_of_a_temporary = fault(
     case="hsdp_2x2",
     caught_by="gradients replica_agreement",
     named="gradient reduction without effect over dp_replicate",
-    does=change_argument(ALL_REDUCE, tensor=lambda tensor: tensor.clone(), when=in_backward),
+    does=op.change_argument(ALL_REDUCE, tensor=lambda tensor: tensor.clone(), when=op.in_backward),
 )
 two_reductions_change_places = fault(
     breaks="on one rank the reductions of two layers of equal size change places, so that each is summed with the other",
@@ -146,7 +136,7 @@ two_reductions_change_places = fault(
     case="hsdp_2x2",
     caught_by="gradients replica_agreement",
     named="on ranks [1,3], one group of dp_replicate: its members reduce different tensors with each other",
-    does=on_rank(3, instead(ALL_REDUCE, _two_exchanged(), when=in_backward)),
+    does=op.on_rank(3, op.instead(ALL_REDUCE, _two_exchanged(), when=op.in_backward)),
 )
 group_left_out_of_the_token_count = fault(
     breaks="a scalar that is meant for the data-parallel ranks is summed over all ranks, tp peers included",
@@ -154,7 +144,7 @@ group_left_out_of_the_token_count = fault(
     case="fsdp_4_tp_2",
     caught_by="gradients grad_norm",
     named="0.5 times what they should be in every parameter: divided by tp (1/2) once too often",
-    does=override_argument(ALL_REDUCE, group=None, when=lambda tensor, *_, **__: not tensor.dtype.is_floating_point),
+    does=op.override_argument(ALL_REDUCE, group=None, when=lambda tensor, *_, **__: not tensor.dtype.is_floating_point),
 )
 divide_factor_of_the_shard_group = fault(
     breaks="the divide factor is that of the shard group, whose gradients HSDP reduces over the replicas as well",
@@ -162,7 +152,7 @@ divide_factor_of_the_shard_group = fault(
     case="hsdp_4x2",
     caught_by="gradients grad_norm",
     named="4 times what they should be in every parameter: not divided by dp_replicate (4)",
-    does=after_call(".parallelize:apply_fsdp", _divided_for_the_shard_group),
+    does=op.after_call(".parallelize:apply_fsdp", _divided_for_the_shard_group),
 )
 gradients_divided_by_dp_once_more = fault(
     breaks="the averaging over data-parallel ranks is not undone, so gradients are too small by their number",
@@ -170,7 +160,7 @@ gradients_divided_by_dp_once_more = fault(
     case="fsdp_4",
     caught_by="gradients grad_norm",
     named="dp_shard (1/4)",
-    does=scale_gradient(".trainer:loss_of", 1 / 4),  # FSDP's mean over 4 ranks
+    does=op.scale_gradient(".trainer:loss_of", 1 / 4),  # FSDP's mean over 4 ranks
 )
 tied_gradient_counted_twice = fault(
     breaks="the gradient of a tied weight is added once for each of its names",
@@ -178,7 +168,7 @@ tied_gradient_counted_twice = fault(
     case="fsdp_2_tied",
     caught_by="gradients grad_norm",
     named="counted for the embedding and again for the output, which share it, or not divided by dp_shard (2)",
-    does=after_call(SETTLE, lambda parameters: parameters[0].grad.mul_(2)),  # tok_embeddings, the output's as well
+    does=op.after_call(SETTLE, lambda parameters: parameters[0].grad.mul_(2)),  # tok_embeddings, the output's as well
 )
 tokens_gathered_in_each_block = fault(
     breaks="every rank gathers everybody's tokens in each block, and makes nothing of them",
@@ -186,7 +176,7 @@ tokens_gathered_in_each_block = fault(
     case="fsdp_2",
     caught_by="traffic",
     named="bytes moved are not the plan's: rank 0, step 1, integers in forward and backward",
-    does=before_call("harness.reference.model:TransformerBlock.forward", _gather_tokens),
+    does=op.before_call("harness.reference.model:TransformerBlock.forward", _gather_tokens),
 )
 weight_gathered_for_a_histogram = fault(
     breaks="a weight is gathered after each step, for a histogram that somebody once looked at",
@@ -194,7 +184,7 @@ weight_gathered_for_a_histogram = fault(
     case="fsdp_2",
     caught_by="traffic",
     named="bytes moved are not the plan's: rank 0, step 1, outside forward and backward",
-    does=after_call(
+    does=op.after_call(
         ".trainer:Trainer.optimizer_step",
         lambda trainer: trainer.model_parts[0].layers["0"].attention.wq.weight.full_tensor(),
     ),
@@ -233,7 +223,7 @@ def buckets_rescaled_again(fired: Fired) -> None:
         wrapped.register_comm_hook(group, hook)
         return wrapped
 
-    instead(".parallelize:apply_ddp", wrap)(lambda: None)
+    op.instead(".parallelize:apply_ddp", wrap)(lambda: None)
 
 
 # ---- the norm
@@ -253,7 +243,7 @@ def _summed_again_over(axis: str) -> Any:
         dist.all_reduce(total, group=mesh.get_group(axis))
         return total
 
-    return instead(".clip:sum_of_squares", again, when=replicated)
+    return op.instead(".clip:sum_of_squares", again, when=replicated)
 
 
 def _own_norm(parameters: Any) -> float:
@@ -293,7 +283,7 @@ norm_of_own_shards_only = fault(
     case="fsdp_2",
     caught_by="grad_norm update",
     named="each rank clips by the norm of its own shards",
-    does=override_argument(".clip:sum_of_squares", placements=()),
+    does=op.override_argument(".clip:sum_of_squares", placements=()),
 )
 displayed_norm_is_local = fault(
     breaks="the reported gradient norm is that of the rank's own shards, clipping is right",
@@ -301,7 +291,7 @@ displayed_norm_is_local = fault(
     case="fsdp_2",
     caught_by="grad_norm",
     named="the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards",
-    does=instead(".clip:clip_gradients", _own_norm_returned),
+    does=op.instead(".clip:clip_gradients", _own_norm_returned),
 )
 displayed_norm_after_clipping = fault(
     breaks="the reported gradient norm is that after clipping",
@@ -309,7 +299,7 @@ displayed_norm_after_clipping = fault(
     case="fsdp_2",
     caught_by="grad_norm",
     named="each rank shows the norm after clipping (1), requested is the one before it",
-    does=instead(".clip:clip_gradients", _norm_after_clipping),
+    does=op.instead(".clip:clip_gradients", _norm_after_clipping),
 )
 
 
@@ -338,7 +328,7 @@ clipping_enlarges = fault(
     case="fsdp_4_high_clip",
     caught_by="update",
     named="clipping enlarges gradients: it multiplies by",
-    does=instead(CLIP, _enlarged),
+    does=op.instead(CLIP, _enlarged),
 )
 clipping_not_applied = fault(
     breaks="the branch that clips is never entered",
@@ -346,7 +336,7 @@ clipping_not_applied = fault(
     case="fsdp_2",
     caught_by="update",
     named="gradients are not clipped",
-    does=skip_call(CLIP),
+    does=op.skip_call(CLIP),
 )
 clipped_without_the_1e_6 = fault(
     breaks="clipping multiplies by max_norm / norm, without the 1e-6 that torch adds to the norm",
@@ -354,7 +344,7 @@ clipped_without_the_1e_6 = fault(
     case="fsdp_2",
     caught_by="update",
     named="clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does",
-    does=change_argument(CLIP, total_norm=lambda norm: norm - 1e-6),
+    does=op.change_argument(CLIP, total_norm=lambda norm: norm - 1e-6),
 )
 own_clipping_by_own_shards = fault(
     breaks="a clipping function of the trainer's own takes the norm of the rank's shards for that of all",
@@ -362,7 +352,7 @@ own_clipping_by_own_shards = fault(
     case="fsdp_2",
     caught_by="grad_norm update",
     named="each rank clips by the norm of its own shards",
-    does=instead(".clip:clip_gradients", _clipped_by_own_norm),
+    does=op.instead(".clip:clip_gradients", _clipped_by_own_norm),
 )
 replicated_parameters_clipped_on_tp_rank_0_only = fault(
     breaks="parameters that are whole on every tp rank are clipped on tp rank 0 only",
@@ -370,7 +360,7 @@ replicated_parameters_clipped_on_tp_rank_0_only = fault(
     case="fsdp_2_tp_2",
     caught_by="update replica_agreement",
     named="clipping is not applied to",
-    does=change_argument(CLIP, parameters=_without_norms_on_later_tp_ranks),
+    does=op.change_argument(CLIP, parameters=_without_norms_on_later_tp_ranks),
 )
 overflow_goes_into_the_weights = fault(
     breaks="a gradient that overflowed is not noticed before the optimizer uses it",
@@ -378,5 +368,5 @@ overflow_goes_into_the_weights = fault(
     case="fsdp_2",
     caught_by="gradients update",
     named="gradients are NaN or infinite in step 1",
-    does=scale_result(".trainer:scaled", float("inf")),
+    does=op.scale_result(".trainer:scaled", float("inf")),
 )

@@ -6,17 +6,7 @@ import dataclasses
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import (
-    before_call,
-    change_argument,
-    change_result,
-    gradient_scaled,
-    instead,
-    override_argument,
-    scale_result,
-    skip_call,
-    together,
-)
+from harness.faults import operators as op
 
 CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 REPORTED = ".trainer:reported_loss"
@@ -44,7 +34,7 @@ loss_averaged_per_rank = fault(
     case="fsdp_4",
     caught_by="gradients grad_norm reported_loss",
     named="the loss is averaged per rank",
-    does=instead(".trainer:count_valid", per_rank),
+    does=op.instead(".trainer:count_valid", per_rank),
 )
 loss_averaged_per_microbatch = fault(
     breaks="each microbatch's loss is averaged over its own valid tokens, and the means are averaged",
@@ -52,9 +42,9 @@ loss_averaged_per_microbatch = fault(
     case="single_accum",
     caught_by="gradients grad_norm",
     named="the loss is averaged per microbatch",
-    does=together(
-        instead(".trainer:loss_of", lambda original, *of: gradient_scaled(original(*of), 1 / own_tokens(of[1:]))),
-        instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
+    does=op.together(
+        op.instead(".trainer:loss_of", lambda original, *of: op.gradient_scaled(original(*of), 1 / own_tokens(of[1:]))),
+        op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
     ),
 )
 padding_counted_as_tokens = fault(
@@ -63,7 +53,7 @@ padding_counted_as_tokens = fault(
     case="fsdp_2",
     caught_by="gradients grad_norm reported_loss",
     named="divided by the number of all tokens, not of the valid ones",
-    does=change_argument(
+    does=op.change_argument(
         ".trainer:count_valid", microbatches=lambda parts: [part._replace(labels=part.tokens) for part in parts]
     ),
 )
@@ -89,7 +79,7 @@ token_count_of_the_first_step_kept = fault(
     case="tp_2_variable_length",
     caught_by="gradients grad_norm reported_loss",
     named="divided by the number of valid tokens of step 1",
-    does=change_result(".trainer:count_valid", _first_kept),
+    does=op.change_result(".trainer:count_valid", _first_kept),
 )
 mean_over_no_valid_token = fault(
     breaks="each rank sums masked losses and divides by its own number of valid tokens, and one rank has none",
@@ -97,9 +87,9 @@ mean_over_no_valid_token = fault(
     case="ddp_4_no_labels",
     caught_by="gradients reported_loss",
     named="rank 3 has no valid token",
-    does=together(
-        instead(".trainer:loss_of", _masked_mean),
-        instead(".trainer:scaled", lambda original, loss, **_: loss),  # DDP takes the mean of the ranks' gradients
+    does=op.together(
+        op.instead(".trainer:loss_of", _masked_mean),
+        op.instead(".trainer:scaled", lambda original, loss, **_: loss),  # DDP takes the mean of the ranks' gradients
     ),
 )
 mean_over_at_least_one_token = fault(
@@ -108,7 +98,7 @@ mean_over_at_least_one_token = fault(
     case="fsdp_4_no_labels_accum",
     caught_by="gradients grad_norm reported_loss",
     named="the loss is averaged per rank",
-    does=instead(".trainer:count_valid", lambda *of: per_rank(*of) or 1),
+    does=op.instead(".trainer:count_valid", lambda *of: per_rank(*of) or 1),
 )
 
 
@@ -139,7 +129,7 @@ gathered_logits_counted_tp_times = fault(
     case="tp_2_no_loss_parallel",
     caught_by="loss gradients reported_loss",
     named="too large by 0.693147 a token, the logarithm of tp 2",
-    does=change_argument(CROSS_ENTROPY, input=_every_logit_twice),
+    does=op.change_argument(CROSS_ENTROPY, input=_every_logit_twice),
 )
 prompt_mask_one_too_long = fault(
     breaks="the mask of the prompt is one label too long, so that the first token of each answer is not trained",
@@ -147,7 +137,7 @@ prompt_mask_one_too_long = fault(
     case="fsdp_2",
     caught_by="samples gradients",
     named="wrong labels: tokens are right",
-    does=change_result("harness.reference.data:TokenDataset.__getitem__", _first_answer_masked),
+    does=op.change_result("harness.reference.data:TokenDataset.__getitem__", _first_answer_masked),
 )
 labels_smoothed = fault(
     breaks="labels are smoothed by 0.1, which the recipe does not request",
@@ -155,7 +145,7 @@ labels_smoothed = fault(
     case="fsdp_2",
     caught_by="loss gradients reported_loss",
     named="what goes into each module matches the reference in mean square: it is the loss itself (smoothing",
-    does=override_argument(CROSS_ENTROPY, label_smoothing=0.1),
+    does=op.override_argument(CROSS_ENTROPY, label_smoothing=0.1),
 )
 last_chunk_of_the_loss_lost = fault(
     breaks="the loss is computed in chunks along the sequence, and the last one is lost",
@@ -163,7 +153,7 @@ last_chunk_of_the_loss_lost = fault(
     case="fsdp_2",
     caught_by="samples loss gradients",
     named="a part of the loss is lost or counted twice",
-    does=instead(".trainer:token_loss", _all_chunks_but_the_last),
+    does=op.instead(".trainer:token_loss", _all_chunks_but_the_last),
 )
 
 
@@ -185,7 +175,7 @@ def _rate_after_the_step(of: Any) -> Any:
         original(trainer)
         return float(of(trainer.schedulers[0])[0])
 
-    return instead(STEP, stepped)
+    return op.instead(STEP, stepped)
 
 
 displayed_loss_averaged_over_ranks = fault(
@@ -194,7 +184,7 @@ displayed_loss_averaged_over_ranks = fault(
     case="fsdp_4",
     caught_by="reported_loss",
     named="the reported loss is wrong, the training itself is right: each rank shows 0.25 times the right one",
-    does=scale_result(REPORTED, 1 / 4),  # four ranks
+    does=op.scale_result(REPORTED, 1 / 4),  # four ranks
 )
 displayed_loss_divided_by_accumulation = fault(
     breaks="the reported loss is divided by the number of microbatches once more",
@@ -202,7 +192,7 @@ displayed_loss_divided_by_accumulation = fault(
     case="single_accum",
     caught_by="reported_loss",
     named="0.5 times the right one: divided by accumulation (1/2) once too often",
-    does=scale_result(REPORTED, 1 / 2),  # two microbatches
+    does=op.scale_result(REPORTED, 1 / 2),  # two microbatches
 )
 displayed_loss_of_own_samples = fault(
     breaks="each rank reports the mean loss of its own samples",
@@ -210,9 +200,9 @@ displayed_loss_of_own_samples = fault(
     case="fsdp_2",
     caught_by="reported_loss",
     named="each rank shows the loss of its own samples",
-    does=together(
-        before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches))),
-        instead(REPORTED, _of_own_samples),
+    does=op.together(
+        op.before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches))),
+        op.instead(REPORTED, _of_own_samples),
     ),
 )
 displayed_loss_of_the_step_before = fault(
@@ -221,7 +211,7 @@ displayed_loss_of_the_step_before = fault(
     case="fsdp_2",
     caught_by="reported_loss",
     named="each rank shows that of the step before",
-    does=change_result(REPORTED, _of_the_step_before),
+    does=op.change_result(REPORTED, _of_the_step_before),
 )
 loss_displayed_once = fault(
     breaks="the loss is reported in step 1 only",
@@ -229,9 +219,11 @@ loss_displayed_once = fault(
     case="fsdp_2",
     caught_by="reported_loss",
     named="rank 0 reports the loss of step 1 only, that of steps 2, 3 is lacking",
-    does=together(
-        change_result(".trainer:Trainer.train_step", lambda m: m if m.step == 1 else dataclasses.replace(m, loss=None)),
-        skip_call(".trainer:Trainer.display"),
+    does=op.together(
+        op.change_result(
+            ".trainer:Trainer.train_step", lambda m: m if m.step == 1 else dataclasses.replace(m, loss=None)
+        ),
+        op.skip_call(".trainer:Trainer.display"),
     ),
 )
 displayed_rate_of_the_next_step = fault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import after_call, instead
+from harness.faults import operators as op
 
 STEP = "torch.optim:AdamW.step"
 
@@ -40,7 +40,7 @@ logits_of_every_step_kept = fault(
     case="fsdp_2",
     caught_by="memory",
     named="more are kept after every step: float64 [",
-    does=instead("harness.reference.model:Llama.forward", _logits_kept),
+    does=op.instead("harness.reference.model:Llama.forward", _logits_kept),
 )
 weights_copied_during_each_step = fault(
     breaks="before each optimizer step all weights are copied, for the length of the update, and then given up",
@@ -48,7 +48,7 @@ weights_copied_during_each_step = fault(
     case="hsdp_2x2",
     caught_by="memory",
     named="of copies of weights exist at once outside of forward and backward in step",
-    does=instead(STEP, _weights_copied),
+    does=op.instead(STEP, _weights_copied),
 )
 moving_average_not_declared = fault(
     breaks="a moving average of the weights is retained, which nobody declared",
@@ -56,5 +56,5 @@ moving_average_not_declared = fault(
     case="fsdp_2",
     caught_by="memory",
     named="525.6 kB of float64 are retained in unaccounted tensors: 21 tensors",
-    does=after_call(STEP, _average),
+    does=op.after_call(STEP, _average),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import change_result, instead, skip_call, together
+from harness.faults import operators as op
 
 
 def _axes_reversed(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
@@ -33,7 +33,7 @@ hsdp_runs_as_fsdp = fault(
     case="hsdp_2x2",
     caught_by="shard_contents placements traffic memory",
     named="HSDP ran as FSDP",
-    does=change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
+    does=op.change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
 )
 hsdp_runs_as_ddp = fault(
     breaks="fully_shard is never applied: all data-parallel ranks hold whole parameters, as under DDP",
@@ -41,7 +41,7 @@ hsdp_runs_as_ddp = fault(
     case="hsdp_2x2",
     caught_by="shard_contents placements traffic memory",
     named="HSDP ran as DDP",
-    does=together(skip_call(".parallelize:apply_fsdp"), instead(".parallelize:replicate", _wrapped_in_ddp)),
+    does=op.together(op.skip_call(".parallelize:apply_fsdp"), op.instead(".parallelize:replicate", _wrapped_in_ddp)),
 )
 fsdp_runs_as_ddp = fault(
     breaks="FSDP is requested and DDP wraps the model",
@@ -57,7 +57,7 @@ tp_not_applied = fault(
     case="fsdp_2_tp_2",
     caught_by="shard_contents placements traffic memory",
     named="TP not applied",
-    does=skip_call(".parallelize:apply_tensor_parallel"),
+    does=op.skip_call(".parallelize:apply_tensor_parallel"),
 )
 mesh_axes_reversed = fault(
     breaks="the mesh's axes are given innermost first, each with its right name, so tp groups are strided",
@@ -65,7 +65,7 @@ mesh_axes_reversed = fault(
     case="fsdp_4_tp_2",
     caught_by="shard_contents placements process_groups traffic samples",
     named="axes in the wrong order",
-    does=instead(".parallelize:init_device_mesh", _axes_reversed),
+    does=op.instead(".parallelize:init_device_mesh", _axes_reversed),
 )
 ranks_change_places_in_the_mesh = fault(
     breaks="a rank list made by hand strides wrongly, so that two ranks of the grid change places",
@@ -73,5 +73,5 @@ ranks_change_places_in_the_mesh = fault(
     case="hsdp_2x2",
     caught_by="process_groups placements traffic gradients",
     named="no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]",
-    does=instead(".parallelize:init_device_mesh", _two_ranks_exchanged),
+    does=op.instead(".parallelize:init_device_mesh", _two_ranks_exchanged),
 )

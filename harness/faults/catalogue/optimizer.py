@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import (
-    after_call,
-    change_argument,
-    instead,
-    nth_call,
-    on_rank,
-    override_argument,
-    repeat_call,
-    skip_call,
-)
+from harness.faults import operators as op
 
 SCHEDULER = "torch.optim.lr_scheduler:LambdaLR.__init__"
 SCHEDULE = "torch.optim.lr_scheduler:LambdaLR.step"
@@ -49,7 +40,7 @@ scheduler_steps_twice = fault(
     case="fsdp_2",
     caught_by="update",
     named="learning rate of step 2 is 0.0003, the schedule's of step 3",
-    does=repeat_call(SCHEDULE, when=lambda scheduler: scheduler.last_epoch >= 0),  # the constructor calls it too
+    does=op.repeat_call(SCHEDULE, when=lambda scheduler: scheduler.last_epoch >= 0),  # the constructor calls it too
 )
 linear_decay = fault(
     breaks="the learning rate falls along a line, not a cosine: at the middle and at the end they are equal",
@@ -57,7 +48,7 @@ linear_decay = fault(
     case="fsdp_2_eight_steps",
     caught_by="update",
     named="learning rate of step 3 is",
-    does=change_argument(SCHEDULER, lr_lambda=_linear),
+    does=op.change_argument(SCHEDULER, lr_lambda=_linear),
 )
 warmup_off_by_one = fault(
     breaks="the warm-up is counted from 0, so that the first step has no learning rate and the peak comes a step late",
@@ -65,7 +56,7 @@ warmup_off_by_one = fault(
     case="fsdp_2",
     caught_by="update",
     named="learning rate of step 1 is 0, requested 0.0015",
-    does=change_argument(SCHEDULER, lr_lambda=_a_step_late),
+    does=op.change_argument(SCHEDULER, lr_lambda=_a_step_late),
 )
 one_rank_misses_a_scheduler_step = fault(
     breaks="rank 1's scheduler misses a step, so that replicas train with different learning rates",
@@ -73,7 +64,7 @@ one_rank_misses_a_scheduler_step = fault(
     case="ddp_2",
     caught_by="update replica_agreement",
     named="learning rate of step 2 is 0.0015, the schedule's of step 1 on rank 1, requested 0.003",
-    does=on_rank(1, skip_call(SCHEDULE, when=nth_call(2))),  # the first is the constructor's
+    does=op.on_rank(1, op.skip_call(SCHEDULE, when=op.nth_call(2))),  # the first is the constructor's
 )
 second_group_without_schedule = fault(
     breaks="the schedule is applied to the first optimizer group only, the second keeps the peak learning rate",
@@ -81,7 +72,7 @@ second_group_without_schedule = fault(
     case="tp_2_two_groups",
     caught_by="update",
     named="learning rate of 5 of 21 parameters",
-    does=after_call(SCHEDULE, _keep_peak),
+    does=op.after_call(SCHEDULE, _keep_peak),
 )
 
 # ---- groups and options
@@ -97,7 +88,7 @@ optimizer_holds_orphans = fault(
     case="fsdp_2",
     caught_by="completed",
     named="does not update",
-    does=change_argument(GROUP, param_group=_orphans),
+    does=op.change_argument(GROUP, param_group=_orphans),
 )
 no_weight_decay = fault(
     breaks="weight decay is lost on its way to the optimizer",
@@ -105,7 +96,7 @@ no_weight_decay = fault(
     case="fsdp_2",
     caught_by="update",
     named="weight decay is not applied, requested 0.1",
-    does=change_argument(GROUP, param_group=lambda group: group | {"weight_decay": 0.0}),
+    does=op.change_argument(GROUP, param_group=lambda group: group | {"weight_decay": 0.0}),
 )
 norm_weights_decay = fault(
     breaks="weight decay is applied to norm weights, which the recipe spares",
@@ -113,7 +104,7 @@ norm_weights_decay = fault(
     case="fsdp_2_two_groups",
     caught_by="update",
     named="weight decay is applied to norm weights",
-    does=instead(".recipe:weight_decay", lambda original, fqn, training: float(training.weight_decay)),
+    does=op.instead(".recipe:weight_decay", lambda original, fqn, training: float(training.weight_decay)),
 )
 norm_weights_in_no_optimizer_group = fault(
     breaks="the optimizer is built of the parameters that decay, the others are in no group and never move",
@@ -121,7 +112,7 @@ norm_weights_in_no_optimizer_group = fault(
     case="fsdp_2_two_groups",
     caught_by="completed",
     named="not in the optimizer",
-    does=instead(".recipe:parameter_groups", lambda original, *of: [g for g in original(*of) if g["weight_decay"]]),
+    does=op.instead(".recipe:parameter_groups", lambda original, *of: [g for g in original(*of) if g["weight_decay"]]),
 )
 default_betas = fault(
     breaks="the recipe's betas do not reach the optimizer, which takes its own",
@@ -129,7 +120,7 @@ default_betas = fault(
     case="fsdp_2",
     caught_by="update",
     named="beta2 is 0.999 in the optimizer, requested 0.95",
-    does=override_argument("torch.optim:AdamW.__init__", betas=(0.9, 0.999)),
+    does=op.override_argument("torch.optim:AdamW.__init__", betas=(0.9, 0.999)),
 )
 weight_decay_in_the_gradients = fault(
     breaks="weight decay is added to the gradients, as Adam's is, so that AdamW's averages hold it too",
@@ -137,7 +128,7 @@ weight_decay_in_the_gradients = fault(
     case="fsdp_2",
     caught_by="update",
     named="weight decay is added to the gradients (L2, as Adam does), requested decoupled (AdamW)",
-    does=override_argument("torch.optim:Adam.__init__", decoupled_weight_decay=False),
+    does=op.override_argument("torch.optim:Adam.__init__", decoupled_weight_decay=False),
 )
 amsgrad_not_asked_for = fault(
     breaks="AdamW divides by the largest second moment so far, not by the present one",
@@ -145,7 +136,7 @@ amsgrad_not_asked_for = fault(
     case="fsdp_2",
     caught_by="update memory",
     named="the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that), requested AdamW without it",
-    does=override_argument("torch.optim:AdamW.__init__", amsgrad=True),
+    does=op.override_argument("torch.optim:AdamW.__init__", amsgrad=True),
 )
 requires_grad_lost = fault(
     breaks="a parameter that is registered anew is frozen: it has no gradient and never moves",
@@ -153,7 +144,7 @@ requires_grad_lost = fault(
     case="fsdp_2",
     caught_by="completed",
     named="has no gradient of layers.0.attention.wq.weight",
-    does=after_call(
+    does=op.after_call(
         ".parallelize:shard",
         lambda model, *_: model.get_parameter("layers.0.attention.wq.weight").requires_grad_(False),
     ),
@@ -186,7 +177,7 @@ optimizer_frozen_after_the_first_step = fault(
     case="fsdp_2",
     caught_by="update",
     named="the optimizer does not move any parameter in step 2",
-    does=skip_call("torch.optim:AdamW.step", when=lambda optimizer, *_: optimizer.state),
+    does=op.skip_call("torch.optim:AdamW.step", when=lambda optimizer, *_: optimizer.state),
 )
 gradients_never_zeroed = fault(
     breaks="gradients are never zeroed, so that each step also takes those of all steps before",
@@ -194,7 +185,7 @@ gradients_never_zeroed = fault(
     case="fsdp_2",
     caught_by="gradients grad_norm",
     named="gradients are not zeroed between steps",
-    does=skip_call("torch.optim:Optimizer.zero_grad"),
+    does=op.skip_call("torch.optim:Optimizer.zero_grad"),
 )
 weights_rounded_after_each_step = fault(
     breaks="after each step the weights pass through float32 (a logger, an average of weights), and come back rounded",
@@ -202,7 +193,7 @@ weights_rounded_after_each_step = fault(
     case="fsdp_2",
     caught_by="update",
     named="weights are changed between steps 1 and 2, when the optimizer is done: rounded to float32, in every parameter",
-    does=after_call(".trainer:Trainer.optimizer_step", _round),
+    does=op.after_call(".trainer:Trainer.optimizer_step", _round),
 )
 average_left_in_after_the_last_step = fault(
     breaks="averaged weights are swapped in after the last step, for an evaluation, and never swapped out",
@@ -210,5 +201,5 @@ average_left_in_after_the_last_step = fault(
     case="ddp_2",
     caught_by="update",
     named="weights are changed after the last step, when the optimizer is done: in every parameter",
-    does=instead(".trainer:Trainer.train", _left_half_way),
+    does=op.instead(".trainer:Trainer.train", _left_half_way),
 )

@@ -6,15 +6,7 @@ import dataclasses
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import (
-    change_argument,
-    change_result,
-    instead,
-    on_rank,
-    override_argument,
-    scale_gradient,
-    skip_call,
-)
+from harness.faults import operators as op
 
 # ---- stages
 
@@ -37,7 +29,7 @@ loss_normalised_after_backward = fault(
     case="pp_2",
     caught_by="gradients grad_norm",
     named="not divided by the number of valid tokens",
-    does=override_argument(".trainer:scaled", valid_tokens=1),
+    does=op.override_argument(".trainer:scaled", valid_tokens=1),
 )
 norm_of_each_stage = fault(
     breaks="the gradient norm is not summed over the stages: each clips by its own",
@@ -45,7 +37,7 @@ norm_of_each_stage = fault(
     case="pp_2",
     caught_by="grad_norm update",
     named="each rank clips by the norm of its own shards, not by the global norm",
-    does=skip_call(".pipeline:group_of"),
+    does=op.skip_call(".pipeline:group_of"),
 )
 layers_left_over_are_never_built = fault(
     breaks="each stage gets the same number of layers, and those that are left over are never built",
@@ -53,7 +45,7 @@ layers_left_over_are_never_built = fault(
     case="pp_2_uneven_layers",
     caught_by="completed",
     named="does not hold layers.",
-    does=instead(".pipeline:cut", _divided_equally),
+    does=op.instead(".pipeline:cut", _divided_equally),
 )
 stages_start_alike = fault(
     breaks="every stage draws its weights from the same seed, so that stages start alike",
@@ -61,7 +53,7 @@ stages_start_alike = fault(
     case="pp_2",
     caught_by="initial_weights",
     named="layers.2.attention.wq.weight holds the values of layers.0.attention.wq.weight",
-    does=on_rank(1, change_result("harness.trainers.support.weights:read_weights", _of_the_first_layers)),
+    does=op.on_rank(1, op.change_result("harness.trainers.support.weights:read_weights", _of_the_first_layers)),
 )
 only_the_first_part_clipped = fault(
     breaks="only the first of a rank's model parts is clipped",
@@ -69,7 +61,7 @@ only_the_first_part_clipped = fault(
     case="pp_2_zbv",
     caught_by="grad_norm update",
     named="clipping",
-    does=change_argument(".clip:clip_gradients", parameters=lambda of_both: of_both[: len(of_both) // 2]),
+    does=op.change_argument(".clip:clip_gradients", parameters=lambda of_both: of_both[: len(of_both) // 2]),
 )
 
 # ---- the schedule
@@ -80,7 +72,7 @@ gpipe_whatever_is_asked = fault(
     case="pp_2",
     caught_by="schedule",
     named="schedule GPipe ran, 1F1B is requested",
-    does=override_argument(".pipeline:get_schedule_class", schedule_name="GPipe"),
+    does=op.override_argument(".pipeline:get_schedule_class", schedule_name="GPipe"),
 )
 as_many_microbatches_as_stages = fault(
     breaks="the batch is cut into as many microbatches as there are stages, not into as many as requested",
@@ -88,7 +80,7 @@ as_many_microbatches_as_stages = fault(
     case="pp_2",
     caught_by="schedule samples",
     named="2 microbatches went through the pipeline, 4 are requested",
-    does=change_argument(
+    does=op.change_argument(
         ".pipeline:build_schedule",
         case=lambda case: dataclasses.replace(
             case, features=dataclasses.replace(case.features, microbatches=case.dims.pp)
@@ -101,7 +93,7 @@ gradients_scaled_in_every_pass = fault(
     case="pp_2_accum",
     caught_by="gradients grad_norm",
     named="microbatches contribute with weights 0.0625",
-    does=override_argument("torch.distributed.pipelining.schedules:Schedule1F1B.__init__", scale_grads=True),
+    does=op.override_argument("torch.distributed.pipelining.schedules:Schedule1F1B.__init__", scale_grads=True),
 )
 each_stage_halves_its_gradient = fault(
     breaks="the gradient that each stage sends back is halved, so the further from the loss, the smaller",
@@ -109,7 +101,7 @@ each_stage_halves_its_gradient = fault(
     case="pp_3",
     caught_by="gradients grad_norm",
     named="gradients are off by stage, times 0.25 in stage 0, 0.5 in stage 1, 1 in stage 2",
-    does=scale_gradient(
+    does=op.scale_gradient(
         "torch.distributed.pipelining.stage:PipelineStage.forward_maybe_with_nosync",
         1 / 2,
         when=lambda stage, *_, **__: not stage.is_last,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import after_call, change_result, instead, scale_result, skip_call
+from harness.faults import operators as op
 
 _norms: list[Any] = []
 
@@ -46,7 +46,9 @@ reduced_in_bfloat16 = fault(
     case="bf16_fsdp_2",
     caught_by="traffic features",
     named="gradients are reduced in bfloat16, requested float32",
-    does=change_result(".parallelize:mixed_precision", lambda policy: dataclasses.replace(policy, reduce_dtype=None)),
+    does=op.change_result(
+        ".parallelize:mixed_precision", lambda policy: dataclasses.replace(policy, reduce_dtype=None)
+    ),
 )
 float8_not_applied = fault(
     breaks="the conversion to float8 is requested and silently not done",
@@ -54,7 +56,7 @@ float8_not_applied = fault(
     case="float8_gw_hp_fsdp_2",
     caught_by="features gradients loss",
     named="float8_rowwise_with_gw_hp is requested, no matmul ran in that format",
-    does=skip_call(".quantize:convert"),
+    does=op.skip_call(".quantize:convert"),
 )
 output_converted_too = fault(
     breaks="the output projection is converted to float8 as well",
@@ -62,7 +64,7 @@ output_converted_too = fault(
     case="float8_gw_hp_fsdp_2",
     caught_by="features gradients",
     named="float8_rowwise matmuls of output, which nobody requested",
-    does=change_result(".quantize:quantized_modules", lambda modules: (*modules, "output")),
+    does=op.change_result(".quantize:quantized_modules", lambda modules: (*modules, "output")),
 )
 gradients_one_percent_too_large = fault(
     breaks="gradients are 1% too large",
@@ -70,7 +72,7 @@ gradients_one_percent_too_large = fault(
     case="bf16_fsdp_2",
     caught_by="gradients grad_norm",
     named="gradients are 1.01 times what they should be in every parameter, and rounded otherwise",
-    does=scale_result(".trainer:scaled", 1.01),
+    does=op.scale_result(".trainer:scaled", 1.01),
 )
 one_gradient_two_percent_too_large = fault(
     breaks="the gradient of one weight is 2% too large, in a recipe whose noise is 5% of the largest entry",
@@ -78,7 +80,7 @@ one_gradient_two_percent_too_large = fault(
     case="bf16_fsdp_2",
     caught_by="gradients",
     named="gradients are 1.02 times what they should be in 1 of 21 parameters (layers.0.ffn_norm.weight)",
-    does=after_call(  # layers.0.ffn_norm, of which the norm shows nothing
+    does=op.after_call(  # layers.0.ffn_norm, of which the norm shows nothing
         ".parallelize:settle_gradients", lambda parameters: parameters[9].grad.mul_(1.02)
     ),
 )
@@ -88,7 +90,7 @@ norm_gradient_summed_in_bfloat16 = fault(
     case="bf16_fsdp_2",
     caught_by="gradients",
     named="in 1 of 21 parameters (layers.0.attention_norm.weight), and no factor explains it",
-    does=instead("harness.reference.model:RMSNorm.forward", _weight_gradient_in_its_dtype, when=_first_norm),
+    does=op.instead("harness.reference.model:RMSNorm.forward", _weight_gradient_in_its_dtype, when=_first_norm),
 )
 rotary_angles_in_bfloat16 = fault(
     breaks="rotary angles are computed in bfloat16, as if their table were a buffer that mixed precision casts",
@@ -96,7 +98,7 @@ rotary_angles_in_bfloat16 = fault(
     case="float32_fsdp_2",
     caught_by="loss gradients",
     named="the forward pass is wrong",
-    does=instead(
+    does=op.instead(
         "harness.reference.model:Attention.angles",
         lambda original, attention, positions, like: original(attention, positions, like.bfloat16()).to(like.dtype),
     ),

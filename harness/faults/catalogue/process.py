@@ -7,19 +7,7 @@ import signal
 from typing import Any
 
 from harness.faults import Fired, fault, replace
-from harness.faults.operators import (
-    after_call,
-    before_call,
-    before_step,
-    call,
-    change_argument,
-    change_result,
-    instead,
-    nth_call,
-    on_rank,
-    skip_call,
-    this_rank,
-)
+from harness.faults import operators as op
 
 ALL_REDUCE = "torch.distributed:all_reduce"
 
@@ -49,7 +37,7 @@ rank_killed_in_step_2 = fault(
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 died by SIGKILL",
-    does=on_rank(1, before_step(2, _die)),
+    does=op.on_rank(1, op.before_step(2, _die)),
 )
 rank_hangs_in_step_2 = fault(
     breaks="rank 1 stops for ever in step 2, the others wait in their next collective",
@@ -58,7 +46,7 @@ rank_hangs_in_step_2 = fault(
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
-    does=on_rank(1, before_step(2, call("time:sleep", 3600))),
+    does=op.on_rank(1, op.before_step(2, op.call("time:sleep", 3600))),
 )
 rank_raises_in_step_2 = fault(
     breaks="rank 1 raises in step 2",
@@ -66,7 +54,7 @@ rank_raises_in_step_2 = fault(
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 raised",
-    does=on_rank(1, before_step(2, _fail)),
+    does=op.on_rank(1, op.before_step(2, _fail)),
 )
 rank_exits_as_if_well = fault(
     breaks="rank 1 finds a reason to stop and exits with code 0 in the middle of step 2",
@@ -74,7 +62,7 @@ rank_exits_as_if_well = fault(
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left early",
-    does=on_rank(1, before_step(2, call("sys:exit", 0))),
+    does=op.on_rank(1, op.before_step(2, op.call("sys:exit", 0))),
 )
 rank_leaves_a_step_early = fault(
     breaks="rank 1 leaves the training loop one step early, as its data is at an end",
@@ -82,7 +70,7 @@ rank_leaves_a_step_early = fault(
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left early",
-    does=on_rank(1, instead(".trainer:Trainer.train", _one_step_less)),
+    does=op.on_rank(1, op.instead(".trainer:Trainer.train", _one_step_less)),
 )
 rank_dies_while_building = fault(
     breaks="rank 2 runs out of memory while it builds the model",
@@ -90,7 +78,7 @@ rank_dies_while_building = fault(
     case="fsdp_4",
     caught_by="completed",
     named="rank 2 died by SIGKILL",
-    does=on_rank(2, before_call(".trainer:build_model", _die)),
+    does=op.on_rank(2, op.before_call(".trainer:build_model", _die)),
 )
 rank_aborts_in_a_pipeline = fault(
     breaks="rank 1 of 4 aborts in step 2, as glibc does when the heap is damaged; others raise it as an error of pipelining",
@@ -98,7 +86,7 @@ rank_aborts_in_a_pipeline = fault(
     case="pp_2_tp_2",
     caught_by="completed",
     named="rank 1 died by SIGABRT",
-    does=on_rank(1, before_step(2, _abort)),
+    does=op.on_rank(1, op.before_step(2, _abort)),
 )
 loader_stalls = fault(
     breaks="the data loader of rank 1 never delivers its second batch",
@@ -107,7 +95,7 @@ loader_stalls = fault(
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
-    does=on_rank(1, before_call(".data:Microbatches.step", call("time:sleep", 3600), when=nth_call(2))),
+    does=op.on_rank(1, op.before_call(".data:Microbatches.step", op.call("time:sleep", 3600), when=op.nth_call(2))),
 )
 
 # ---- ranks issue different collectives
@@ -117,7 +105,7 @@ def _reduce_two() -> None:
     import torch
     import torch.distributed as dist
 
-    for size in (256, 64) if this_rank() == 2 else (64, 256):
+    for size in (256, 64) if op.this_rank() == 2 else (64, 256):
         dist.all_reduce(torch.zeros(size))
 
 
@@ -132,7 +120,7 @@ def _share_the_loss(*_: Any, **__: Any) -> None:
     import torch.distributed as dist
 
     loss = torch.zeros(4)
-    if this_rank() == 0:
+    if op.this_rank() == 0:
         dist.all_reduce(loss)
     else:
         dist.broadcast(loss, src=1)
@@ -145,7 +133,7 @@ ranks_disagree_on_the_number_of_microbatches = fault(
     caught_by="completed",
     named="rank 1 issued",
     hangs=True,
-    does=on_rank(1, change_result(".data:Microbatches.step", lambda batches: batches[:1], when=nth_call(2))),
+    does=op.on_rank(1, op.change_result(".data:Microbatches.step", lambda batches: batches[:1], when=op.nth_call(2))),
 )
 rank_skips_a_collective_of_equal_size = fault(
     breaks="rank 3 skips one reduction in step 2, and gloo pairs its next one, of equal size, with it",
@@ -154,7 +142,7 @@ rank_skips_a_collective_of_equal_size = fault(
     caught_by="completed",
     named="rank 3 issued all_gather",
     hangs=True,
-    does=on_rank(3, skip_call(ALL_REDUCE, when=nth_call(5))),
+    does=op.on_rank(3, op.skip_call(ALL_REDUCE, when=op.nth_call(5))),
 )
 rank_reduces_in_another_order = fault(
     breaks="rank 2 reduces two tensors of different sizes in the other order than its peers",
@@ -162,7 +150,7 @@ rank_reduces_in_another_order = fault(
     case="fsdp_4",
     caught_by="completed",
     named="rank 2 issued all_reduce",
-    does=before_step(2, _reduce_two),
+    does=op.before_step(2, _reduce_two),
 )
 barrier_on_rank_0_only = fault(
     breaks="rank 0 alone waits in a barrier, as it writes a log or a checkpoint that the others do not",
@@ -171,7 +159,7 @@ barrier_on_rank_0_only = fault(
     caught_by="completed",
     named="rank 0 issued barrier",
     hangs=True,
-    does=on_rank(0, before_step(2, call("torch.distributed:barrier"))),
+    does=op.on_rank(0, op.before_step(2, op.call("torch.distributed:barrier"))),
 )
 rank_reduces_in_another_dtype = fault(
     breaks="rank 1 reduces the gradient norm in another dtype of the same size than its peers",
@@ -179,9 +167,11 @@ rank_reduces_in_another_dtype = fault(
     case="fsdp_2",
     caught_by="collective_order",
     named="ranks of a group do not issue the same collectives",
-    does=on_rank(
+    does=op.on_rank(
         1,
-        change_argument(ALL_REDUCE, tensor=_as_integers, when=lambda tensor, *_, **__: tensor.dtype.is_floating_point),
+        op.change_argument(
+            ALL_REDUCE, tensor=_as_integers, when=lambda tensor, *_, **__: tensor.dtype.is_floating_point
+        ),
     ),
 )
 stages_issue_different_collectives = fault(
@@ -191,7 +181,7 @@ stages_issue_different_collectives = fault(
     caught_by="completed",
     named="issued all_reduce",
     hangs=True,
-    does=after_call(".trainer:run_pipeline", _share_the_loss),
+    does=op.after_call(".trainer:run_pipeline", _share_the_loss),
 )
 
 
@@ -222,5 +212,5 @@ def loss_reduced_after_the_next_count(fired: Fired) -> None:
 
         return in_another_order
 
-    if this_rank() == 1:
+    if op.this_rank() == 1:
         replace(dist, "all_reduce", make)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.faults import Fired, fault
-from harness.faults.operators import Operator, after_call, before_call, change_argument, gradient_scaled, instead
+from harness.faults import operators as op
 
 APPLY = ".parallelize:apply_tensor_parallel"
 
 
-def _share_taken_for_all(where: Callable[[Any], Any]) -> Operator:
+def _share_taken_for_all(where: Callable[[Any], Any]) -> op.Operator:
     """Behind the input of where(model), which is whole on every tp rank, each rank's share of its gradient is taken for
     all of it."""
 
@@ -35,12 +35,12 @@ def _share_taken_for_all(where: Callable[[Any], Any]) -> Operator:
         def relabel(model: Any, *_: Any) -> None:
             where(model).register_forward_pre_hook(lambda _, inputs: (Relabel.apply(inputs[0]), *inputs[1:]))
 
-        after_call(APPLY, relabel)(lambda: None)
+        op.after_call(APPLY, relabel)(lambda: None)
 
     return apply
 
 
-def _norm_gradients_labelled(*, average: bool) -> Operator:
+def _norm_gradients_labelled(*, average: bool) -> op.Operator:
     """Under sequence parallel these are what each rank's part of the sequence gave, to be summed."""
 
     def label(parameters: Any) -> None:
@@ -51,7 +51,7 @@ def _norm_gradients_labelled(*, average: bool) -> Operator:
                 placements = [Partial("avg")] if average else parameter.placements
                 parameter.grad = DTensor.from_local(parameter.grad.to_local(), parameter.device_mesh, placements)
 
-    return before_call(".parallelize:settle_gradients", label)
+    return op.before_call(".parallelize:settle_gradients", label)
 
 
 def _add_residual_again(model: Any, *_: Any) -> None:
@@ -96,7 +96,7 @@ residual_summed_over_tp = fault(
     case="tp_2",
     caught_by="loss gradients reported_loss",
     named="what layers.1.feed_forward gives matches the reference in mean square, what goes into norm does not",
-    does=after_call(APPLY, _add_residual_again),
+    does=op.after_call(APPLY, _add_residual_again),
 )
 gathered_logits_reduced_in_backward = fault(
     breaks="backward of the gathered logits sums over tp a gradient that every rank has whole, so it is tp times too large",
@@ -104,7 +104,7 @@ gathered_logits_reduced_in_backward = fault(
     case="tp_2_no_loss_parallel",
     caught_by="gradients grad_norm",
     named="2 times what they should be in every parameter: not divided by tp (2)",
-    does=before_call("torch.nn.functional:cross_entropy", lambda logits, *_, **__: gradient_scaled(logits, 2)),
+    does=op.before_call("torch.nn.functional:cross_entropy", lambda logits, *_, **__: op.gradient_scaled(logits, 2)),
 )
 sequence_parallel_not_applied = fault(
     breaks="sequence parallelism is never applied: norms and residuals are whole on every tp rank",
@@ -112,7 +112,7 @@ sequence_parallel_not_applied = fault(
     case="fsdp_2_tp_2",
     caught_by="traffic",
     named="sequence_parallel True is requested, False is observed",
-    does=change_argument(APPLY, features=lambda features: dataclasses.replace(features, sequence_parallel=False)),
+    does=op.change_argument(APPLY, features=lambda features: dataclasses.replace(features, sequence_parallel=False)),
 )
 
 
@@ -135,4 +135,4 @@ def gather_along_the_wrong_dim(fired: Fired) -> None:
     for name in ("all_gather_tensor", "all_gather_single"):  # the second is DTensor's since torch 2.13
         if hasattr(collectives, name):
             seam = f"{collectives.__name__}:{name}"
-            instead(seam, on_dim_0, when=lambda tensor, gather_dim, *_, **__: gather_dim != 0)(fired)
+            op.instead(seam, on_dim_0, when=lambda tensor, gather_dim, *_, **__: gather_dim != 0)(fired)

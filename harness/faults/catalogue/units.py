@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import fault
+from harness.faults import operators as op
 from harness.faults.catalogue.mesh import hsdp_runs_as_fsdp
-from harness.faults.operators import (
-    after_call,
-    change_result,
-    instead,
-    on_rank,
-    override_argument,
-    skip_call,
-    together,
-)
 
 SHARD = ".parallelize:fully_shard"
 
@@ -35,7 +27,7 @@ last_unit_freed_after_forward = fault(
     case="fsdp_4",
     caught_by="reshard traffic",
     named="reshard_after_forward default is requested, always is observed",
-    does=override_argument(SHARD, reshard_after_forward=True),
+    does=op.override_argument(SHARD, reshard_after_forward=True),
 )
 nothing_freed_after_forward = fault(
     breaks="set_reshard_after_forward(False) is left on: parameters stay gathered from forward to backward",
@@ -43,7 +35,7 @@ nothing_freed_after_forward = fault(
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
     named="reshard_after_forward always is requested, never is observed",
-    does=override_argument(SHARD, reshard_after_forward=False),
+    does=op.override_argument(SHARD, reshard_after_forward=False),
 )
 units_of_its_own_are_kept = fault(
     breaks="where units are left to the trainer, no block is freed though the policy always is requested",
@@ -51,7 +43,7 @@ units_of_its_own_are_kept = fault(
     case="fsdp_4_open_reshard_always",
     caught_by="reshard traffic",
     named="reshard_after_forward always is requested, never is observed",
-    does=override_argument(SHARD, reshard_after_forward=False),
+    does=op.override_argument(SHARD, reshard_after_forward=False),
 )
 replicas_keep_different_units = fault(
     breaks="the second replica keeps its blocks gathered, as a policy set by a node's free memory would",
@@ -59,7 +51,7 @@ replicas_keep_different_units = fault(
     case="hsdp_2x2_open",
     caught_by="placements",
     named="ranks wrap different fsdp2 units: ranks [2,3] have layers.0 (9) kept; layers.1 (9) kept",
-    does=on_rank((2, 3), override_argument(SHARD, reshard_after_forward=False, when=_is_block)),
+    does=op.on_rank((2, 3), op.override_argument(SHARD, reshard_after_forward=False, when=_is_block)),
 )
 first_unit_kept_instead_of_last = fault(
     breaks="the last unit is looked for by name and not found, so the first is kept in its stead",
@@ -67,9 +59,11 @@ first_unit_kept_instead_of_last = fault(
     case="fsdp_4",
     caught_by="reshard traffic",
     named="tok_embeddings still gathered, should be freed; norm, output freed, should be gathered",
-    does=together(
-        override_argument(SHARD, reshard_after_forward=False, when=lambda unit, **_: hasattr(unit, "num_embeddings")),
-        override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: isinstance(unit, list)),
+    does=op.together(
+        op.override_argument(
+            SHARD, reshard_after_forward=False, when=lambda unit, **_: hasattr(unit, "num_embeddings")
+        ),
+        op.override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: isinstance(unit, list)),
     ),
 )
 number_taken_for_true = fault(
@@ -78,7 +72,7 @@ number_taken_for_true = fault(
     case="fsdp_4_reshard_2",
     caught_by="reshard traffic",
     named="reshard_after_forward 2 is requested, always is observed",
-    does=override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
+    does=op.override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
 )
 stages_resharded_after_each_microbatch = fault(
     breaks="under pp every stage is freed after each microbatch, as it is right without pp",
@@ -86,7 +80,7 @@ stages_resharded_after_each_microbatch = fault(
     case="pp_2_fsdp_2",
     caught_by="reshard traffic",
     named="reshard_after_forward default is requested, always is observed",
-    does=override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
+    does=op.override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
 )
 freed_on_paper_only = fault(
     breaks="gathered parameters are given up, but something holds on to their memory",
@@ -94,7 +88,7 @@ freed_on_paper_only = fault(
     case="fsdp_2",
     caught_by="reshard",
     named="still gathered, should be freed",
-    does=skip_call("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.free_unsharded_param"),
+    does=op.skip_call("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.free_unsharded_param"),
 )
 
 # ---- what is retained besides
@@ -120,7 +114,7 @@ whole_weights_kept = fault(
     case="fsdp_2",
     caught_by="memory",
     named="1.051 MB of float64 are retained in unaccounted tensors: 21 tensors of the shapes of whole",
-    does=after_call(
+    does=op.after_call(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard", _keep_whole
     ),
 )
@@ -130,7 +124,7 @@ whole_buffer_of_gradients = fault(
     case="hsdp_2x2",
     caught_by="memory",
     named="525.6 kB of float32 are retained in unaccounted tensors: 1 tensors of no parameter's shape",
-    does=after_call(".trainer:Trainer.__init__", _buffer_gradients),
+    does=op.after_call(".trainer:Trainer.__init__", _buffer_gradients),
 )
 
 
@@ -156,7 +150,7 @@ whole_model_is_one_unit = fault(
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
     named="reshard_after_forward always is requested, never is observed",
-    does=skip_call(SHARD, when=lambda unit, **_: not _is_root(unit)),
+    does=op.skip_call(SHARD, when=lambda unit, **_: not _is_root(unit)),
 )
 every_linear_is_a_unit = fault(
     breaks="every linear is an FSDP unit of its own, as with a wrapping policy by size: many small gathers",
@@ -164,7 +158,7 @@ every_linear_is_a_unit = fault(
     case="fsdp_2",
     caught_by="placements",
     named="fsdp2 units are finer than requested: parameters are gathered in 18 pieces, requested 4",
-    does=instead(SHARD, _every_linear_first, when=_is_block),
+    does=op.instead(SHARD, _every_linear_first, when=_is_block),
 )
 bucket_size_ignored = fault(
     breaks="the bucket size requested is not passed on, so DDP reduces in buckets of its usual size",
@@ -172,7 +166,7 @@ bucket_size_ignored = fault(
     case="ddp_2_bucket",
     caught_by="features",
     named="bucket_mb 0.03125 is requested",
-    does=change_result(
+    does=op.change_result(
         ".parallelize:ddp_options", lambda options: {key: options[key] for key in options if key != "bucket_cap_mb"}
     ),
 )
@@ -182,7 +176,7 @@ shard_grad_op_for_full_shard = fault(
     case="fsdp1_4",
     caught_by="reshard traffic",
     named="reshard_after_forward default is requested, never is observed",
-    does=change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).SHARD_GRAD_OP),
+    does=op.change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).SHARD_GRAD_OP),
 )
 fsdp1_hybrid_runs_as_full_shard = fault(
     breaks="FSDP1 gets all data-parallel ranks as one group, so HYBRID_SHARD is FULL_SHARD over them",
@@ -190,10 +184,10 @@ fsdp1_hybrid_runs_as_full_shard = fault(
     case="fsdp1_2x2",
     caught_by="shard_contents placements traffic memory",
     named="HSDP ran as FSDP",
-    does=together(
+    does=op.together(
         hsdp_runs_as_fsdp.apply,
-        change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).FULL_SHARD),
-        instead(".parallelize:flat_group", lambda original, mesh, case: mesh._flatten("dp").get_group()),
+        op.change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).FULL_SHARD),
+        op.instead(".parallelize:flat_group", lambda original, mesh, case: mesh._flatten("dp").get_group()),
     ),
 )
 fsdp2_runs_as_fsdp1 = fault(
@@ -202,9 +196,9 @@ fsdp2_runs_as_fsdp1 = fault(
     case="fsdp_2",
     caught_by="features shard_contents placements",
     named="wrapper fsdp2 is requested, fsdp1 is observed",
-    does=together(
-        skip_call(".parallelize:apply_fsdp"),
-        instead(".parallelize:replicate", _wrapped_in_fsdp1),
-        instead(".parallelize:flat_group", lambda original, mesh, case: mesh.get_group("dp_shard")),
+    does=op.together(
+        op.skip_call(".parallelize:apply_fsdp"),
+        op.instead(".parallelize:replicate", _wrapped_in_fsdp1),
+        op.instead(".parallelize:flat_group", lambda original, mesh, case: mesh.get_group("dp_shard")),
     ),
 )

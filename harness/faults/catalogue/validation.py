@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import after_call
+from harness.faults import operators as op
 
 
 def _validate(trainer: Any) -> None:
@@ -46,7 +46,7 @@ validation_leaves_averaged_weights = fault(
     case="fsdp_2",
     caught_by="update",
     named="weights are changed between steps 2 and 3",
-    does=after_call(".trainer:Trainer.train_step", _validate_averaged),
+    does=op.after_call(".trainer:Trainer.train_step", _validate_averaged),
 )
 validation_leaves_a_unit_gathered = fault(
     breaks="validation keeps all units gathered and leaves them so, which the next step then does not gather",
@@ -54,5 +54,5 @@ validation_leaves_a_unit_gathered = fault(
     case="fsdp_2",
     caught_by="reshard traffic",
     named="evaluation left layers.0",
-    does=after_call(".trainer:Trainer.train_step", _validate_gathered),
+    does=op.after_call(".trainer:Trainer.train_step", _validate_gathered),
 )

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.faults import fault
-from harness.faults.operators import Operator, change_argument, change_result, instead, on_rank
+from harness.faults import operators as op
 
 SLICE = "harness.trainers.support.weights:local_slice"
 
 
-def _each(change: Callable[[str, Any, Any], Any]) -> Operator:
+def _each(change: Callable[[str, Any, Any], Any]) -> op.Operator:
     """change(fqn, full, weights): the full weight that is loaded in the place of `full`."""
-    return change_result(
+    return op.change_result(
         "harness.trainers.support.weights:read_weights",
         lambda weights: {fqn: change(fqn, weights[fqn], weights) for fqn in weights},
     )
@@ -65,7 +65,7 @@ replicated_parameters_drawn_by_each_tp_rank = fault(
     case="tp_2_no_sp",
     caught_by="initial_weights",
     named="on rank 1",
-    does=on_rank(1, _each(lambda fqn, full, _: full if full.ndim > 1 else full[::-1].copy())),
+    does=op.on_rank(1, _each(lambda fqn, full, _: full if full.ndim > 1 else full[::-1].copy())),
 )
 weights_of_no_seed = fault(
     breaks="weights are drawn from a generator that nobody seeded",
@@ -89,7 +89,7 @@ rows_permuted_by_strided_shards = fault(
     case="fsdp_2_tp_2",
     caught_by="shard_contents",
     named="are cut by dp_shard first and by tp inside",
-    does=instead(SLICE, _by_mesh_order),
+    does=op.instead(SLICE, _by_mesh_order),
 )
 tp_shards_are_equal = fault(
     breaks="every tp rank initialises its shard alike, so all shards are equal",
@@ -97,7 +97,7 @@ tp_shards_are_equal = fault(
     case="tp_2",
     caught_by="shard_contents initial_weights",
     named="ranks along tp start from the same shard",
-    does=instead(
+    does=op.instead(
         SLICE,
         _first_of_two,
         when=lambda full, parameter: any(p.is_shard() for p in getattr(parameter, "placements", ())),
@@ -109,5 +109,5 @@ tied_weight_is_a_copy = fault(
     case="tp_2_tied",
     caught_by="gradients grad_norm",
     named="the output's part of the gradient of the tied weight is missing",
-    does=change_argument("harness.reference.model:TiedOutput.forward", weight=lambda weight: weight.detach()),
+    does=op.change_argument("harness.reference.model:TiedOutput.forward", weight=lambda weight: weight.detach()),
 )
