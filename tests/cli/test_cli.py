@@ -7,47 +7,20 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import ROOT
-from harness.checks import all_checks
 from harness.cli import COMMANDS, main
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
-from harness.report.grid import Outcome, grid, not_applicable, summary
 from harness.run.selection import matching
 from harness.spec.case import Case
 
-FAULTS = """
-import time
-from pathlib import Path
-from harness.faults import fault
-
-told = dict(breaks="nothing", bug="none", case="pair", caught_by="completed", named="")
-
-@fault(**told)
-def silent(fired):
-    pass
-
-@fault(**told)
-def fatal(fired):
-    fired()
-    raise RuntimeError("on purpose")
-
-@fault(**told)
-def endless(fired):
-    Path("alive").touch()
-    time.sleep(600)
-"""
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 NEW_RECIPE = "cases: {single: {why: a test, training: {steps: 1, seed: 7}}}"
 
@@ -60,20 +33,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cases" / "pair.yaml").write_text(PAIR)
     assert main(["run", "pair", "--cases", str(folder / "cases"), "--out", str(folder / "out")]) == 0
     return folder / "out" / "pair"
-
-
-@pytest.fixture
-def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Writes a YAML file and answers the arguments that point to it, in a folder of the test's own."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wrong.py").write_text(FAULTS)
-
-    def write(text: str) -> list[str]:
-        (tmp_path / "cases").mkdir()
-        (tmp_path / "cases" / "some.yaml").write_text(text)
-        return ["--cases", "cases"]
-
-    return write
 
 
 @pytest.mark.parametrize(
@@ -332,20 +291,6 @@ def test_a_broken_law_exits_with_1_also_under_bisect(cases: Any, capsys: Any) ->
     assert "on purpose" in capsys.readouterr().out
 
 
-def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_traceback(cases: Any, tmp_path: Path) -> None:
-    arguments = ["run", "pair", *cases(PAIR), "--fault", "wrong.py:endless"]
-    code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path, times=3)
-    assert (code, told) == (130, "harness: interrupted; nothing was judged, the ranks are killed\n")
-
-
-def test_ctrl_c_in_a_matrix_says_what_was_finished_and_leaves_no_process(cases: Any, tmp_path: Path) -> None:
-    arguments = ["matrix", *cases("cases: {long: {why: a test, training: {steps: 500}}}")]
-    code, told = interrupt(
-        arguments, when=lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log")), cwd=tmp_path
-    )
-    assert (code, told) == (130, "harness: interrupted after 0 of 1 cases\n")
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "hsdp_2x8"], ["matrix", "--list"]])
 def test_what_needs_no_ranks_imports_no_torch(arguments: list[str]) -> None:
     watch = (
@@ -379,50 +324,6 @@ def test_a_selection_reads_as_in_pytest() -> None:
     assert names("") == ["hsdp_2x2", "hsdp_2x2_sgd", "tp_2"]
 
 
-def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None:
-    outcomes = [
-        Outcome(Case("tp_2", "x"), 0.0, skipped="no GPU"),
-        Outcome(Case("ddp_2", "x"), 0.0, problem="disk full"),
-    ]
-    lines = grid(outcomes).splitlines()
-    assert lines[:3] == [
-        "a column a law, in this order:",
-        "  process    completed",
-        "  structure  collective_order features memory placements process_groups reshard",
-    ]
-    assert lines[-3:] == ["       p structure  data  numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
-    assert len(lines) <= 13 and max(map(len, lines)) <= 80
-    assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
-
-
-def test_a_row_of_the_grid_has_a_letter_for_each_law_and_below_it_the_laws_that_are_broken() -> None:
-    found = dict.fromkeys(all_checks(), Verdict.PASS)
-    found |= {"memory": Verdict.FAIL, "loss": Verdict.FAIL, "schedule": Verdict.NOT_APPLICABLE}
-    found |= {"golden": Verdict.UNKNOWN}
-    results = tuple(Result(law, verdict, 1) for law, verdict in found.items())
-    judged = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 1.0)
-    assert grid([Outcome(judged.case, 9.0, judged)]).splitlines()[-2:] == [
-        "ddp_2  P PPFPPP-PPP PPPPP P?PPFPPPP  FAIL      9.0 s",
-        "    F memory loss",
-    ]
-
-
-def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_and_why() -> None:
-    def judged(**notes: str) -> Judgement:
-        results = (
-            Result("loss", Verdict.PASS, 1),
-            *(Result(c, Verdict.NOT_APPLICABLE, note=n) for c, n in notes.items()),
-        )
-        return Judgement(Case("x", "x"), Path("x"), results, None, 1.0)
-
-    text = not_applicable([judged(resume="nothing is resumed"), judged(resume="nothing is resumed", schedule="pp 1")])
-    assert text.splitlines() == [
-        f"1 of {len(all_checks())} laws were judged in a case; not applicable were:",
-        "  resume      2 x  nothing is resumed",
-        "  schedule    1 x  pp 1",
-    ]
-
-
 # ---- processes
 
 
@@ -439,52 +340,3 @@ def harness(*arguments: str, cwd: Path = ROOT, **how: Any) -> subprocess.Complet
     environment = {**os.environ, "CI": "", "PYTHONPATH": str(cwd)}
     command = [sys.executable, "-m", "harness", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, **how)
-
-
-def interrupt(
-    arguments: list[str], *, when: Callable[[], bool], cwd: Path, module: str = "harness", times: int = 1
-) -> tuple[int, str]:
-    """Ctrl-C once `when` is true. Exit code and stderr; fails if a process of this run is left in /proc."""
-    mark = f"HARNESS_TEST={uuid.uuid4()}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), mark.split("=")[0]: mark.split("=")[1]}
-    command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell's background jobs ignore
-    )
-    try:
-        assert eventually(when, seconds=100)
-        assert len(marked(mark)) >= 3  # the harness, its server, a rank
-        for _ in range(times):
-            os.killpg(process.pid, signal.SIGINT)
-            time.sleep(0.05)
-        _, told = process.communicate(timeout=60)
-        assert eventually(lambda: not marked(mark), seconds=10), marked(mark)
-        return process.returncode, told
-    finally:
-        for left in marked(mark):
-            os.kill(left, signal.SIGKILL)
-
-
-def marked(mark: str) -> list[int]:
-    """Processes with this in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # gone, or not ours
-            continue
-    return found
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from expecttest import assert_expected_inline
 from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 
@@ -79,9 +80,15 @@ def test_what_did_not_run_as_its_users_run_it_is_said_with_every_verdict() -> No
     )
 
 
-def test_a_case_that_fails() -> None:
+@pytest.fixture(scope="module")
+def failed() -> list[str]:
+    """The paragraphs of its report: the diagnosis, a line for each law, then each law that is broken."""
+    return case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)).split("\n\n")
+
+
+def test_a_case_that_fails_begins_with_the_cause_and_what_shows_it(failed: list[str]) -> None:
     assert_expected_inline(
-        case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)),
+        failed[0],
         """\
 FAIL tiny+hsdp_runs_as_fsdp
   HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated
@@ -105,8 +112,14 @@ FAIL tiny+hsdp_runs_as_fsdp
   groups            every group of the plan exists: a listing of process groups
                       passes here
   again             harness run tiny --fault hsdp_runs_as_fsdp
-  evidence          out/tiny
+  evidence          out/tiny""",
+    )
 
+
+def test_below_the_cause_each_law_has_a_line(failed: list[str]) -> None:
+    assert_expected_inline(
+        failed[1],
+        """\
   completed         PASS            4 examined
   collective_order  PASS            84 examined
   features          PASS            156 examined
@@ -131,41 +144,21 @@ FAIL tiny+hsdp_runs_as_fsdp
   replica_agreement UNKNOWN         ranks [0,2] should hold the same slice of tok_embeddings.weight and do not (24 of 24 such slices); see `shard_contents`
   reported_loss     PASS            12 examined, largest difference 0.0e+00
   reported_rate     PASS            12 examined, largest difference 0.0e+00
-  update            PASS            144 examined
+  update            PASS            144 examined""",
+    )
 
-  memory: Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
-    rank 0, step 1, parameters: expected 944 B, observed 472 B
-    rank 0, step 2, parameters: expected 944 B, observed 472 B
-    rank 0, step 3, parameters: expected 944 B, observed 472 B
-    rank 1, step 1, parameters: expected 944 B, observed 472 B
-    rank 1, step 2, parameters: expected 944 B, observed 472 B
-    rank 1, step 3, parameters: expected 944 B, observed 472 B
-    rank 2, step 1, parameters: expected 944 B, observed 472 B
-    rank 2, step 2, parameters: expected 944 B, observed 472 B
-    and 4 more
 
-  placements: What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
-    rank 0, tok_embeddings.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.attention.wq.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.attention.wk.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.attention.wv.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.attention.wo.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.feed_forward.w1.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.feed_forward.w2.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    rank 0, layers.0.feed_forward.w3.weight: expected dim 0 over [0,1], observed dim 0 over [0-3]
-    and 68 more
-
-  reshard: After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
-    rank 0, step 1, tok_embeddings.weight after forward: expected freed, observed 64 B (64) of it
-    rank 0, step 1, layers.0.attention.wq.weight after forward: expected freed, observed 32 B (32) of it
-    rank 0, step 1, layers.0.attention.wk.weight after forward: expected freed, observed 32 B (32) of it
-    rank 0, step 1, layers.0.attention.wv.weight after forward: expected freed, observed 32 B (32) of it
-    rank 0, step 1, layers.0.attention.wo.weight after forward: expected freed, observed 32 B (32) of it
-    rank 0, step 1, layers.0.feed_forward.w1.weight after forward: expected freed, observed 64 B (64) of it
-    rank 0, step 1, layers.0.feed_forward.w2.weight after forward: expected freed, observed 64 B (64) of it
-    rank 0, step 1, layers.0.feed_forward.w3.weight after forward: expected freed, observed 64 B (64) of it
-    and 136 more
-
+def test_each_law_that_is_broken_shows_its_first_findings_and_how_many_more_there_are(failed: list[str]) -> None:
+    assert [text.split(":")[0].strip() for text in failed[2:]] == [
+        "memory",
+        "placements",
+        "reshard",
+        "shard_contents",
+        "traffic",
+    ]
+    assert_expected_inline(
+        failed[5],
+        """\
   shard_contents: Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
     rank 0, tok_embeddings.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
     rank 0, layers.0.attention.wq.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
@@ -175,18 +168,7 @@ FAIL tiny+hsdp_runs_as_fsdp
     rank 0, layers.0.feed_forward.w1.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
     rank 0, layers.0.feed_forward.w2.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
     rank 0, layers.0.feed_forward.w3.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-    and 40 more
-
-  traffic: In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
-    rank 0, step 1, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
-    rank 0, step 1, backward all_gather over [0-3] (no axis of the plan): expected nothing, observed 1.6 kB (1600)
-    rank 0, step 1, backward all_reduce over dp_replicate [0,2]: expected 944 B (944), observed nothing
-    rank 0, step 1, backward reduce_scatter over dp_shard [0,1]: expected 1.888 kB (1888), observed nothing
-    rank 0, step 1, backward reduce_scatter over [0-3] (no axis of the plan): expected nothing, observed 1.888 kB (1888)
-    rank 0, step 1, forward all_gather over dp_shard [0,1]: expected 1.888 kB (1888), observed nothing
-    rank 0, step 1, forward all_gather over [0-3] (no axis of the plan): expected nothing, observed 1.888 kB (1888)
-    rank 0, step 2, backward all_gather over dp_shard [0,1]: expected 1.6 kB (1600), observed nothing
-    and 76 more""",
+    and 40 more""",
     )
 
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,14 +30,6 @@ from harness.trainers.torchtitan.job_config import configured, stages
 
 REPO = os.environ.get("TORCHTITAN_REPO")
 HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Looks like torchtitan of 2024."""
-    (tmp_path / "torchtitan").mkdir()
-    (tmp_path / "train.py").write_text("def main(job_config: JobConfig): ...")
-    return tmp_path
 
 
 FSDP = ParallelDims(dp_shard=4)
@@ -88,14 +79,6 @@ def test_what_it_is_not_asked_for_has_a_reason(checkout: Path, asked: Case, reas
     assert trainers.load(f"torchtitan@{checkout}").unsupported(asked) == reason
 
 
-@pytest.fixture
-def release_of_2025(checkout: Path) -> Path:
-    """Looks like torchtitan 0.1.0."""
-    (checkout / "train.py").unlink()
-    (checkout / "torchtitan" / "train.py").write_text("class Trainer: ...")
-    return checkout
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -137,30 +120,6 @@ def test_an_option_is_left_out_where_another_took_its_place() -> None:
     }
 
 
-def test_a_loss_is_noted_once_whoever_computes_it() -> None:
-    """torchtitan had a cross entropy of its own for two weeks before it used it."""
-    torch = pytest.importorskip("torch")
-    from harness.probe.clock import Clock
-    from harness.probe.samples import SampleRecorder
-    from harness.trainers.torchtitan.loss import show_loss
-
-    def torchs(logits: Any, labels: Any) -> Any:
-        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-    def own(logits: Any, labels: Any) -> Any:
-        return -logits.log_softmax(-1).gather(-1, labels[:, None]).sum()
-
-    for compute in (torchs, own):
-        recorder, loss = SampleRecorder(Clock()), SimpleNamespace(fn=compute)
-        recorder.install()
-        try:
-            show_loss(loss)
-            value = loss.fn(torch.eye(4), torch.arange(4))
-        finally:
-            recorder.remove()
-        assert [(part.loss_sum, part.valid_tokens) for part in recorder.microbatches(0)] == [(value.item(), 4)]
-
-
 def test_its_own_choices_are_the_plans(checkout: Path) -> None:
     adapter = trainers.load(f"torchtitan@{checkout}")
     assert adapter.traits(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
@@ -177,15 +136,6 @@ def test_every_label_of_an_all_valid_recipe_counts() -> None:
     assert all(bool((whole[i][1] != IGNORED).all()) for i in range(16))
     assert any(bool((masked[i][1] == IGNORED).any()) for i in range(16))
     assert all(bool((masked[i][0] == whole[i][0]).all()) for i in range(16)), "the tokens are the same"
-
-
-@pytest.fixture
-def release(tmp_path: Path) -> Path:
-    """Looks like torchtitan 0.3.0."""
-    (tmp_path / "torchtitan" / "models" / "llama3").mkdir(parents=True)
-    (tmp_path / "torchtitan" / "models" / "llama3" / "config_registry.py").touch()
-    (tmp_path / "torchtitan" / "trainer.py").write_text("class Trainer:\n    num_pipeline_parallel_microbatches: int\n")
-    return tmp_path
 
 
 def test_what_a_comment_or_a_string_says_is_no_fact_of_a_version(middle: Path) -> None:
@@ -292,88 +242,6 @@ def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
     assert (traits.wrapper, traits.cp_heads, traits.ac_early_stop) == (None, "key_value", False)
 
 
-@pytest.fixture
-def release_in_chunks(release: Path) -> Path:
-    """Looks like torchtitan with its loss in chunks, its default since 2026-04-27."""
-    (release / "torchtitan" / "components").mkdir()
-    (release / "torchtitan" / "components" / "loss.py").write_text("def chunked(num_chunks):\n    lm_head.unshard()\n")
-    return release
-
-
-def test_its_loss_runs_in_the_chunks_that_its_users_run(release_in_chunks: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{release_in_chunks}")
-    traits = adapter.traits(case())
-    assert (traits.loss_chunks, traits.keeps_loss_unit) == (8, False)
-    assert adapter.unsupported(case()) is None
-    assert not any(text.startswith("loss:") for text in adapter.replaced(case(), "cpu"))
-    (release_in_chunks / "torchtitan" / "components" / "loss.py").write_text("def chunked(num_chunks): ...")
-    assert adapter.traits(case()).keeps_loss_unit
-
-
-def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{release_in_chunks}")
-    staged = case(ParallelDims(pp=2, dp_shard=2))
-    assert adapter.traits(staged).loss_chunks == 1
-    assert adapter.replaced(staged, "cpu") == (
-        "loss: chunked cross entropy by whole cross entropy"
-        " (FSDP2 gathers and reduces what it uses once a microbatch of a pipeline, which is not planned)",
-        "attention: SDPA, whose samples lie each in a row of their own",
-        "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)",
-        "casts: those to float32 leave float64 as it is (a float64 recipe)",
-        "communication: NCCL by gloo; averages are sums, then divided",
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "chunks"),
-    [
-        (case(ParallelDims(pp=2)), 8),
-        (case(ParallelDims(pp=2), features=Features(schedule="InterleavedZeroBubble")), 1),
-        (case(ParallelDims(pp=2, tp=2)), 1),
-        (case(ParallelDims(dp_shard=2)), 8),
-        (dataclasses.replace(case(), model=dataclasses.replace(case().model, tied_embeddings=True)), 1),
-    ],
-)
-def test_the_loss_is_computed_at_once_where_its_chunks_do_more_than_is_planned(
-    release_in_chunks: Path, asked: Case, chunks: int
-) -> None:
-    assert trainers.load(f"torchtitan@{release_in_chunks}").traits(asked).loss_chunks == chunks
-
-
-def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
-    torch = pytest.importorskip("torch")
-    from harness.probe.clock import Clock
-    from harness.probe.samples import SampleRecorder
-    from harness.trainers.torchtitan.loss import show_loss
-
-    clock, labels, phases = Clock(), torch.arange(8).reshape(1, 8), []
-
-    def cross_entropy(logits: Any, labels: Any) -> Any:
-        phases.append(clock.phase())
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-    class Chunked:
-        num_chunks, fn = 4, staticmethod(cross_entropy)
-
-        def __call__(self, hidden: Any, labels: Any) -> Any:
-            phases.append(clock.phase())
-            parts = zip(hidden.chunk(self.num_chunks, 1), labels.chunk(self.num_chunks, 1), strict=True)
-            return sum(self.fn(hidden, labels) for hidden, labels in parts)
-
-    recorder, loss = SampleRecorder(clock), Chunked()
-    recorder.install()
-    try:
-        show_loss(loss)
-        value = loss(torch.eye(8)[None], labels)
-    finally:
-        recorder.remove()
-    (seen,) = recorder.microbatches(0)
-    assert seen.labels is not None
-    assert (seen.labels.ravel().tolist(), seen.valid_tokens) == (list(range(8)), 8)
-    assert seen.loss_sum == pytest.approx(value.item())
-    assert (phases, clock.phase()) == (["forward", *["other"] * 4], "other")
-
-
 def test_earlier_launches_have_its_choices_too(release: Path) -> None:
     saved = Saved(after=1, dims=ParallelDims(dp_replicate=2), features=Features())
     asked = case(resume=(saved,))
@@ -405,14 +273,6 @@ def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
 def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(release: Path) -> None:
     adapter, recipe = trainers.load(f"torchtitan@{release}"), case(training=TrainingConfig(dtype="float32"))
     assert (recipe.noise_key, adapter.traits(recipe).noise_key(recipe)) == ("float32 shares", "float32 parts")
-
-
-@pytest.fixture
-def middle(tmp_path: Path) -> Path:
-    """Looks like torchtitan 0.1.0."""
-    (tmp_path / "torchtitan").mkdir()
-    (tmp_path / "torchtitan" / "train.py").write_text("class Trainer:\n    gradient_accumulation_steps: int\n")
-    return tmp_path
 
 
 def test_older_ones_are_not_asked_for_checkpoints(middle: Path) -> None:

@@ -1,0 +1,55 @@
+"""What `harness matrix` prints: a row a case, a column a law, and below it what was not applicable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.checks import all_checks
+from harness.judge.judgement import Judgement
+from harness.judge.result import Result, Verdict
+from harness.report.grid import Outcome, grid, not_applicable, summary
+from harness.spec.case import Case
+
+
+def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None:
+    outcomes = [
+        Outcome(Case("tp_2", "x"), 0.0, skipped="no GPU"),
+        Outcome(Case("ddp_2", "x"), 0.0, problem="disk full"),
+    ]
+    lines = grid(outcomes).splitlines()
+    assert lines[:3] == [
+        "a column a law, in this order:",
+        "  process    completed",
+        "  structure  collective_order features memory placements process_groups reshard",
+    ]
+    assert lines[-3:] == ["       p structure  data  numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
+    assert len(lines) <= 13 and max(map(len, lines)) <= 80
+    assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
+
+
+def test_a_row_of_the_grid_has_a_letter_for_each_law_and_below_it_the_laws_that_are_broken() -> None:
+    found = dict.fromkeys(all_checks(), Verdict.PASS)
+    found |= {"memory": Verdict.FAIL, "loss": Verdict.FAIL, "schedule": Verdict.NOT_APPLICABLE}
+    found |= {"golden": Verdict.UNKNOWN}
+    results = tuple(Result(law, verdict, 1) for law, verdict in found.items())
+    judged = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 1.0)
+    assert grid([Outcome(judged.case, 9.0, judged)]).splitlines()[-2:] == [
+        "ddp_2  P PPFPPP-PPP PPPPP P?PPFPPPP  FAIL      9.0 s",
+        "    F memory loss",
+    ]
+
+
+def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_and_why() -> None:
+    def judged(**notes: str) -> Judgement:
+        results = (
+            Result("loss", Verdict.PASS, 1),
+            *(Result(c, Verdict.NOT_APPLICABLE, note=n) for c, n in notes.items()),
+        )
+        return Judgement(Case("x", "x"), Path("x"), results, None, 1.0)
+
+    text = not_applicable([judged(resume="nothing is resumed"), judged(resume="nothing is resumed", schedule="pp 1")])
+    assert text.splitlines() == [
+        f"1 of {len(all_checks())} laws were judged in a case; not applicable were:",
+        "  resume      2 x  nothing is resumed",
+        "  schedule    1 x  pp 1",
+    ]
