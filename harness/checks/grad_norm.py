@@ -6,10 +6,8 @@ that reports it in some of the steps that are due and not in others is a finding
 
 from __future__ import annotations
 
-import math
-
 from harness.evidence.records import StepEvidence
-from harness.judge.reporting import judge_reports
+from harness.judge.reporting import judge_reports, relative
 from harness.judge.result import Finding, Result, not_applicable
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
@@ -20,14 +18,15 @@ STAGE = "numbers"
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("grad_norm" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the law update")
-    bounds = trial.bounds
+    bounds, assumed = trial.bounds, trial.reports.get("grad_norm")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
-        difference = abs(shown / reference.grad_norm - 1) if math.isfinite(shown) else math.inf
+        wanted = reference.grad_norm if assumed is None else assumed(rank, step.step)
+        difference = relative(shown, wanted)
         if difference <= bounds.grad_norm[step.step]:
             return difference, None
-        found = f"{shown!r} (ratio {shown / reference.grad_norm:.6g})"
+        found = f"{shown!r} (ratio {shown / wanted:.6g})"
         bound = bounds.text(bounds.grad_norm[step.step])
-        return difference, Finding.at(rank, repr(reference.grad_norm), found, bound, step=step.step)
+        return difference, Finding.at(rank, repr(wanted), found, bound, step=step.step)
 
     return judge_reports(trial, "grad_norm", "gradient norm", lambda step: step.grad_norm, compare)

@@ -6,10 +6,8 @@ due and not in others is a finding.
 
 from __future__ import annotations
 
-import math
-
 from harness.evidence.records import StepEvidence
-from harness.judge.reporting import judge_reports
+from harness.judge.reporting import judge_reports, relative
 from harness.judge.result import Finding, Result
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
@@ -18,14 +16,15 @@ STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
-    bounds = trial.bounds
+    bounds, assumed = trial.bounds, trial.reports.get("reported_loss")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
-        difference = abs(shown - reference.loss) / abs(reference.loss) if math.isfinite(shown) else math.inf
+        wanted = reference.loss if assumed is None else assumed(rank, step.step)
+        difference = relative(shown, wanted)
         if difference <= bounds.loss[step.step]:
             return difference, None
         found = f"{shown!r} (off by {difference:.2e})"
         bound = bounds.text(bounds.loss[step.step])
-        return difference, Finding.at(rank, repr(reference.loss), found, bound, step=step.step)
+        return difference, Finding.at(rank, repr(wanted), found, bound, step=step.step)
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)

@@ -6,10 +6,8 @@ due and not in others is a finding.
 
 from __future__ import annotations
 
-import math
-
 from harness.evidence.records import StepEvidence
-from harness.judge.reporting import judge_reports
+from harness.judge.reporting import judge_reports, relative
 from harness.judge.result import Finding, Result, not_applicable
 from harness.judge.tolerance import UNIT_ROUNDOFF
 from harness.judge.trial import Trial
@@ -23,21 +21,20 @@ def check(trial: Trial) -> Result:
     shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
     if not shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("reported_rate", "this trainer reports none; the optimizer's is judged by the law update")
-    return judge_reports(trial, "reported_rate", "learning rate", lambda step: step.reported_lr, _compare)
+    assumed = trial.reports.get("reported_rate")
+
+    def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
+        if assumed is not None:
+            return _compare(rank, step.step, shown, [assumed(rank, step.step)], "")
+        taken = f", the optimizer took {step.lr!r}" if step.lr is not None else ""
+        wanted = [reference.lr] + ([step.lr] if step.lr is not None else [])
+        return _compare(rank, step.step, shown, wanted, taken)
+
+    return judge_reports(trial, "reported_rate", "learning rate", lambda step: step.reported_lr, compare)
 
 
-def _compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
-    wanted = [reference.lr] + ([step.lr] if step.lr is not None else [])
-    difference = max(_off(shown, rate) for rate in wanted)
+def _compare(rank: int, step: int, shown: float, wanted: list[float], taken: str) -> tuple[float, Finding | None]:
+    difference = max(relative(shown, rate) for rate in wanted)
     if difference <= CLOSE:
         return difference, None
-    taken = f", the optimizer took {step.lr!r}" if step.lr is not None else ""
-    expected = f"{reference.lr!r}{taken}"
-    return difference, Finding.at(rank, expected, repr(shown), f"{CLOSE:.1e}", step=step.step)
-
-
-def _off(shown: float, rate: float) -> float:
-    """0 / 0 is no difference: a schedule may end at a rate of zero."""
-    if not math.isfinite(shown):
-        return math.inf
-    return abs(shown - rate) / abs(rate) if rate else (0.0 if shown == 0 else math.inf)
+    return difference, Finding.at(rank, f"{wanted[0]!r}{taken}", repr(shown), f"{CLOSE:.1e}", step=step)

@@ -31,12 +31,12 @@ from harness.diagnosis.other_causes import (
     ranks_wait,
     reference_moved,
     replicas_drift,
-    wrong_reports,
     wrong_structure,
 )
 from harness.diagnosis.parameters import wrong_parameters
 from harness.diagnosis.pipeline import wrong_schedule
 from harness.diagnosis.processes import incomplete, process_failed
+from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.settings import wrong_precision, wrong_settings
@@ -47,8 +47,8 @@ from harness.judge.trial import Trial, launch_label
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 
-SUSPECTS: tuple[Suspects, ...] = ()
-FACTS: tuple[Facts, ...] = ()
+SUSPECTS: tuple[Suspects, ...] = (wrong_reports,)
+FACTS: tuple[Facts, ...] = (odd_reports,)
 
 RULES: tuple[Rule, ...] = (
     process_failed,
@@ -84,7 +84,6 @@ RULES: tuple[Rule, ...] = (
     ranks_wait,
     wrong_settings,
     wrong_structure,
-    wrong_reports,
     not_deterministic,
     reference_moved,
 )

@@ -6,6 +6,7 @@ some of the steps that are due and be silent in others: nobody would see what wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from harness.evidence.records import StepEvidence
@@ -35,6 +36,13 @@ def judge_reports(trial: Trial, law: str, what: str, read: Read, compare: Compar
         every = max(evidence.reports_every for evidence in trial.ranks.values())
         return not_applicable(law, f"this trainer reports every {every} steps, and steps {first} to {last} have none")
     return verdict_of(law, findings, examined, f"largest difference {worst:.1e}")
+
+
+def relative(shown: float, wanted: float) -> float:
+    """0 / 0 is no difference: a schedule may end at a rate of zero."""
+    if not math.isfinite(shown):
+        return math.inf
+    return abs(shown - wanted) / abs(wanted) if wanted else (0.0 if shown == 0 else math.inf)
 
 
 def due(trial: Trial, rank: int) -> list[int]:

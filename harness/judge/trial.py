@@ -6,7 +6,7 @@ From here on nothing has effects: a Trial is stored evidence, and what is derive
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ from harness.spec.traits import TrainerTraits
 class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
-    assumed: of the optimizer, by a hypothesis that is put to the test. otherwise: what the reference was trained with under
-    it, so that a second hypothesis adds to the first.
+    What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
+    trained again (the words of reference.counterfactual.Otherwise); reports, by law, what each rank reports of a step.
     """
 
     case: Case
@@ -45,6 +45,7 @@ class Trial:
     saved: tuple[Trial, ...] = ()
     assumed: AssumedOptimizer = AS_REQUESTED
     otherwise: Mapping[str, Any] = field(default_factory=dict)
+    reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
 
     @property
     def launches(self) -> tuple[Trial, ...]:
@@ -95,6 +96,11 @@ class Trial:
         if evidence.resumed is not None:
             return evidence.resumed.parameters
         return {tensor.fqn: tensor.value for tensor in evidence.parameters}
+
+    @property
+    def as_requested(self) -> bool:
+        """Whether nothing is assumed."""
+        return self.assumed is AS_REQUESTED and not (self.otherwise or self.reports)
 
     @property
     def first_step(self) -> int:

@@ -48,9 +48,6 @@ from harness.diagnosis.gradients import (
     wrong_gradients,
 )
 from harness.diagnosis.later_steps import _what_may_be_kept, wrong_later_gradients, wrong_loss
-from harness.diagnosis.other_causes import (
-    wrong_reports,
-)
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Case, Saved
@@ -261,11 +258,8 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
             shown = 1.018 * trial.reference.steps[step.step - 1].grad_norm
             trial = with_step(trial, rank, step.step, gradients=longer, grad_norm=shown)
     assert judged("gradients", trial).verdict is Verdict.PASS
-    law = {"grad_norm": judged("grad_norm", trial)}
     told = "gradients are 1.02 times as long as the reference's, though no entry is beyond its noise"
-    assert cause_of(wrong_reports(trial, law)) == told
-    shown = with_every_rank(trial, lambda t, rank: with_step(t, rank, 3, grad_norm=9.0))
-    assert cause_of(wrong_reports(shown, law)).startswith("the reported gradient norm is wrong")
+    assert first_line(trial) == told
 
 
 # ---- gradients

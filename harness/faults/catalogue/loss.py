@@ -239,6 +239,6 @@ displayed_rate_as_configured = fault(
     bug="of the family of L06: what is reported is not what was done",
     case="fsdp_2_eight_steps",
     caught_by="reported_rate",
-    named="the reported learning rate is wrong, the training itself is right: each rank shows another number",
+    named="the training itself is right: each rank shows the peak's (0.003), as without a schedule",
     does=_rate_after_the_step(lambda scheduler: scheduler.base_lrs),
 )

@@ -1,0 +1,263 @@
+"""What ranks report of a step is not what was seen of it: whose number it is instead.
+
+All is compared with what the ranks themselves did (losses, gradients, rates), so that a wrong report is told also where the
+training is wrong, and one that only repeats what is wrong is not blamed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from harness.checks.reported_rate import CLOSE
+from harness.checks.update import observed_norm
+from harness.diagnosis.factors import factor_text, times_text
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.words import finding_line, rank_words
+from harness.evidence.records import RankEvidence
+from harness.judge.losses import global_loss, losses
+from harness.judge.reporting import Read, due, silences
+from harness.judge.result import Cause
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
+from harness.plan.grid import groups
+
+Number = Callable[[int, int], float | None]
+"""What would be reported by a rank in a step; None where nothing is known."""
+
+SHOWN = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
+READ: dict[str, Read] = {
+    "reported_loss": lambda step: step.reported_loss,
+    "grad_norm": lambda step: step.grad_norm,
+    "reported_rate": lambda step: step.reported_lr,
+}
+EXACT = 1e-8  # a number is another one's, not only close to it
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What ranks report of one kind, by (rank, step), and what was seen of it. odd: where these differ."""
+
+    law: str
+    shown: dict[tuple[int, int], float]
+    right: dict[tuple[int, int], float]
+    odd: tuple[tuple[int, int], ...]
+    world: int
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({rank for rank, _ in self.odd})
+
+    @property
+    def who(self) -> str:
+        if len(self.ranks) == self.world:
+            return "each rank shows"
+        return f"{rank_words(self.ranks)} show{'s' * (len(self.ranks) == 1)}"
+
+    def is_all(self, number: Number) -> bool:
+        """Whether that number is what is odd, wherever there is one."""
+        known = [(self.shown[at], other) for at in self.odd if (other := number(*at)) is not None]
+        return bool(known) and all(_near(shown, other) for shown, other in known)
+
+    def when(self, number: Number) -> str:
+        """The odd steps, where the odd ranks would report it in other steps and do not."""
+        others = [at for at in self.shown if at[0] in self.ranks and at not in self.odd]
+        instead = [(self.right[at], number(*at)) for at in others]
+        if all(other is None or _near(right, other) for right, other in instead):
+            return ""
+        return f" in {_steps(sorted({step for _, step in self.odd}))}"
+
+
+def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    for law in SHOWN:
+        if law not in broken or silences(trial, "", READ[law]) or not (reported := _reported(trial, law)):
+            continue
+        for text, number in _instead(trial, reported):
+            clause = text if text.startswith("it is") else f"{reported.who} {text}"
+            cause = Cause("wrong report", f"{_what(trial, law, broken)}: {clause}{reported.when(number)}")
+            yield Hypothesis(
+                cause,
+                partial(_assuming, reported=reported, number=number),
+                lines=(finding_line(law, broken[law]),),
+            )
+
+
+def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What is silent, and what is no other number of the run."""
+    for law, what in SHOWN.items():
+        if law not in broken:
+            continue
+        if silences(trial, "", READ[law]):
+            cause = Cause("report lacking", _silent(trial, what, READ[law]))
+            yield Fact(cause, (law,), (finding_line(law, broken[law]),))
+        elif reported := _reported(trial, law):
+            text = f"{_what(trial, law, broken)}: {reported.who} {_another_number(reported)}"
+            yield Fact(Cause("wrong report", text), (law,), (finding_line(law, broken[law]),))
+
+
+def _what(trial: Trial, law: str, broken: Broken) -> str:
+    alone = trial.as_requested and not {"loss", "gradients", "update"} & set(broken)
+    return f"the reported {SHOWN[law]} is wrong{', the training itself is right' * alone}"
+
+
+def _assuming(trial: Trial, reported: Reported, number: Number) -> Trial:
+    def instead(rank: int, step: int) -> float:
+        if (rank, step) not in reported.odd:
+            return reported.right[rank, step]
+        known = number(rank, step)
+        return reported.shown[rank, step] if known is None else known
+
+    return replace(trial, reports={**trial.reports, reported.law: instead})
+
+
+def _reported(trial: Trial, law: str) -> Reported | None:
+    """None where the reports are what was seen, or where that is not known."""
+    shown, right = {}, {}
+    for rank, step, _ in trial.steps():
+        number, seen = READ[law](step), _seen(trial, law, rank, step.step)
+        if number is not None and seen is not None:
+            shown[rank, step.step], right[rank, step.step] = number, seen
+    odd = tuple(at for at in shown if not abs(shown[at] - right[at]) <= _bound(trial, law, at[1]) * abs(right[at]))
+    return Reported(law, shown, right, odd, len(trial.ranks)) if odd else None
+
+
+def _seen(trial: Trial, law: str, rank: int, step: int) -> float | None:
+    """The loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
+    record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
+    if law == "reported_rate":
+        planned = (one.lr for one in trial.reference.steps if one.step == step)
+        return record.lr if record else next(planned, None)
+    if record is None:
+        return None
+    return global_loss(trial, step) if law == "reported_loss" else observed_norm(trial, step)
+
+
+def _bound(trial: Trial, law: str, step: int) -> float:
+    bounds = {"reported_loss": trial.bounds.loss, "grad_norm": trial.bounds.grad_norm}
+    return bounds[law][step] if law in bounds else CLOSE
+
+
+# ---- what is reported instead
+
+
+def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
+    for text, number in (*OTHERS[reported.law](trial), *_of_other_steps(trial, reported.law)):
+        if reported.is_all(number):
+            yield text, number
+            return
+    if reported.is_all(rounded := lambda rank, step: float(np.float32(reported.right[rank, step]))):
+        yield "it rounded to float32", rounded
+    ratio = reported.shown[reported.odd[0]] / (reported.right[reported.odd[0]] or math.nan)
+    multiple: Number = lambda rank, step: ratio * reported.right[rank, step]  # noqa: E731
+    if len(reported.odd) > 1 and times_text(ratio) != times_text(1.0) and reported.is_all(multiple):
+        yield f"{times_text(ratio)} the right one{factor_text(trial, ratio)}", multiple
+
+
+def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:
+    if len(trial.ranks) > 1 and trial.case.dims.cp == 1:
+        yield "the loss of its own samples", partial(_loss_over, trial, (), False)
+    for missing, along in _axes_left_out(trial, ("dp_replicate", "dp_shard", "cp")):
+        if along or "cp" in missing:
+            text = f"it is not reduced over {' and '.join(missing)}"
+            for everyone in (False, True):
+                yield text, partial(_loss_over, trial, along, everyone)
+
+
+def _other_norms(trial: Trial) -> Iterator[tuple[str, Number]]:
+    limit = trial.case.training.max_norm
+
+    norms = {step: observed_norm(trial, step) for step in trial.case.steps}
+    clipped = {step: norm * clip_coefficient(norm, limit) for step, norm in norms.items()}
+    if limit is not None and clipped != norms:
+        text = f"the norm after clipping ({clipped[trial.first_step]:.6g}), requested is the one before it"
+        yield text, lambda rank, step: clipped[step]
+        yield text, lambda rank, step: min(norms[step], limit)
+    if len(trial.ranks) > 1:
+        yield "the norm of its own shards", partial(_norm_over, trial, ())
+    for missing, along in _axes_left_out(trial, ("dp_shard", "cp", "tp", "pp")):
+        yield f"it is not summed over {' and '.join(missing)}", partial(_norm_over, trial, along)
+
+
+def _other_rates(trial: Trial) -> Iterator[tuple[str, Number]]:
+    peak = trial.case.training.lr
+    yield f"the peak's ({peak:.6g}), as without a schedule", lambda rank, step: peak
+
+
+OTHERS = {"reported_loss": _other_losses, "grad_norm": _other_norms, "reported_rate": _other_rates}
+
+
+def _of_other_steps(trial: Trial, law: str) -> Iterator[tuple[str, Number]]:
+    for text, ahead in (("that of the step before", -1), ("that of the next step", 1)):
+        yield text, partial(_ahead, trial, law, ahead)
+
+
+def _ahead(trial: Trial, law: str, by: int, rank: int, step: int) -> float | None:
+    return _seen(trial, law, rank, step + by)
+
+
+def _axes_left_out(trial: Trial, axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(those left out, all other axes), few first."""
+    present = [axis for axis in axes if getattr(trial.case.dims, axis) > 1]
+    others = [axis for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if getattr(trial.case.dims, axis) > 1]
+    for count in range(1, len(present) + 1):
+        for missing in itertools.combinations(present, count):
+            yield missing, tuple(axis for axis in others if axis not in missing)
+
+
+def _peers(trial: Trial, rank: int, along: tuple[str, ...]) -> tuple[int, ...]:
+    return next(group for group in groups(trial.case.dims, *along) if rank in group) if along else (rank,)
+
+
+def _norm_over(trial: Trial, along: tuple[str, ...], rank: int, step: int) -> float:
+    return observed_norm(trial, step, _peers(trial, rank, along))
+
+
+def _loss_over(trial: Trial, along: tuple[str, ...], everyone: bool, rank: int, step: int) -> float | None:
+    """Over the tokens of these ranks, or of all; tp peers, who compute the same, count once between them."""
+    ranks = _peers(trial, rank, along)
+    firsts = [rank for rank in ranks if trial.plan.peers(rank, "tp")[0] == rank] or list(ranks)
+    seen = [loss for rank in firsts for loss in losses(trial, rank, step)]
+    tokens = trial.reference_step(step).valid_tokens if everyone else sum(count for _, count in seen)
+    return math.fsum(total for total, _ in seen) / tokens if tokens else None
+
+
+# ---- what is told without being another number
+
+
+def _another_number(reported: Reported) -> str:
+    at = reported.odd[0]
+    ratios = [reported.shown[at] / reported.right[at] for at in reported.odd if reported.right[at]]
+    if len(reported.odd) == 1:
+        return f"{reported.shown[at]:.6g} once, where {reported.right[at]:.6g} is right"
+    if ratios and all(times_text(ratio) == times_text(1.0) for ratio in ratios):
+        return f"a number that is off by {max(abs(ratio - 1) for ratio in ratios):.1e}"
+    return "another number"
+
+
+def _silent(trial: Trial, what: str, read: Read) -> str:
+    """Of the first rank that is silent: in which steps it reports, and in which not."""
+    rank = next(
+        rank
+        for rank, e in sorted(trial.ranks.items())
+        if _reported_steps(e, read) and set(due(trial, rank)) - _reported_steps(e, read)
+    )
+    reported, wanted = sorted(_reported_steps(trial.ranks[rank], read)), due(trial, rank)
+    silent = [step for step in wanted if step not in reported]
+    return f"rank {rank} reports the {what} of {_steps(reported)} only, that of {_steps(silent)} is lacking"
+
+
+def _reported_steps(evidence: RankEvidence, read: Read) -> set[int]:
+    return {step.step for step in evidence.steps if read(step) is not None}
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+
+
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=EXACT)
