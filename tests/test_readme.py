@@ -66,15 +66,12 @@ def _without_noise(text: str) -> str:
     return re.sub(r"within [\d.e-]+", "within", "\n".join(lines))
 
 
-def test_the_example_of_a_fault_works_and_is_named(tmp_path: Path) -> None:
-    code = re.search(
-        r"^    from harness\.faults import fault.*?^        replace\(.*?\)$",
-        PAGES["faults.md"],
-        re.MULTILINE | re.DOTALL,
-    )
-    assert code is not None
-    (tmp_path / "own.py").write_text("\n".join(line[4:] for line in code.group().splitlines()))
-    spec = f"{tmp_path}/own.py:half_gradients"
+@pytest.mark.parametrize("name", ["gradients_halved", "half_gradients"])
+def test_the_examples_of_a_fault_work_and_are_named(name: str, tmp_path: Path) -> None:
+    page = PAGES["faults.md"].partition("## A fault of your own")[2]
+    code = re.findall(r"^    (.*)$|^()$", page, re.MULTILINE)
+    (tmp_path / "own.py").write_text("\n".join(line for line, _ in code))
+    spec = f"{tmp_path}/own.py:{name}"
     fault = load_fault(spec)
     judgement = run_case(find_case(fault.case, load_all()), Options(out=tmp_path / "out", fault=spec))
     broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}

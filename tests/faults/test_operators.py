@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from harness import ROOT
 from harness.faults import FaultError
 from harness.faults import operators as op
 
@@ -168,3 +170,20 @@ def test_a_target_that_does_not_exist_is_refused_with_the_nearest_name(does: op.
 def test_a_target_without_a_package_is_one_of_the_trainers() -> None:
     owner, name = op.find(".clip:sum_of_squares")
     assert (owner.__name__, name) == ("harness.trainers.llama3.clip", "sum_of_squares")
+
+
+APPLY_ALL = """
+from harness.faults import FaultError, all_faults, operators
+operators.on_rank = lambda rank, does: does
+for fault in all_faults():
+    try:
+        fault.apply(lambda: None)
+    except FaultError as error:
+        print(fault.name, error)
+"""
+
+
+def test_every_target_that_the_catalogue_names_exists() -> None:
+    """In a process of its own, as what is replaced is not put back."""
+    run = subprocess.run([sys.executable, "-c", APPLY_ALL], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
