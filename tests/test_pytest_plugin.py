@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,35 +17,37 @@ from test_cli import FAULTS, interrupt
 from harness import ROOT
 from harness.checks import all_checks
 
+NOTHING = "nothing was judged: all laws of all cases skipped or not applicable, which is not a pass"
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
 WATCH = """
-import conftest
-run_case = conftest.run_case
+from harness.plugin import items
+run_case = items.run_case
 def noted(case, options):
     with open("runs", "a") as file:
         file.write(case.name + "\\n")
     return run_case(case, options)
-conftest.run_case = noted
+items.run_case = noted
 """
 BREAKING = """
 import dataclasses
-import conftest
-options = conftest.options
-conftest.options = lambda config: dataclasses.replace(options(config), fault="wrong.py:fatal")
+from harness.plugin import laws
+options_of = laws.options_of
+laws.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
 """
+CONFIGURATION = "[pytest]\naddopts = -ra\nharness_cases = cases\n"
 TWO = "cases: {one: {why: a test}, pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
 @pytest.fixture
 def in_project(tmp_path: Path) -> Pytest:
-    """pytest in a folder with cases of its own; the conftest and the harness are the real ones."""
+    """pytest in a repository with cases of its own, which has no conftest.py; the harness is the real one."""
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "some.yaml").write_text(TWO)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -ra\ntestpaths = cases\n")
+    (tmp_path / "pytest.ini").write_text(CONFIGURATION)
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *arguments]
+        command = [sys.executable, "-m", "pytest", "-p", "harness.plugin", "-p", "no:cacheprovider", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
     return run
@@ -54,6 +55,41 @@ def in_project(tmp_path: Path) -> Pytest:
 
 def cause(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
+
+
+def test_without_cases_in_the_configuration_the_plugin_takes_no_part(in_project: Pytest, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_own.py").write_text(
+        "import pytest, sys\ndef test_own():\n"
+        "    assert [m for m in sys.modules if m.startswith('harness')] == ['harness', 'harness.plugin']\n"
+        "    assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+    )
+    done = in_project()
+    assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout, cause(done)
+    assert in_project("-k", "skipped").returncode == 0  # whether that is green is not ours to say
+    assert in_project("cases").returncode == 5, "no tests"
+
+
+def test_testpaths_need_not_name_the_cases(in_project: Pytest, tmp_path: Path) -> None:
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks" / "test_own.py").write_text("def test_own(): pass\n")
+    (tmp_path / "pytest.ini").write_text(CONFIGURATION + "testpaths = checks\n")
+    found = in_project("--collect-only", "-q").stdout
+    assert "checks/test_own.py::test_own" in found and "cases/some.yaml::pair::loss" in found
+    assert "some.yaml" not in in_project("--collect-only", "-q", "checks").stdout  # typed: no more than that
+
+
+def test_the_configuration_may_name_the_trainer_beside_it(in_project: Pytest, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(CONFIGURATION + "harness_trainer = adapters/mine.py\n")
+    done = in_project("--collect-only")
+    assert done.returncode == 4 and f"--harness-trainer: {tmp_path}/adapters/mine.py: " in done.stderr, cause(done)
+
+
+def test_a_folder_of_cases_that_is_not_there_is_a_usage_error(in_project: Pytest, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nharness_cases = caes\n")
+    done = in_project()
+    assert done.returncode == 4 and f"ERROR: harness_cases: no folder {tmp_path}/caes" in done.stderr, cause(done)
 
 
 def test_an_item_is_a_law_of_a_case_in_a_file(in_project: Pytest) -> None:
@@ -80,13 +116,14 @@ def test_two_workers_run_each_case_once_and_junit_has_every_law(in_project: Pyte
     arguments = ("-n", "2", "-v", "--junitxml", "junit.xml", "-p", "watch")
     done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, cause(done)
-    workers = re.findall(r"\[(gw\d)\].* (?:PASSED|SKIPPED) cases/some.yaml::(\w+)::", done.stdout)
-    assert len(workers) == 2 * len(all_checks())
+    workers = re.findall(r"\[(gw\d)\].* PASSED cases/some.yaml::(\w+)::", done.stdout)
+    silent = re.search(r"^(\d+) laws in 2 cases did not apply and were not judged: ", done.stdout, re.MULTILINE)
+    assert silent is not None and len(workers) + int(silent.group(1)) == 2 * len(all_checks())
     assert len(set(workers)) == 2  # each case on one worker
     assert sorted((tmp_path / "runs").read_text().split()) == ["one", "pair"]
     items = ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")
-    assert {item.get("name") for item in items} == set(all_checks()) and len(items) == len(workers)
-    assert "determinism not applicable: the case requests one run" in done.stdout
+    assert {item.get("name") for item in items} < set(all_checks()) and len(items) == len(workers)
+    assert "skipped" not in done.stdout and "SKIPPED" not in done.stdout
 
 
 def test_one_law_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: Path) -> None:
@@ -98,7 +135,7 @@ def test_one_law_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: P
 def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(FAULTS)
     (tmp_path / "breaking.py").write_text(BREAKING)
-    arguments = ("-p", "breaking", "-k", "pair and (completed or gradients)", "--case-timeout", "77")
+    arguments = ("-p", "breaking", "-k", "pair and (completed or gradients)", "--harness-timeout", "77")
     done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 1, cause(done)
     assert len(re.findall(r"^ranks \[0,1\] raised: .*on purpose", done.stdout, re.MULTILINE)) == 2  # each law's account
@@ -110,18 +147,26 @@ def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tm
     assert json.loads((tmp_path / "out/pair+fatal/run/job.json").read_text())["timeout"] == 77
 
 
-def test_only_skips_are_not_green(in_project: Pytest) -> None:
+def test_a_law_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_project: Pytest) -> None:
     done = in_project("-k", "one and determinism")
     assert done.returncode == 1, cause(done)
-    assert "nothing was judged: all laws of all cases skipped, which is not a pass" in done.stdout
+    assert "1 laws in 1 case did not apply and were not judged: --harness-not-applicable shows each" in done.stdout
+    assert NOTHING in done.stdout and "skipped in" not in done.stdout
+
+
+def test_laws_that_do_not_apply_are_shown_on_request_with_the_reason(in_project: Pytest) -> None:
+    done = in_project("-k", "one and (completed or determinism)", "--harness-not-applicable")
+    assert done.returncode == 0, cause(done)
+    assert "1 passed, 1 skipped, " in done.stdout
+    assert "determinism not applicable: the case requests one run" in done.stdout
 
 
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(in_project: Pytest) -> None:
-    done = in_project("-k", "pair", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    done = in_project("-k", "pair", "--harness-device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1, cause(done)
     count = len(all_checks())
     assert re.search(rf"SKIPPED \[{count}\] .*: not run: needs 2 GPUs, 0 visible", done.stdout)
-    assert f"{count} skipped" in done.stdout
+    assert f"{count} skipped" in done.stdout and NOTHING in done.stdout
 
 
 def test_a_mistake_in_a_file_is_its_message_and_nothing_else(in_project: Pytest, tmp_path: Path) -> None:
@@ -135,8 +180,8 @@ def test_a_mistake_in_a_file_is_its_message_and_nothing_else(in_project: Pytest,
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--trainer", "lama"), "--trainer: no trainer is named 'lama'; known: "),
-        (("--case-timeout", "0"), "--case-timeout must be above 0, got 0"),
+        (("--harness-trainer", "lama"), "--harness-trainer: no trainer is named 'lama'; known: "),
+        (("--harness-timeout", "0"), "--harness-timeout must be above 0, got 0"),
     ],
 )
 def test_a_wrong_option_is_a_usage_error(in_project: Pytest, arguments: tuple[str, ...], problem: str) -> None:
@@ -146,20 +191,14 @@ def test_a_wrong_option_is_a_usage_error(in_project: Pytest, arguments: tuple[st
 
 
 def test_a_golden_is_not_accepted_in_ci(in_project: Pytest) -> None:
-    done = in_project("-k", "one and golden", "--accept-golden", CI="true")
+    done = in_project("-k", "one and golden", "--harness-accept-golden", CI="true")
     assert done.returncode == 1, cause(done)
     assert "goldens are not accepted in CI" in done.stdout
     assert "Traceback" not in cause(done)
 
 
 def test_an_accepted_golden_is_no_pass(in_project: Pytest, tmp_path: Path) -> None:
-    """In a copy of the harness, which has goldens of its own."""
-    shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "conftest.py", tmp_path / "harness_conftest.py")
-    arguments = ("-p", "harness_conftest", "-k", "one and golden")
-    command = [sys.executable, "-m", "pytest", *arguments, "--accept-golden"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CI": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = in_project("-k", "one and golden", "--harness-accept-golden", CI="")
     assert done.returncode == 1, cause(done)
     assert "accepted, not a pass: review `git diff golden/`" in done.stdout
     assert len(list(tmp_path.glob("golden/*.json"))) == 1
@@ -170,7 +209,7 @@ def test_a_missing_golden_fails(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "cases" / "some.yaml").write_text("cases: {one: {why: a test, training: {steps: 1, seed: 7}}}")
     done = in_project("-k", "golden or loss")
     assert done.returncode == 1, cause(done)
-    assert "golden UNKNOWN: " in done.stdout and "make it with `harness golden --accept --cases " in done.stdout
+    assert "golden UNKNOWN: " in done.stdout and "make it with `harness golden --accept`" in done.stdout
     assert "1 failed, 2 passed" in done.stdout
 
 
@@ -178,7 +217,8 @@ def test_a_missing_golden_fails(in_project: Pytest, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "some.yaml").write_text("cases: {long: {why: a test, training: {steps: 500}}}")
-    arguments = ["-p", "conftest", "-p", "no:cacheprovider", "-n", workers, "cases"]
+    (tmp_path / "pytest.ini").write_text(CONFIGURATION)
+    arguments = ["-p", "harness.plugin", "-p", "no:cacheprovider", "-n", workers, "cases"]
     started = lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log"))  # noqa: E731
     code, _ = interrupt(arguments, when=started, cwd=tmp_path, module="pytest")
     assert code == 2
@@ -192,6 +232,7 @@ def test_cases_of_other_tiers_are_left_out_unless_asked_for(in_project: Pytest, 
         return set(re.findall(r"::(\w+)::completed", in_project("--collect-only", "-q", *arguments).stdout))
 
     assert collected() == {"one"}
-    assert collected("--tier", "nightly") == {"late"}
-    assert collected("--tier", "all") == {"one", "late"}
+    assert collected("-m", "harness_nightly") == {"late"}
+    assert collected("-m", "harness") == {"one", "late"}
+    assert collected("-m", "not slow") == {"one"}  # a mark of somebody's own
     assert collected("cases/some.yaml::late") == {"late"}

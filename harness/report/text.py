@@ -96,11 +96,9 @@ def command(judgement: Judgement) -> str:
 
 def pytest_command(judgement: Judgement) -> str:
     tier = judgement.case.tier
-    given = {"tier": tier} if tier != "default" else {}
-    typed = (
-        f"--{key}={value}" for key, value in (given | _how(judgement)).items() if value
-    )  # "=", or a folder is of tests
-    return shlex.join(["pytest", "-k", judgement.case.name, *typed])
+    marked = ["-m", f"harness_{tier}"] if tier != "default" else []
+    typed = (f"--harness-{key}={value}" for key, value in _how(judgement).items() if value)
+    return shlex.join(["pytest", "-k", judgement.case.name, *marked, *typed])
 
 
 def _how(judgement: Judgement) -> dict[str, str]:

@@ -289,10 +289,11 @@ def test_what_shows_it_again_names_every_option_that_is_not_the_usual_one() -> N
     how = "--trainer torchtitan --source /src --device cuda --launcher torchrun"
     assert command(other) == f"harness run tiny {how}"
     assert (
-        pytest_command(other) == "pytest -k tiny --trainer=torchtitan --source=/src --device=cuda --launcher=torchrun"
+        pytest_command(other)
+        == "pytest -k tiny --harness-trainer=torchtitan --harness-source=/src --harness-device=cuda --harness-launcher=torchrun"
     )
     nightly = replace(usual, case=replace(usual.case, tier="nightly"))
-    assert pytest_command(nightly) == "pytest -k tiny --tier=nightly"
+    assert pytest_command(nightly) == "pytest -k tiny -m harness_nightly"
 
 
 def test_a_folder_with_evidence_of_two_commits_says_so() -> None:

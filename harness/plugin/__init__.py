@@ -1,0 +1,44 @@
+"""The pytest plugin: the laws of cases as pytest items, FILE.yaml::CASE::LAW.
+
+It is loaded wherever the harness is installed, and takes no part unless a repository's configuration names its cases:
+
+    [pytest]
+    harness_cases = cases
+    harness_trainer = adapter.py
+
+Only then is more than this file imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("harness_cases", "folders of cases whose laws are items; without it there are none", "paths", [])
+    parser.addini("harness_trainer", "the trainer under test where --harness-trainer does not say: NAME or FILE.py")
+    group = parser.getgroup("harness", "cases of distributed training; see harness_cases")
+    group.addoption("--harness-trainer", metavar="NAME|FILE.py", help="the trainer under test; default llama3")
+    group.addoption(
+        "--harness-source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
+    )
+    group.addoption("--harness-launcher", default="local", choices=("local", "torchrun"))
+    group.addoption("--harness-device", default="cpu", choices=("cpu", "cuda"))
+    group.addoption(
+        "--harness-timeout", type=float, default=120.0, metavar="S", help="seconds for one launch; default 120"
+    )
+    group.addoption("--harness-out", default="out", metavar="DIR", help="where evidence goes; default out")
+    group.addoption("--harness-accept-golden", action="store_true", help="golden items rewrite the golden, and fail")
+    group.addoption(
+        "--harness-not-applicable",
+        action="store_true",
+        help="show laws that do not apply to a case as skipped, each with its reason",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folders = config.getini("harness_cases")
+    if folders:
+        from harness.plugin.laws import Laws
+
+        config.pluginmanager.register(Laws(config, folders), "harness-laws")

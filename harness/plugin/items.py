@@ -1,0 +1,116 @@
+"""A file of cases, its cases and their laws as pytest's nodes. No logic of its own: harness.run runs and judges.
+
+A case runs once, when the first of its laws is requested.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.checks import all_checks
+from harness.evidence.store import EvidenceError, load
+from harness.judge import golden
+from harness.judge.golden import GoldenError
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.launch import LaunchError
+from harness.reference.record import ReferenceRun
+from harness.report.text import check_text
+from harness.run.options import Options, Unsupported
+from harness.run.reference_cache import reference_folder
+from harness.run.run_case import run_case
+from harness.spec.case import Case, CaseError
+from harness.spec.loading import load_cases
+
+EXPECTED = (CaseError, EvidenceError, GoldenError, LaunchError)
+MARK = "harness"  # of every law; and with a tier behind it, of those of that tier
+
+
+class Broken(Exception):
+    """A law that did not pass. The message is all a person needs; a traceback would only show how pytest called us."""
+
+
+class CaseFile(pytest.File):
+    def __init__(self, *, options: Options, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.options = options
+
+    def collect(self) -> Iterator[CaseNode]:
+        try:
+            cases = load_cases(self.path)
+        except CaseError as error:
+            raise self.CollectError(str(error)) from None
+        for case in cases:
+            yield CaseNode.from_parent(self, name=case.name, case=case, options=self.options)
+
+
+class CaseNode(pytest.Collector):
+    """One case. Holds what came of its run, be it a judgement or the reason why there is none."""
+
+    def __init__(self, *, case: Case, options: Options, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.case, self.options = case, options
+        self.outcome: Judgement | Exception | None = None
+        self.add_marker(MARK)
+        self.add_marker(tier_mark(case.tier))
+
+    def collect(self) -> Iterator[Law]:
+        for check in all_checks():
+            yield Law.from_parent(self, name=check)
+
+    def judgement(self) -> Judgement:
+        if self.outcome is None:
+            try:
+                self.outcome = run_case(self.case, self.options)
+            except (Unsupported, *EXPECTED) as error:
+                self.outcome = error
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Law(pytest.Item):
+    parent: CaseNode
+    not_applicable = False
+    """After its run: whether it has nothing to say about the case."""
+
+    def runtest(self) -> None:
+        if self.name == "golden" and self.config.getoption("--harness-accept-golden"):
+            raise Broken(accept_golden(self.parent.case, self.parent.options))
+        try:
+            judgement = self.parent.judgement()
+        except Unsupported as reason:
+            pytest.skip(f"not run: {reason}")
+        result = next(result for result in judgement.results if result.check == self.name)
+        expected = self.parent.case.expected_failure
+        if judgement.verdict is Verdict.XFAIL and result.verdict in (Verdict.FAIL, Verdict.UNKNOWN) and expected:
+            pytest.xfail(f"{expected.because}; see {expected.script}")
+        if expected and judgement.verdict is Verdict.FAIL and self.name in expected.laws.split():
+            raise Broken(check_text(judgement, result))
+        if result.verdict is Verdict.NOT_APPLICABLE:
+            self.not_applicable = True
+            pytest.skip(f"{self.name} not applicable: {result.note}")
+        if result.verdict is not Verdict.PASS:
+            raise Broken(check_text(judgement, result))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, (Broken, *EXPECTED)):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[os.PathLike[str], int | None, str]:
+        return self.path, None, f"{self.parent.name}::{self.name}"
+
+
+def tier_mark(tier: str) -> str:
+    return f"{MARK}_{tier}"
+
+
+def accept_golden(case: Case, options: Options) -> str:
+    """Rewrites the golden and says what changed. Raises GoldenError in CI."""
+    reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)
+    return f"{golden.accept(case, reference)}\naccepted, not a pass: review `{golden.review_command(case)}`"

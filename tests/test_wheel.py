@@ -1,0 +1,120 @@
+"""The wheel, installed beside nothing else of this project, in an empty repository of somebody's own.
+
+It is built here without a network, by the setuptools at hand, and lies in a folder before the packages of this environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT
+
+SOURCES = ("harness", "reference", "cases", "golden", "upstream_bugs", "pyproject.toml", "README.md")
+COPY_FOLDER = functools.partial(shutil.copytree, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+CASES = """
+defaults: {training: {seed: 77}}
+cases:
+  hsdp_2x2: {dims: {dp_replicate: 2, dp_shard: 2}, why: Two replicas of two shards.}
+  fsdp_2: {dims: {dp_shard: 2}, why: Two shards.}
+"""
+ADAPTER = """
+import own_fsdp
+own_fsdp.KNOWN["seed"] = ...
+adapter = own_fsdp.Fsdp("blocks")
+"""
+CONFIGURATION = """
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+harness_cases = ["cases"]
+harness_trainer = "adapter.py"
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip laid it."""
+    for needed in ("setuptools", "pip"):
+        pytest.importorskip(needed, reason=f"no {needed} here, so no wheel is built; `make` installs it")
+    folder = tmp_path_factory.mktemp("wheel")
+    (folder / "sources").mkdir()
+    for path in (ROOT / name for name in SOURCES):
+        copy = COPY_FOLDER if path.is_dir() else shutil.copy
+        copy(path, folder / "sources" / path.name)
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
+    alone = ("--no-deps", "--no-index")
+    done(*pip, "wheel", *alone, "--no-build-isolation", "-w", str(folder), str(folder / "sources"), cwd=folder)
+    wheel = next(folder.glob("*.whl"))
+    done(*pip, "install", *alone, "--target", str(folder / "packages"), str(wheel), cwd=folder)
+    return folder / "packages"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Somebody's own: a trainer, its adapter, two cases, tests, and no conftest.py."""
+    for name in ("own_trainer.py", "own_fsdp.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / name)
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    (tmp_path / "pyproject.toml").write_text(CONFIGURATION)
+    for name, text in (("cases/mine.yaml", CASES), ("tests/test_mine.py", "def test_mine(): pass\n")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def done(*command: str, cwd: Path, packages: Path | None = None, code: int = 0) -> str:
+    """What it printed; fails where it exits otherwise."""
+    environment = {**os.environ, "CI": "", "PYTHONPATH": str(packages or "")}
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, f"{' '.join(command)}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout + ended.stderr
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_nothing_but_the_harness_is_installed_and_its_cases_and_goldens_are_in_it(installed: Path) -> None:
+    top = {re.sub(r"-.*", "-info", path.name) for path in installed.iterdir()}
+    assert top == {"harness", "harness-info", "bin"}
+    for folder in ("cases", "golden", "upstream_bugs"):
+        assert files(installed / "harness" / "builtin" / folder) == files(ROOT / folder)
+    assert files(installed / "harness" / "reference") == files(ROOT / "reference")
+    assert (installed / "harness" / "faults" / "results.json").is_file()
+
+
+def test_in_somebodys_repository_every_command_is_about_its_own_cases(installed: Path, repository: Path) -> None:
+    harness, before = str(installed / "bin" / "harness"), files(installed)
+    where = done(sys.executable, "-c", "import harness; print(harness.__file__)", cwd=repository, packages=installed)
+    assert where.strip() == str(installed / "harness" / "__init__.py")
+    told = done(harness, "run", "fsdp_2", "--trainer", "adapter.py", cwd=repository, packages=installed, code=2)
+    assert f"{repository}/golden/" in told and "make it with `harness golden --accept`" in told
+    done(harness, "golden", "--accept", cwd=repository, packages=installed, code=2)
+    assert len(list((repository / "golden").iterdir())) == 1
+    told = done(harness, "matrix", "--trainer", "adapter.py", "-k", "fsdp", cwd=repository, packages=installed)
+    assert re.search(r"s: 1 PASS$", told, re.MULTILINE), told
+    told = done(sys.executable, "-m", "pytest", "-k", "hsdp", cwd=repository, packages=installed)
+    assert " 1 deselected" not in told and re.search(r"\d+ passed, \d+ deselected", told), told
+    assert "skipped" not in told and "laws in 1 case did not apply and were not judged" in told
+    assert files(installed) == before  # nothing is written beside the code
+
+
+def test_the_catalogue_and_the_cases_of_this_project_are_had_in_an_empty_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    harness = (sys.executable, "-P", "-m", "harness")
+    listed = done(*harness, "faults", "--list", "-k", "hsdp_runs_as_fsdp", cwd=tmp_path, packages=installed)
+    assert "-> HSDP ran as FSDP: " in listed
+    told = done(*harness, "faults", "-k", "hsdp_runs_as_fsdp", "--laws-only", cwd=tmp_path, packages=installed)
+    assert "1 fault in " in told and "1 CAUGHT" in told
+    told = done(*harness, "run", "single", cwd=tmp_path, packages=installed, code=2)
+    assert "--cases builtin" in told
+    told = done(*harness, "run", "single", "--cases", "builtin", cwd=tmp_path, packages=installed)
+    assert told.startswith("PASS single")
