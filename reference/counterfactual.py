@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,53 +38,158 @@ class Otherwise:
     """What differs from the reference; all that is None is as it was. Arrays are whole tensors by fqn.
 
     weights: before the first step. batch(step, the recipe's) -> what is trained on. gradients(step, those of backward) ->
-    those that there are before clipping. given(step, gradients, their norm) -> what the optimizer is given, in place of
-    clipping. rate(step, fqn) -> the learning rate. left(step, parameters) -> what there is when the optimizer is done.
+    those that there are before clipping. given(step, gradients, their norm, parameters) -> what the optimizer is given, in
+    place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. decay(fqn) -> weight decay.
+    left(step, parameters) -> what there is when the optimizer is done.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
-    by fqn and name; None: what it has. model(module, step) alters the model in place before that step's forward pass.
-    loss(logits [n, vocab], labels [n]) -> the loss of each token, 0 where none counts.
+    by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. model(module, step) alters the model in place
+    before that step's forward pass. loss(logits [n, vocab], labels [n]) -> the loss of each token, 0 where none counts.
     """
 
     weights: Mapping[str, np.ndarray] | None = None
     batch: Callable[[int, Batch], Batch] | None = None
     gradients: Callable[[int, Arrays], Arrays] | None = None
-    given: Callable[[int, Arrays, float], Arrays] | None = None
+    given: Callable[[int, Arrays, float, Arrays], Arrays] | None = None
     rate: Callable[[int, str], float] | None = None
+    decay: Callable[[str], float] | None = None
     left: Callable[[int, Arrays], Arrays] | None = None
     restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
+    amsgrad: bool = False
     model: Callable[[nn.Module, int], None] | None = None
     loss: Loss | None = None
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Copies of the model that train apart, and what each is fed. owners: by share, the copy that computes it.
+
+    shares(step, the recipe's batch) -> by share, how often each token counts in its gradient, float64 [b, s]; not at all: it is
+    not computed, nor its loss. reduce(step, gradients by share) -> those by copy. otherwise: by copy.
+    """
+
+    owners: Sequence[int]
+    shares: Callable[[int, Batch], Sequence[np.ndarray]]
+    reduce: Callable[[int, list[Arrays]], list[Arrays]]
+    otherwise: Sequence[Otherwise]
 
 
 def retrain(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
 ) -> ReferenceRun:
-    """The same run with other steps. model, training: the recipe to train by, which may be another than the reference's.
+    """The same run with other steps. model, training: the recipe to train by, which may be another than the reference's."""
+    alone = Apart((0,), lambda step, batch: (_each_once(batch),), lambda step, gradients: gradients, (otherwise,))
+    return retrain_apart(model, training, reference, alone)[0]
+
+
+def retrain_apart(
+    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, apart: Apart
+) -> tuple[ReferenceRun, ...]:
+    """By copy of the model. The loss of a step is that of all tokens of all shares.
 
     One thread: the model is small, and threads that wait for each other take ten times as long.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _retrain(model, training, reference, otherwise)
+        copies = [_Copy(model, training, reference, otherwise) for otherwise in apart.otherwise]
+        steps = [
+            _step(copies, apart, _batch(reference, ids, step_length(training, number)), number)
+            for number, ids in enumerate(reference.samples, start=1)
+        ]
     finally:
         torch.set_num_threads(threads)
+    return tuple(
+        dataclasses.replace(reference, weights=copy.weights, steps=of_copy)
+        for copy, of_copy in zip(copies, zip(*steps, strict=True), strict=True)
+    )
 
 
-def _retrain(
-    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
-) -> ReferenceRun:
-    weights = reference.weights if otherwise.weights is None else otherwise.weights
-    trained = llama_from(weights, config=model, dtype=DTYPES[training.dtype], device="cpu")
-    worker = Worker(trained, training, quantized_modules(model))
-    optimizer = _optimizer(trained, training)
-    steps = []
-    for number, ids in enumerate(reference.samples, start=1):
-        usual = _batch(reference, ids, step_length(training, number))
-        chosen = otherwise.batch(number, usual) if otherwise.batch else usual
-        steps.append(_step(trained, worker, optimizer, chosen, number, training, otherwise))
-    return dataclasses.replace(reference, weights=_as_kept(weights, reference), steps=tuple(steps))
+def _each_once(batch: Batch) -> np.ndarray:
+    return np.ones(batch.labels.shape)
+
+
+def _step(copies: Sequence[_Copy], apart: Apart, usual: Batch, number: int) -> list[ReferenceStep]:
+    """All shares are computed, reduced, and then every copy takes its step."""
+    loss, gradients, valid = 0.0, [], 0
+    for owner, counts in zip(apart.owners, apart.shares(number, usual), strict=True):
+        copy = copies[owner]
+        whole = copy.otherwise.batch(number, usual) if copy.otherwise.batch else usual
+        valid = int((whole.labels != IGNORED).sum())
+        part = _only(whole, counts)
+        of_share, own = copy.backward(part, valid, number) if part.labels.size else (0.0, copy.zeros())
+        loss += of_share
+        gradients.append(own)
+    reduced = apart.reduce(number, gradients)
+    return [copy.step(number, loss, valid, own) for copy, own in zip(copies, reduced, strict=True)]
+
+
+def _only(batch: Batch, counts: np.ndarray) -> Batch:
+    """The rows that count at all, and where only some tokens of one do, the labels of those."""
+    rows = counts.any(axis=1)
+    both = counts if batch.counts is None else counts * batch.counts
+    labels = np.where(counts[rows] != 0, batch.labels[rows], IGNORED)
+    positions = None if batch.positions is None else batch.positions[rows]
+    counted = None if batch.counts is None and (counts[rows] == 1).all() else both[rows]
+    return Batch(batch.tokens[rows], labels, positions, counted)
+
+
+class _Copy:
+    """A model and its optimizer, trained otherwise."""
+
+    def __init__(
+        self, config: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
+    ) -> None:
+        weights = reference.weights if otherwise.weights is None else otherwise.weights
+        self.weights = _as_kept(weights, reference)
+        self.training, self.otherwise = training, otherwise
+        self.model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device="cpu")
+        self.worker = Worker(self.model, training, quantized_modules(config))
+        self.optimizer = _optimizer(self.model, training, otherwise)
+
+    def zeros(self) -> Arrays:
+        return {fqn: np.zeros_like(value) for fqn, value in by_fqn(self.model).items()}
+
+    def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
+        """The share's part of the mean loss, and its gradients."""
+        self.worker.begin()
+        seed_masks(self.worker.module, self.training.seed, number)
+        if self.otherwise.model:
+            self.otherwise.model(self.worker.module, number)
+        loss = _backward(self.worker.module, batch, valid, self.training.document_mask, self.otherwise.loss)
+        self.worker.collect(None)
+        self.worker.finish()
+        return loss, by_fqn(self.model, gradients=True)
+
+    def step(self, number: int, loss: float, valid: int, gradients: Arrays) -> ReferenceStep:
+        """What the optimizer makes of these gradients."""
+        otherwise = self.otherwise
+        gradients = otherwise.gradients(number, gradients) if otherwise.gradients else gradients
+        norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values())))
+        given = (
+            otherwise.given(number, gradients, norm, by_fqn(self.model))
+            if otherwise.given
+            else _clipped(gradients, norm, self.training)
+        )
+        _set_gradients(self.model, given)
+        lr = self._set_rates(number)
+        if otherwise.restart and otherwise.restart(number):
+            self.optimizer.state.clear()
+        if otherwise.state and (held := otherwise.state(number)) is not None:
+            _set_state(self.model, self.optimizer, held)
+        self.optimizer.step()
+        state, after = optimizer_state(self.model, self.optimizer), by_fqn(self.model)
+        if otherwise.left:
+            _set_parameters(self.model, after := otherwise.left(number, after))
+        return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
+
+    def _set_rates(self, number: int) -> float:
+        """The one that all parameters have, or else the recipe's."""
+        usual = learning_rate(number, self.training)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.otherwise.rate(number, group["fqn"]) if self.otherwise.rate else usual
+        rates = {group["lr"] for group in self.optimizer.param_groups}
+        return rates.pop() if len(rates) == 1 else usual
 
 
 def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arrays:
@@ -97,58 +202,21 @@ def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
     return Batch(reference.tokens[rows, :length], reference.labels[rows, :length])
 
 
-def _optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """As the reference's, one group a parameter, so that each may have a rate of its own."""
-    groups = [
-        {
-            "params": [p],
-            "weight_decay": training.weight_decay if training.decay == "all" or p.dim() > 1 else 0.0,
-            "fqn": fqn,
-        }
-        for fqn, p in model.named_parameters()
-    ]
+def _optimizer(model: nn.Module, training: TrainingConfig, otherwise: Otherwise) -> torch.optim.Optimizer:
+    """As the reference's, one group a parameter, so that each may have a rate and a decay of its own."""
+
+    def decay(fqn: str, p: nn.Parameter) -> float:
+        if otherwise.decay:
+            return otherwise.decay(fqn)
+        return training.weight_decay if training.decay == "all" or p.dim() > 1 else 0.0
+
+    groups = [{"params": [p], "weight_decay": decay(fqn, p), "fqn": fqn} for fqn, p in model.named_parameters()]
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=training.lr, foreach=False)
     betas = (training.beta1, training.beta2)
-    return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, foreach=False)
-
-
-def _step(
-    model: nn.Module,
-    worker: Worker,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    number: int,
-    training: TrainingConfig,
-    otherwise: Otherwise,
-) -> ReferenceStep:
-    valid = int((batch.labels != IGNORED).sum())
-    worker.begin()
-    seed_masks(worker.module, training.seed, number)
-    if otherwise.model:
-        otherwise.model(worker.module, number)
-    loss = _backward(worker.module, batch, valid, training.document_mask, otherwise.loss)
-    worker.collect(None)
-    worker.finish()
-    gradients = by_fqn(model, gradients=True)
-    gradients = otherwise.gradients(number, gradients) if otherwise.gradients else gradients
-    norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values())))
-    given = otherwise.given(number, gradients, norm) if otherwise.given else _clipped(gradients, norm, training)
-    _set_gradients(model, given)
-    for group in optimizer.param_groups:
-        group["lr"] = (otherwise.rate or _usual_rate(training))(number, group["fqn"])
-    rates = {group["lr"] for group in optimizer.param_groups}
-    lr = rates.pop() if len(rates) == 1 else learning_rate(number, training)
-    if otherwise.restart and otherwise.restart(number):
-        optimizer.state.clear()
-    if otherwise.state and (held := otherwise.state(number)) is not None:
-        _set_state(model, optimizer, held)
-    optimizer.step()
-    state = optimizer_state(model, optimizer)
-    after = by_fqn(model)
-    if otherwise.left:
-        _set_parameters(model, after := otherwise.left(number, after))
-    return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
+    return torch.optim.AdamW(
+        groups, lr=training.lr, betas=betas, eps=training.eps, foreach=False, amsgrad=otherwise.amsgrad
+    )
 
 
 def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, per_token: Loss | None = None) -> float:
@@ -170,10 +238,6 @@ def token_losses(model: nn.Module, batch: Batch, document_mask: bool, per_token:
 
 def _integers(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
-
-
-def _usual_rate(training: TrainingConfig) -> Callable[[int, str], float]:
-    return lambda step, fqn: learning_rate(step, training)
 
 
 def _clipped(gradients: Arrays, norm: float, training: TrainingConfig) -> Arrays:

@@ -108,15 +108,20 @@ def retrained(training: TrainingConfig, reference: ReferenceRun, **otherwise: An
     values = dict(otherwise.get("weights") or reference.weights)
     moments = {fqn: (np.zeros_like(v), np.zeros_like(v)) for fqn, v in values.items()}
     steps = []
+
+    def decaying(fqn: str) -> TrainingConfig:
+        decay = otherwise.get("decay")
+        return replace(training, weight_decay=decay(fqn)) if decay else recipe_of(fqn, training)
+
     for step in reference.steps:
         gradients = otherwise["gradients"](step.step, step.gradients) if otherwise.get("gradients") else step.gradients
         norm = math.sqrt(math.fsum(x * x for g in gradients.values() for x in g.ravel().tolist()))
         usual = {fqn: clip(norm, training) * g for fqn, g in gradients.items()}
-        given = otherwise["given"](step.step, gradients, norm) if otherwise.get("given") else usual
+        given = otherwise["given"](step.step, gradients, norm, values) if otherwise.get("given") else usual
         rates = {fqn: otherwise["rate"](step.step, fqn) if otherwise.get("rate") else step.lr for fqn in values}
         for fqn, gradient in given.items():
             values[fqn], moments[fqn] = _moved(
-                values[fqn], moments[fqn], gradient, step.step, rates[fqn], recipe_of(fqn, training)
+                values[fqn], moments[fqn], gradient, step.step, rates[fqn], decaying(fqn)
             )
         values = otherwise["left"](step.step, values) if otherwise.get("left") else values
         same = set(rates.values())

@@ -24,7 +24,7 @@ Replicated = tuple[str, Slice]
 
 def check(trial: Trial) -> Result:
     families, planned = replica_families(trial), planned_families(trial)
-    if not families and not planned:
+    if not families and (not planned or trial.references):
         return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
     findings, examined = [], 0
     for step in trial.case.steps:
@@ -33,6 +33,7 @@ def check(trial: Trial) -> Result:
                 examined += len(ranks) - 1
                 findings += _differing(trial, step, what, fqn, ranks)
     apart = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
+    apart = [] if trial.references else apart
     if apart and not findings:
         text = f"ranks {ranks_text(planned[apart[0]])} should hold the same slice of {apart[0][0]} and do not"
         note = f"{text} ({len(apart)} of {len(planned)} such slices); see `shard_contents`"
@@ -45,7 +46,19 @@ def planned_families(trial: Trial) -> dict[Replicated, list[int]]:
 
 
 def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
-    return _shared({rank: {f: trial.slice_of(rank, f) for f in trial.holdings[rank]} for rank in sorted(trial.ranks)})
+    """Of ranks that train by the same reference: a hypothesis may say that some train apart."""
+    found: dict[Replicated, list[int]] = {}
+    for together in _together(trial):
+        held = {rank: {fqn: trial.slice_of(rank, fqn) for fqn in trial.holdings[rank]} for rank in together}
+        found |= {key: ranks for key, ranks in _shared(held).items() if key not in found}
+    return found
+
+
+def _together(trial: Trial) -> list[list[int]]:
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(trial.ranks):
+        groups[id(trial.reference_of(rank))].append(rank)
+    return list(groups.values())
 
 
 def _shared(held: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, list[int]]:

@@ -34,6 +34,7 @@ class _State:
     first: np.ndarray
     second: np.ndarray
     first_magnitude: np.ndarray
+    largest_second: np.ndarray | float = 0.0
 
 
 def check(trial: Trial) -> Result:
@@ -43,7 +44,7 @@ def check(trial: Trial) -> Result:
     examined = 0
     for evidence in trial.ranks.values():
         for step in _as_requested(trial, evidence):
-            findings += _wrong_lr(evidence.rank, step, rates[step.step])
+            findings += _wrong_lr(trial, evidence.rank, step, rates[step.step])
         for fqn in trial.start_of(evidence.rank):
             examined += len(evidence.steps)
             findings += _replay(trial, evidence, fqn, norms, rates)
@@ -104,8 +105,10 @@ def recipe_of(trial: Trial, fqn: str) -> TrainingConfig:
     return replace(training, weight_decay=0.0) if spared else training
 
 
-def _wrong_lr(rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
-    if step.lr is not None and math.isclose(step.lr, wanted, rel_tol=1e-12):
+def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
+    """Where another rate is assumed of some parameters, the optimizer may show that one."""
+    rates = {_rate(trial, rank, step.step, fqn, wanted) for fqn in step.gradients} | {wanted}
+    if step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates):
         return []
     return [Finding.at(rank, repr(wanted), repr(step.lr), step=step.step, name="learning rate")]
 
@@ -123,8 +126,8 @@ def _replay(
             name = f"gradient of {fqn}"
             return [Finding.at(evidence.rank, f"shape {held}", f"shape {given}", step=step.step, name=name)]
         gradient = _given(trial, evidence.rank, step, fqn, norms[step.step])
-        rate = trial.assumed.rate(step.step, fqn) if trial.assumed.rate else rates[step.step]
-        expected, magnitude = _advance(state, step, gradient, rate, recipe)
+        rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
+        expected, magnitude = _advance(state, step, gradient, rate, recipe, amsgrad=trial.assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude)
         here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
         finding = _compare(here, step.parameters[fqn], expected, bound, state.value)
@@ -137,7 +140,11 @@ def _replay(
     return []
 
 
-def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray:
+def _rate(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> float:
+    return trial.assumed.rate(rank, step, fqn) if trial.assumed.rate else requested
+
+
+def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
     """The clipped gradient, or what is assumed in its place."""
     gradient = step.gradients[fqn].astype(np.float64)
     if trial.assumed.given:
@@ -176,9 +183,17 @@ def expected_after_first_step(
 
 
 def _advance(
-    state: _State, step: StepEvidence, gradient: np.ndarray, lr: float, training: TrainingConfig
+    state: _State,
+    step: StepEvidence,
+    gradient: np.ndarray | None,
+    lr: float,
+    training: TrainingConfig,
+    *,
+    amsgrad: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One optimizer step: the new value, and the sum of absolute values of all that went into it."""
+    """One optimizer step: the new value, and the sum of absolute values of all that went into it. Without a gradient, none."""
+    if gradient is None:
+        return state.value, np.abs(state.value)
     decay = lr * training.weight_decay
     if training.optimizer == "sgd":
         moved = lr * np.abs(gradient) + decay * np.abs(state.value)
@@ -187,7 +202,8 @@ def _advance(
     state.first = b1 * state.first + (1 - b1) * gradient
     state.first_magnitude = b1 * state.first_magnitude + (1 - b1) * np.abs(gradient)
     state.second = b2 * state.second + (1 - b2) * gradient * gradient
-    denominator = np.sqrt(state.second / (1 - b2**step.step)) + training.eps
+    state.largest_second = np.maximum(state.largest_second, state.second)
+    denominator = np.sqrt((state.largest_second if amsgrad else state.second) / (1 - b2**step.step)) + training.eps
     scale = lr / (1 - b1**step.step) / denominator
     magnitude = np.abs(state.value) * (1 + decay) + scale * state.first_magnitude
     return state.value * (1 - decay) - scale * state.first, magnitude

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from harness.checks import judge
 from harness.diagnosis.checkpoint import wrong_checkpoint
+from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.data import wrong_positions, wrong_samples, wrong_weights
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
@@ -24,6 +25,7 @@ from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import wrong_contents, wrong_layout
 from harness.diagnosis.localise import KIND, localise
 from harness.diagnosis.memory import copies_made, growing
+from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.other_causes import (
     copies_kept,
     not_deterministic,
@@ -40,15 +42,15 @@ from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.settings import wrong_precision, wrong_settings
-from harness.diagnosis.updates import changed_afterwards, wrong_update
+from harness.diagnosis.updates import changed_afterwards
 from harness.diagnosis.words import Broken, finding_line
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 
-SUSPECTS: tuple[Suspects, ...] = (wrong_reports,)
-FACTS: tuple[Facts, ...] = (odd_reports,)
+SUSPECTS: tuple[Suspects, ...] = (wrong_optimizer, wrong_clipping, wrong_reports)
+FACTS: tuple[Facts, ...] = (not_finite, odd_reports)
 
 RULES: tuple[Rule, ...] = (
     process_failed,
@@ -73,7 +75,6 @@ RULES: tuple[Rule, ...] = (
     wrong_parameters,
     wrong_gradients,
     wrong_loss,
-    wrong_update,
     wrong_later_gradients,
     replicas_drift,
     growing,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,29 @@ def _after(first: Any, key: str, second: Any) -> Any:
 
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
     """As if some ranks' or parameters' optimizer had done something else, and the reference had been trained so."""
-    return replace(another_reference(trial, **otherwise), assumed=assumed)
+    return replace(another_reference(trial, **otherwise), assumed=trial.assumed.and_besides(assumed))
+
+
+def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
+    """As if ranks trained apart. copies: by rank, which copy of the model it trains; otherwise: by copy, in the words of
+    reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any other."""
+    together = [{**trial.otherwise, **one} for one in otherwise]
+    runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
+    references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
+    return replace(trial, reference=runs[0], references=references)
+
+
+def retrain_apart(
+    model: ModelConfig,
+    training: TrainingConfig,
+    reference: ReferenceRun,
+    otherwise: Sequence[dict[str, Any]],
+    **told: Any,
+) -> tuple[ReferenceRun, ...]:
+    from harness.reference import counterfactual
+
+    chosen = [counterfactual.Otherwise(**one) for one in otherwise]
+    return counterfactual.retrain_apart(model, training, reference, counterfactual.Apart(otherwise=chosen, **told))
 
 
 def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,12 +12,20 @@ from harness.reference.config import TrainingConfig
 
 @dataclass(frozen=True)
 class AssumedOptimizer:
-    """given(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient. rate(step, fqn). recipe(fqn).
-    All that is None is as requested."""
+    """given(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: nothing, so that it leaves
+    the parameter alone. rate(rank, step, fqn). recipe(fqn). amsgrad: it divides by the largest second moment so far, and
+    keeps that. All that is None is as requested.
+    """
 
-    given: Callable[[int, int, str, np.ndarray], np.ndarray] | None = None
-    rate: Callable[[int, str], float] | None = None
+    given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
+    rate: Callable[[int, int, str], float] | None = None
     recipe: Callable[[str], TrainingConfig] | None = None
+    amsgrad: bool = False
+
+    def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
+        """Both; where both say something of the same, the other."""
+        said = {key: value for key, value in vars(other).items() if value}
+        return replace(self, **said)
 
 
 AS_REQUESTED = AssumedOptimizer()

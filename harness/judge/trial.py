@@ -32,7 +32,8 @@ class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
     What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
-    trained again (the words of reference.counterfactual.Otherwise); reports, by law, what each rank reports of a step.
+    trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; reports, by
+    law, what each rank reports of a step.
     """
 
     case: Case
@@ -46,6 +47,7 @@ class Trial:
     assumed: AssumedOptimizer = AS_REQUESTED
     otherwise: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
+    references: Mapping[int, ReferenceRun] = field(default_factory=dict)
 
     @property
     def launches(self) -> tuple[Trial, ...]:
@@ -109,10 +111,13 @@ class Trial:
     def reference_step(self, number: int) -> ReferenceStep:
         return next(step for step in self.reference.steps if step.step == number)
 
+    def reference_of(self, rank: int) -> ReferenceRun:
+        return self.references.get(rank, self.reference)
+
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
         """Every rank's record of every step, with the reference's."""
-        by_number = {step.step: step for step in self.reference.steps}
         for rank, evidence in sorted(self.ranks.items()):
+            by_number = {step.step: step for step in self.reference_of(rank).steps}
             for step in evidence.steps:
                 if step.step in by_number:
                     yield rank, step, by_number[step.step]

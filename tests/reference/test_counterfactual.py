@@ -56,7 +56,7 @@ def test_a_token_that_counts_twice_in_the_gradient_does_not_in_the_loss(referenc
 def test_what_the_optimizer_is_given_its_rate_and_what_it_leaves_can_be_otherwise(reference: ReferenceRun) -> None:
     still = Otherwise(rate=lambda step, fqn: 0.0)
     assert retrain(MODEL, replace(RECIPE, weight_decay=0.0), reference, still).steps[-1].lr == 0.0
-    unclipped = Otherwise(given=lambda step, gradients, norm: gradients)
+    unclipped = Otherwise(given=lambda step, gradients, norm, parameters: gradients)
     assert alike(retrain(MODEL, RECIPE, reference, unclipped), train(MODEL, replace(RECIPE, max_norm=None)))
     zeroed = Otherwise(left=lambda step, parameters: {f: 0 * p for f, p in parameters.items()})
     assert not any(p.any() for p in retrain(MODEL, RECIPE, reference, zeroed).steps[0].parameters.values())

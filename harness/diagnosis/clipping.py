@@ -1,0 +1,190 @@
+"""Gradients are not clipped by their global norm: by another norm, on some ranks, or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from harness.checks import update
+from harness.diagnosis import assume
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.optimizer import agrees
+from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
+from harness.diagnosis.words import in_parameters, on_ranks
+from harness.judge.assumed import AssumedOptimizer
+from harness.judge.result import Cause
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
+
+Coefficient = Callable[[int, int, str], float]  # rank, step, fqn
+Norm = Callable[[int, int], float]  # rank, step
+
+
+def wrong_clipping(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Ways to clip, each tried on a few parameters."""
+    if "update" not in broken or trial.case.training.max_norm is None:
+        return
+    norm = {step: update.observed_norm(trial, step) for step in trial.case.steps}
+    first = trial.first_step
+    limit = trial.case.training.max_norm
+    for whose, other in _norms(trial, norm):
+        rank = next((r for r in trial.ranks if not math.isclose(other(r, first), norm[first], rel_tol=1e-9)), None)
+        if rank is not None:
+            seen = f"{other(rank, first):.6g} on rank {rank}, expected {norm[first]:.6g}"
+            text = f"each rank clips by {whose}, not by the global norm: {seen}"
+            yield from _hypothesis(
+                trial,
+                Cause("clipped by another norm", text),
+                _by_norm(other, limit),
+                other,
+                1 + (whose == "the norm it reports"),
+            )
+    if norm[first] < limit:
+        text = f"clipping enlarges gradients: it multiplies by {limit / (norm[first] + 1e-6):.4g}"
+        text += f", as the norm {norm[first]:.4g} is below max_norm {limit:g}"
+        enlarged = Cause("clipping enlarges gradients", text)
+        yield from _hypothesis(trial, enlarged, lambda rank, step, fqn: limit / (norm[step] + 1e-6))
+    plain = Cause(
+        "clipped without 1e-6", "clipping multiplies by max_norm / norm", "", "max_norm / (norm + 1e-6), as torch does"
+    )
+    yield from _hypothesis(trial, plain, lambda rank, step, fqn: min(1.0, limit / norm[step]))
+    yield from _left_out(trial, norm, limit)
+
+
+def _by_norm(norm: Norm, limit: float) -> Coefficient:
+    return lambda rank, step, fqn: clip_coefficient(norm(rank, step), limit)
+
+
+def _norms(trial: Trial, right: dict[int, float]) -> Iterator[tuple[str, Norm]]:
+    """Whose norm it may be."""
+    own = {(r, s.step): own_norm(s.gradients) for r, e in trial.ranks.items() for s in e.steps}
+    yield "the norm of its own shards", lambda rank, step: own[rank, step]
+    for axis in trial.plan.groups:
+        again = {step: _norm_counting_again(trial, axis, step) for step in trial.case.steps}
+        if any(not math.isclose(again[step], right[step], rel_tol=1e-9) for step in again):
+            yield f"a norm with each replica along {axis} counted again", partial(_of_step, again)
+    largest = {step: _largest(trial, step) for step in trial.case.steps}
+    yield "the largest entry (an infinity norm)", partial(_of_step, largest)
+    shown = {(r, s.step): s.grad_norm or 0.0 for r, e in trial.ranks.items() for s in e.steps}
+    if set(shown.values()) - {own[place] for place in shown}:
+        yield "the norm it reports", lambda rank, step: shown[rank, step]
+
+
+def _of_step(norms: dict[int, float], rank: int, step: int) -> float:
+    return norms[step]
+
+
+def own_norm(gradients: dict[str, np.ndarray]) -> float:
+    return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
+
+
+def _largest(trial: Trial, step: int) -> float:
+    steps = (record for evidence in trial.ranks.values() for record in evidence.steps if record.step == step)
+    return max(float(np.max(np.abs(g), initial=0.0)) for record in steps for g in record.gradients.values())
+
+
+def _norm_counting_again(trial: Trial, axis: str, step: int) -> float:
+    """The global norm if parameters that are alike along an axis count once for every rank of it."""
+    total, counted = [], set()
+    for rank, evidence in sorted(trial.ranks.items()):
+        record = next(record for record in evidence.steps if record.step == step)
+        for fqn, gradient in record.gradients.items():
+            part, peers = trial.slice_of(rank, fqn), trial.plan.group_of(rank, axis)
+            if (fqn, part) not in counted:
+                counted.add((fqn, part))
+                alike = all(trial.slice_of(peer, fqn) == part for peer in peers)
+                total.append(float(np.sum(gradient * gradient)) * (len(peers) if alike else 1))
+    return math.sqrt(math.fsum(total))
+
+
+def _left_out(trial: Trial, norm: dict[int, float], limit: float) -> Iterator[Hypothesis]:
+    """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
+    first = trial.first_step
+    clip = clip_coefficient(norm[first], limit)
+    pairs = {
+        (rank, tensor.fqn)
+        for rank, evidence in trial.ranks.items()
+        for tensor in evidence.parameters
+        if tensor.value.size and update.explained_by_clip(trial, evidence, tensor, clip=1.0)
+        if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
+    }
+    if not pairs:
+        return
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in pairs}]
+    ranks = on_ranks(trial, [rank for rank, _ in pairs])
+    if len(fqns) == len(trial.plan.shapes) and not ranks:
+        cause = Cause("clipping left out", f"gradients are not clipped (coefficient {clip:.4g})")
+        yield from _hypothesis(trial, cause, lambda rank, step, fqn: 1.0, fitted=0)
+        return
+    where = in_parameters(trial, fqns).removeprefix("in ") + ranks
+    own = {step: _norm_without(trial, step, pairs) for step in trial.case.steps}
+    for norms, hint in ((norm, ""), (own, ", the others are clipped by their own norm")):
+        cause = Cause("clipping left out", f"clipping is not applied to {where} (coefficient {clip:.4g}){hint}")
+        yield from _hypothesis(trial, cause, partial(_but_for, pairs, norms, limit), partial(_of_step, norms))
+
+
+def _but_for(
+    pairs: set[tuple[int, str]], norms: dict[int, float], limit: float, rank: int, step: int, fqn: str
+) -> float:
+    return 1.0 if (rank, fqn) in pairs else clip_coefficient(norms[step], limit)
+
+
+def _norm_without(trial: Trial, step: int, pairs: set[tuple[int, str]]) -> float:
+    """The global norm of all others."""
+    left = {fqn for _, fqn in pairs}
+    ranks = {
+        rank: replace(
+            evidence,
+            steps=tuple(
+                replace(s, gradients={f: g for f, g in s.gradients.items() if f not in left}) for s in evidence.steps
+            ),
+        )
+        for rank, evidence in trial.ranks.items()
+    }
+    return update.observed_norm(replace(trial, run=replace(trial.run, ranks=ranks)), step)
+
+
+def _hypothesis(
+    trial: Trial, cause: Cause, by: Coefficient, norm: Norm | None = None, fitted: int = 1
+) -> Iterator[Hypothesis]:
+    """As if gradients were multiplied by that, in place of clipping; norm: what it is by, if that is what ranks report."""
+    assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: by(rank, step, fqn) * gradient)
+    if not agrees(trial, assumed):
+        return
+    reports = {"grad_norm": norm} if norm and _is_reported(trial, norm) else {}
+
+    def together(trial: Trial) -> Trial:
+        other = assume.another_optimizer(trial, assumed, given=whole(trial, by))
+        return replace(other, reports={**trial.reports, **reports})
+
+    def apart(trial: Trial) -> Trial:
+        replicas = [ranks_of_replica(trial, n) for n in range(trial.case.dims.dp_replicate)]
+        other = train_apart(trial, "dp_replicate", otherwise=[{"given": whole(trial, by, ranks)} for ranks in replicas])
+        return replace(other, assumed=trial.assumed.and_besides(assumed), reports={**trial.reports, **reports})
+
+    differ = replicas_differ(trial, lambda rank, fqn: [by(rank, step, fqn) for step in trial.case.steps])
+    yield Hypothesis(cause, apart if differ else together, fitted)
+
+
+def _is_reported(trial: Trial, norm: Norm) -> bool:
+    shown = [(step.grad_norm, norm(rank, step.step)) for rank, step, _ in trial.steps() if step.grad_norm is not None]
+    return all(math.isclose(seen, by, rel_tol=1e-6) for seen, by in shown)
+
+
+def whole(trial: Trial, by: Coefficient, ranks: Sequence[int] = ()) -> Callable[..., dict[str, np.ndarray]]:
+    """The same for whole gradients: each slice times the coefficient of the rank, one of these, that holds it."""
+
+    def given(step: int, gradients: dict[str, np.ndarray], norm: float, parameters: object) -> dict[str, np.ndarray]:
+        scaled = {fqn: gradient.copy() for fqn, gradient in gradients.items()}
+        for rank in ranks or trial.ranks:
+            for fqn in trial.holdings[rank]:
+                if part := trial.slice_of(rank, fqn):
+                    place = tuple(slice(*interval) for interval in part)
+                    scaled[fqn][place] = gradients[fqn][place] * by(rank, step, fqn)
+        return scaled
+
+    return given
