@@ -112,14 +112,14 @@ def fault(
 ) -> Any:
     """A fault that does this; without `does`, a mark for the function that does it. caught_by: laws, separated by blanks.
 
-    Its name is the one that it has in its file.
+    Data does not know the name it is given in its file: who loads it from there sets it.
     """
     file = sys._getframe(1).f_code.co_filename
 
-    def of(apply: Callable[[Fired], None]) -> Fault:
-        return Fault("", file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
+    def of(apply: Callable[[Fired], None], name: str = "") -> Fault:
+        return Fault(name, file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
 
-    return of if does is None else of(does)
+    return of(does) if does is not None else lambda apply: of(apply, apply.__name__)
 
 
 def load_fault(spec: str) -> Fault:
