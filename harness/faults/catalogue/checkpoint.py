@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -43,11 +44,6 @@ def _zero_step_counters(state: State) -> None:
     for key, value in state["optimizer"].items():
         if key.startswith("state.") and key.endswith(".step"):
             value.zero_()
-
-
-def _read_in_the_order_of_the_first_epoch(batches: Any, samples: int) -> None:
-    batches.loader.sampler.set_epoch(0)
-    batches.iterator = iter(batches.loader)
 
 
 optimizer_state_not_restored = fault(
@@ -119,18 +115,24 @@ older_checkpoint_read = fault(
         when=lambda folder: len(list(folder.glob("step_*"))) > 1,
     ),
 )
-later_epoch_resumed_in_the_order_of_the_first = fault(
+
+
+@fault(
     breaks="the number of the epoch is not restored, so a job that resumes in a later one reads on in the first's order",
     bug="of the family of D08 pytorch/torchtitan #3023: later epochs read in the order of the first, here after a resume",
     case="fsdp_2_to_ddp_2_in_the_second_epoch",
     caught_by="resume samples loss",
     named="the data position is wrong after resuming: step 66 receives the samples of step 2",
-    does=op.after_call(
-        ".data:Microbatches.seek",
-        _read_in_the_order_of_the_first_epoch,
-        when=lambda batches, samples: samples > len(batches.dataset) and samples % len(batches.dataset),
-    ),
 )
+@partial(
+    op.after_call,
+    ".data:Microbatches.seek",
+    when=lambda batches, samples: samples > len(batches.dataset) and samples % len(batches.dataset),
+)
+def later_epoch_resumed_in_the_order_of_the_first(batches: Any, samples: int) -> None:
+    batches.loader.sampler.set_epoch(0)
+    batches.iterator = iter(batches.loader)
+
 
 # ---- what is written
 
@@ -148,23 +150,12 @@ def _keep_initial_parameters(model: Any) -> Any:
     return model
 
 
-def _with_gradients(original: Any, parts: Any, counters: Any) -> State:
-    parameters = (named for part in parts for named in part.model.named_parameters())
-    named = {fqn: parameter.grad for fqn, parameter in parameters if parameter.grad is not None}
-    return original(parts, counters) | ({"gradients": named} if named else {})
-
-
 def _round_moments(state: State) -> None:
     import torch
 
     for key, value in state["optimizer"].items():
         if torch.is_tensor(value) and value.dim():
             state["optimizer"][key] = value.bfloat16()
-
-
-def _round_weights(parts: Any, *_: Any) -> None:
-    for weight in (parameter.detach() for part in parts for parameter in part.model.parameters()):
-        weight.copy_(weight.bfloat16())
 
 
 def _take_strided_for_plain(state: State) -> None:
@@ -174,17 +165,6 @@ def _take_strided_for_plain(state: State) -> None:
         if any("Strided" in type(placement).__name__ for placement in value.placements):
             placements = [Shard(0)] * len(value.placements)
             state["model"][fqn] = DTensor.from_local(value.to_local(), value.device_mesh, placements)
-
-
-def _without_metadata(original: Any, *args: Any) -> None:
-    (original(*args) / ".metadata").unlink(missing_ok=True)
-
-
-def _without_own_file(original: Any, *args: Any) -> Any:
-    written = original(*args)
-    for file in written.glob(f"__{os.environ['RANK']}_*"):
-        file.unlink()
-    return written
 
 
 initial_parameters_saved = fault(
@@ -198,14 +178,22 @@ initial_parameters_saved = fault(
         _saved_otherwise(lambda state: state.update(model=_initial)),
     ),
 )
-gradients_saved_besides = fault(
+
+
+@fault(
     breaks="gradients are saved besides, one more tensor of each parameter",
     bug="of the family of S05: a state dict that is made of whatever the trainer has",
     case="fsdp_2_trained_on_to_fsdp_2",
     caught_by="checkpoint",
     named="the checkpoint of step 2 holds 2 tensors for one, gradients.* and model.*, in every parameter",
-    does=op.instead(".checkpoint:state_of", _with_gradients),
 )
+@partial(op.instead, ".checkpoint:state_of")
+def gradients_saved_besides(original: Any, parts: Any, counters: Any) -> State:
+    parameters = (named for part in parts for named in part.model.named_parameters())
+    named = {fqn: parameter.grad for fqn, parameter in parameters if parameter.grad is not None}
+    return original(parts, counters) | ({"gradients": named} if named else {})
+
+
 optimizer_state_saved_in_bfloat16 = fault(
     breaks="optimizer state is saved in bfloat16, which halves a checkpoint and rounds what is resumed",
     bug="of the family of S05: what is saved is not what trains",
@@ -214,14 +202,21 @@ optimizer_state_saved_in_bfloat16 = fault(
     named="the checkpoint of step 2 holds exp_avg in bfloat16, trained in float64, in every parameter",
     does=_saved_otherwise(_round_moments),
 )
-saving_rounds_the_live_weights = fault(
+
+
+@fault(
     breaks="what is made smaller for a checkpoint is the live weights, which train on rounded to bfloat16",
     bug="of the family of S05: what is saved and what trains are the same tensors, and one is changed for the other",
     case="fsdp_2_trained_on_to_fsdp_2",
     caught_by="update gradients",
     named="weights are changed between steps 2 and 3, where it saves",
-    does=op.after_call(".checkpoint:save", _round_weights),
 )
+@partial(op.after_call, ".checkpoint:save")
+def saving_rounds_the_live_weights(parts: Any, *_: Any) -> None:
+    for weight in (parameter.detach() for part in parts for parameter in part.model.parameters()):
+        weight.copy_(weight.bfloat16())
+
+
 strided_shards_saved_in_mesh_order = fault(
     breaks="shards of a dim that tp and FSDP both cut are saved in the mesh's order, so rows change places",
     bug="S08 FSDP with TP: strided sharding lost on the way to a full tensor",
@@ -230,19 +225,31 @@ strided_shards_saved_in_mesh_order = fault(
     named="rows or columns have changed places",
     does=_saved_otherwise(_take_strided_for_plain),
 )
-checkpoint_incomplete = fault(
+
+
+@fault(
     breaks="the job is killed before the checkpoint's last file is written",
     bug="of the family of S04: a preemption while saving; without .metadata a checkpoint is incomplete",
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="no complete checkpoint (step_*/.metadata) to resume from",
-    does=op.instead(".trainer:Trainer.save", _without_metadata),
 )
-one_file_of_the_checkpoint_lost = fault(
+@partial(op.instead, ".trainer:Trainer.save")
+def checkpoint_incomplete(original: Any, *args: Any) -> None:
+    (original(*args) / ".metadata").unlink(missing_ok=True)
+
+
+@fault(
     breaks="one rank's file of the checkpoint is lost",
     bug="of the family of S04: a node's disk that is not shared, or was cleaned up",
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="step_000002: damaged or of another model: FileNotFoundError on rank",
-    does=op.on_rank(1, op.instead(".trainer:Trainer.save", _without_own_file)),
 )
+@partial(op.on_rank, 1)
+@partial(op.instead, ".trainer:Trainer.save")
+def one_file_of_the_checkpoint_lost(original: Any, *args: Any) -> Any:
+    written = original(*args)
+    for file in written.glob(f"__{os.environ['RANK']}_*"):
+        file.unlink()
+    return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -12,13 +13,6 @@ RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 CUT = ".context:shard_sequence"
 
 # ---- what is reduced over cp
-
-
-def _summed_over_dp_only(original: Any, loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
-    import torch.distributed as dist
-
-    dist.all_reduce(loss_sum, group=mesh.get_group("dp_shard"))
-    return float(loss_sum) / valid_tokens
 
 
 fsdp_left_out_with_cp_alone = fault(
@@ -45,14 +39,23 @@ dp_shard_and_cp_not_folded = fault(
     named="FSDP ran as HSDP: parameters are sharded over 2 ranks along cp and replicated 2 times",
     does=op.instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard", "cp"]),
 )
-displayed_loss_not_reduced_over_cp = fault(
+
+
+@fault(
     breaks="the reported loss is summed over the dp ranks and not over cp",
     bug="M08 pytorch/torchtitan #761",
     case="fsdp_2_cp_2",
     caught_by="reported_loss",
     named="the reported loss is wrong, the training itself is right: it is not reduced over cp",
-    does=op.instead(".trainer:reported_loss", _summed_over_dp_only),
 )
+@partial(op.instead, ".trainer:reported_loss")
+def displayed_loss_not_reduced_over_cp(original: Any, loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
+    import torch.distributed as dist
+
+    dist.all_reduce(loss_sum, group=mesh.get_group("dp_shard"))
+    return float(loss_sum) / valid_tokens
+
+
 loss_averaged_per_cp_rank = fault(
     breaks="every cp rank divides by the valid tokens of its own part of the sequence",
     bug="L02 NVIDIA/Megatron-LM #7513; volcengine/verl #5993: the denominator is the count of the cp rank",
@@ -116,13 +119,6 @@ rope_of_later_stages_not_sliced = fault(
 # ---- what a cp rank receives
 
 
-def _labels_shifted(part: Any) -> Any:
-    import torch
-
-    following = torch.nn.functional.pad(part.tokens[:, 1:], (0, 1), value=-100)
-    return part._replace(labels=torch.where(part.labels < 0, part.labels, following))
-
-
 def _option_of_the_ring(name: str, value: bool) -> Any:
     def assign(*_: Any, **__: Any) -> None:
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -169,14 +165,22 @@ cp_ranks_read_different_samples = fault(
         ".parallelize:data_parallel_rank", lambda original, mesh: (original(mesh) + mesh.get_local_rank("cp")) % 2
     ),
 )
-labels_shifted_after_the_cut = fault(
+
+
+@fault(
     breaks="labels are shifted on each cp rank after the sequence was cut: the last token of each part has none",
     bug="of the family of K04 pytorch/torchtitan #4075: the last token of a piece has another piece's label, or none",
     case="cp_2",
     caught_by="samples loss gradients",
     named="each is the last of a cp rank's part, as if labels were shifted after the sequence was cut",
-    does=op.change_result(".trainer:sequence_part", _labels_shifted),
 )
+@partial(op.change_result, ".trainer:sequence_part")
+def labels_shifted_after_the_cut(part: Any) -> Any:
+    import torch
+
+    following = torch.nn.functional.pad(part.tokens[:, 1:], (0, 1), value=-100)
+    return part._replace(labels=torch.where(part.labels < 0, part.labels, following))
+
 
 # ---- attention
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault, replace
@@ -11,36 +12,36 @@ from harness.faults import operators as op
 BLOCK = "harness.reference.model:TransformerBlock.forward"
 
 
-def _with_plain_matmuls(original: Any, *args: Any, **kwargs: Any) -> Any:
+@fault(
+    breaks="attention runs as plain matmuls: the fused kernels are switched off",
+    bug="A-class: a fused kernel is silently not used, and only memory and time show it",
+    case="fsdp_2",
+    caught_by="features",
+    named="attention falls back to plain matmuls",
+)
+@partial(op.instead, "harness.reference.model:CausalAttention.forward")
+def attention_falls_back_to_matmuls(original: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
         return original(*args, **kwargs)
 
 
-def _saved_on_the_host(original: Any, *args: Any, **kwargs: Any) -> Any:
+@fault(
+    breaks="what blocks save for backward is moved to the host, which nobody requested",
+    bug="A-class: activations are offloaded although memory is not short",
+    case="fsdp_2",
+    caught_by="features",
+    named="activations saved for backward go through torch.autograd.graph.save_on_cpu",
+)
+@partial(op.instead, BLOCK)
+def activations_saved_on_the_host(original: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.autograd.graph import save_on_cpu
 
     with save_on_cpu():
         return original(*args, **kwargs)
 
 
-attention_falls_back_to_matmuls = fault(
-    breaks="attention runs as plain matmuls: the fused kernels are switched off",
-    bug="A-class: a fused kernel is silently not used, and only memory and time show it",
-    case="fsdp_2",
-    caught_by="features",
-    named="attention falls back to plain matmuls",
-    does=op.instead("harness.reference.model:CausalAttention.forward", _with_plain_matmuls),
-)
-activations_saved_on_the_host = fault(
-    breaks="what blocks save for backward is moved to the host, which nobody requested",
-    bug="A-class: activations are offloaded although memory is not short",
-    case="fsdp_2",
-    caught_by="features",
-    named="activations saved for backward go through torch.autograd.graph.save_on_cpu",
-    does=op.instead(BLOCK, _saved_on_the_host),
-)
 bare_model_runs_again = fault(
     breaks="after backward the model inside DDP runs forward once more, with gradients recorded and thrown away",
     bug="L-class: a metric is computed by a second pass of the model",

@@ -7,24 +7,65 @@ import os
 import subprocess
 import threading
 import time
+from functools import partial
 
 from harness.faults import fault
 from harness.faults import operators as op
 
 
-def _hang_at_exit() -> None:
+@fault(
+    breaks="rank 1 hangs in what it registered with atexit, as one that waits there for a logger or a file system",
+    bug="Z-class: training is done, and the job never ends",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 1 hung",
+    hangs=True,
+)
+@partial(op.on_rank, 1)
+@partial(op.before_step, 2)
+def rank_hangs_at_exit() -> None:
     atexit.register(time.sleep, 3600)
 
 
-def _keep_a_thread() -> None:
+@fault(
+    breaks="rank 1 has a thread, not a daemon, that waits for ever for something to do",
+    bug="Z-class: training is done, and a prefetching or writing thread keeps the process",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 1 hung",
+    hangs=True,
+)
+@partial(op.on_rank, 1)
+@partial(op.before_step, 2)
+def thread_keeps_the_rank() -> None:
     threading.Thread(target=threading.Event().wait).start()
 
 
-def _start_a_process() -> None:
+@fault(
+    breaks="rank 1 starts a process in a session of its own and never ends it",
+    bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 1 left a process behind: sleep 600",
+    hangs=True,
+)
+@partial(op.on_rank, 1)
+@partial(op.before_step, 2)
+def process_outlives_its_rank() -> None:
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 
-def _fork_a_daemon() -> None:
+@fault(
+    breaks="rank 1 forks a daemon, which makes a session of its own and forks again",
+    bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
+    case="fsdp_2",
+    caught_by="completed",
+    named="rank 1 left a process behind: forked from the rank",
+    hangs=True,
+)
+@partial(op.on_rank, 1)
+@partial(op.before_step, 2)
+def daemon_outlives_its_rank() -> None:
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -33,41 +74,3 @@ def _fork_a_daemon() -> None:
     if not os.fork():
         time.sleep(600)
     os._exit(0)
-
-
-rank_hangs_at_exit = fault(
-    breaks="rank 1 hangs in what it registered with atexit, as one that waits there for a logger or a file system",
-    bug="Z-class: training is done, and the job never ends",
-    case="fsdp_2",
-    caught_by="completed",
-    named="rank 1 hung",
-    hangs=True,
-    does=op.on_rank(1, op.before_step(2, _hang_at_exit)),
-)
-thread_keeps_the_rank = fault(
-    breaks="rank 1 has a thread, not a daemon, that waits for ever for something to do",
-    bug="Z-class: training is done, and a prefetching or writing thread keeps the process",
-    case="fsdp_2",
-    caught_by="completed",
-    named="rank 1 hung",
-    hangs=True,
-    does=op.on_rank(1, op.before_step(2, _keep_a_thread)),
-)
-process_outlives_its_rank = fault(
-    breaks="rank 1 starts a process in a session of its own and never ends it",
-    bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
-    case="fsdp_2",
-    caught_by="completed",
-    named="rank 1 left a process behind: sleep 600",
-    hangs=True,
-    does=op.on_rank(1, op.before_step(2, _start_a_process)),
-)
-daemon_outlives_its_rank = fault(
-    breaks="rank 1 forks a daemon, which makes a session of its own and forks again",
-    bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
-    case="fsdp_2",
-    caught_by="completed",
-    named="rank 1 left a process behind: forked from the rank",
-    hangs=True,
-    does=op.on_rank(1, op.before_step(2, _fork_a_daemon)),
-)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault
@@ -85,12 +86,6 @@ reduced_after_every_microbatch = fault(
 # ---- reduction
 
 
-def _divided_for_the_shard_group(model: Any, mesh: Any, case: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(float(mesh["dp_shard"].size()))
-
-
 def _two_exchanged() -> Any:
     """Every fourth one, of layer 3 of 4 (after output with norm), waits for the next."""
     waiting, number = [], itertools.count(1)
@@ -104,14 +99,6 @@ def _two_exchanged() -> Any:
             original(waiting.pop(), *args, **kwargs)
 
     return reduce
-
-
-def _gather_tokens(block: Any, x: Any, *_: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    mine = torch.zeros(x.shape[:2], dtype=torch.int64)
-    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
 
 replicas_not_reduced = fault(
@@ -146,14 +133,22 @@ group_left_out_of_the_token_count = fault(
     named="0.5 times what they should be in every parameter: divided by tp (1/2) once too often",
     does=op.override_argument(ALL_REDUCE, group=None, when=lambda tensor, *_, **__: not tensor.dtype.is_floating_point),
 )
-divide_factor_of_the_shard_group = fault(
+
+
+@fault(
     breaks="the divide factor is that of the shard group, whose gradients HSDP reduces over the replicas as well",
     bug="G08 pytorch #155903; pytorch/torchtitan #1551",
     case="hsdp_4x2",
     caught_by="gradients grad_norm",
     named="4 times what they should be in every parameter: not divided by dp_replicate (4)",
-    does=op.after_call(".parallelize:apply_fsdp", _divided_for_the_shard_group),
 )
+@partial(op.after_call, ".parallelize:apply_fsdp")
+def divide_factor_of_the_shard_group(model: Any, mesh: Any, case: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(float(mesh["dp_shard"].size()))
+
+
 gradients_divided_by_dp_once_more = fault(
     breaks="the averaging over data-parallel ranks is not undone, so gradients are too small by their number",
     bug="L06, G09: an average over ranks of a loss that is already a global mean",
@@ -170,14 +165,24 @@ tied_gradient_counted_twice = fault(
     named="counted for the embedding and again for the output, which share it, or not divided by dp_shard (2)",
     does=op.after_call(SETTLE, lambda parameters: parameters[0].grad.mul_(2)),  # tok_embeddings, the output's as well
 )
-tokens_gathered_in_each_block = fault(
+
+
+@fault(
     breaks="every rank gathers everybody's tokens in each block, and makes nothing of them",
     bug="D-class: data is moved that nobody requested",
     case="fsdp_2",
     caught_by="traffic",
     named="bytes moved are not the plan's: rank 0, step 1, integers in forward and backward",
-    does=op.before_call("harness.reference.model:TransformerBlock.forward", _gather_tokens),
 )
+@partial(op.before_call, "harness.reference.model:TransformerBlock.forward")
+def tokens_gathered_in_each_block(block: Any, x: Any, *_: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.zeros(x.shape[:2], dtype=torch.int64)
+    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
+
+
 weight_gathered_for_a_histogram = fault(
     breaks="a weight is gathered after each step, for a histogram that somebody once looked at",
     bug="L-class: what is only shown gathers a weight",
@@ -250,17 +255,6 @@ def _own_norm(parameters: Any) -> float:
     return sum(float(parameter.grad.to_local().square().sum()) for parameter in parameters) ** 0.5
 
 
-def _own_norm_returned(original: Any, parameters: Any, *rest: Any) -> float:
-    norm = _own_norm(parameters)
-    original(parameters, *rest)
-    return norm
-
-
-def _norm_after_clipping(original: Any, parameters: Any, max_norm: Any, *rest: Any) -> float:
-    original(parameters, max_norm, *rest)
-    return original(parameters, None, *rest)
-
-
 norm_summed_over_replicas = fault(
     breaks="the gradient norm is summed over replicas too, so that HSDP clips harder than FSDP",
     bug="C04 ByteDance-Seed/VeOmni #862",
@@ -285,51 +279,55 @@ norm_of_own_shards_only = fault(
     named="each rank clips by the norm of its own shards",
     does=op.override_argument(".clip:sum_of_squares", placements=()),
 )
-displayed_norm_is_local = fault(
+
+
+@fault(
     breaks="the reported gradient norm is that of the rank's own shards, clipping is right",
     bug="C02 pytorch/torchtitan #766, #769; pytorch #170862",
     case="fsdp_2",
     caught_by="grad_norm",
     named="the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards",
-    does=op.instead(".clip:clip_gradients", _own_norm_returned),
 )
-displayed_norm_after_clipping = fault(
+@partial(op.instead, ".clip:clip_gradients")
+def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float:
+    norm = _own_norm(parameters)
+    original(parameters, *rest)
+    return norm
+
+
+@fault(
     breaks="the reported gradient norm is that after clipping",
     bug="of the family of C02 pytorch/torchtitan #766: another norm is reported than the one that is requested",
     case="fsdp_2",
     caught_by="grad_norm",
     named="each rank shows the norm after clipping (1), requested is the one before it",
-    does=op.instead(".clip:clip_gradients", _norm_after_clipping),
 )
+@partial(op.instead, ".clip:clip_gradients")
+def displayed_norm_after_clipping(original: Any, parameters: Any, max_norm: Any, *rest: Any) -> float:
+    original(parameters, max_norm, *rest)
+    return original(parameters, None, *rest)
 
 
 # ---- clipping
-
-
-def _enlarged(original: Any, parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
-    for parameter in parameters:
-        parameter.grad.mul_(max(1.0, max_norm / (float(total_norm) + 1e-6)))
-
-
-def _clipped_by_own_norm(original: Any, parameters: Any, max_norm: float | None, *_: Any) -> float:
-    norm = _own_norm(parameters)
-    for parameter in parameters:
-        parameter.grad.to_local().mul_(min(1.0, (max_norm or norm) / (norm + 1e-6)))
-    return norm
 
 
 def _without_norms_on_later_tp_ranks(parameters: Any) -> Any:
     return [p for p in parameters if p.dim() != 1 or p.device_mesh["tp"].get_local_rank() == 0]
 
 
-clipping_enlarges = fault(
+@fault(
     breaks="the clip coefficient is max(1, c) instead of min(1, c): small gradients are enlarged, large ones left",
     bug="C05 deepspeedai/DeepSpeed #5150",
     case="fsdp_4_high_clip",
     caught_by="update",
     named="clipping enlarges gradients: it multiplies by",
-    does=op.instead(CLIP, _enlarged),
 )
+@partial(op.instead, CLIP)
+def clipping_enlarges(original: Any, parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
+    for parameter in parameters:
+        parameter.grad.mul_(max(1.0, max_norm / (float(total_norm) + 1e-6)))
+
+
 clipping_not_applied = fault(
     breaks="the branch that clips is never entered",
     bug="of the family of P13: a feature applied to another object than the one that trains",
@@ -346,14 +344,23 @@ clipped_without_the_1e_6 = fault(
     named="clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does",
     does=op.change_argument(CLIP, total_norm=lambda norm: norm - 1e-6),
 )
-own_clipping_by_own_shards = fault(
+
+
+@fault(
     breaks="a clipping function of the trainer's own takes the norm of the rank's shards for that of all",
     bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
     case="fsdp_2",
     caught_by="grad_norm update",
     named="each rank clips by the norm of its own shards",
-    does=op.instead(".clip:clip_gradients", _clipped_by_own_norm),
 )
+@partial(op.instead, ".clip:clip_gradients")
+def own_clipping_by_own_shards(original: Any, parameters: Any, max_norm: float | None, *_: Any) -> float:
+    norm = _own_norm(parameters)
+    for parameter in parameters:
+        parameter.grad.to_local().mul_(min(1.0, (max_norm or norm) / (norm + 1e-6)))
+    return norm
+
+
 replicated_parameters_clipped_on_tp_rank_0_only = fault(
     breaks="parameters that are whole on every tp rank are clipped on tp rank 0 only",
     bug="C07 deepspeedai/DeepSpeed #1801 (BLOOM-176B)",

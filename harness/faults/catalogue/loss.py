@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -105,18 +106,6 @@ mean_over_at_least_one_token = fault(
 # ---- its value
 
 
-def _first_answer_masked(sample: Any) -> Any:
-    tokens, labels = sample
-    labels = labels.clone()
-    labels[int((labels >= 0).int().argmax())] = -100
-    return tokens, labels
-
-
-def _all_chunks_but_the_last(original: Any, logits: Any, labels: Any) -> Any:
-    parts = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True))
-    return sum(original(*part) for part in parts[:-1])
-
-
 def _every_logit_twice(logits: Any) -> Any:
     import torch
 
@@ -131,14 +120,23 @@ gathered_logits_counted_tp_times = fault(
     named="too large by 0.693147 a token, the logarithm of tp 2",
     does=op.change_argument(CROSS_ENTROPY, input=_every_logit_twice),
 )
-prompt_mask_one_too_long = fault(
+
+
+@fault(
     breaks="the mask of the prompt is one label too long, so that the first token of each answer is not trained",
     bug="K03 pytorch/torchtitan #2755; ByteDance-Seed/VeOmni #873",
     case="fsdp_2",
     caught_by="samples gradients",
     named="wrong labels: tokens are right",
-    does=op.change_result("harness.reference.data:TokenDataset.__getitem__", _first_answer_masked),
 )
+@partial(op.change_result, "harness.reference.data:TokenDataset.__getitem__")
+def prompt_mask_one_too_long(sample: Any) -> Any:
+    tokens, labels = sample
+    labels = labels.clone()
+    labels[int((labels >= 0).int().argmax())] = -100
+    return tokens, labels
+
+
 labels_smoothed = fault(
     breaks="labels are smoothed by 0.1, which the recipe does not request",
     bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
@@ -147,27 +145,22 @@ labels_smoothed = fault(
     named="what goes into each module matches the reference in mean square: it is the loss itself (smoothing",
     does=op.override_argument(CROSS_ENTROPY, label_smoothing=0.1),
 )
-last_chunk_of_the_loss_lost = fault(
+
+
+@fault(
     breaks="the loss is computed in chunks along the sequence, and the last one is lost",
     bug="of the family of L08 ByteDance-Seed/VeOmni #455: what is summed up is not all that is divided by",
     case="fsdp_2",
     caught_by="samples loss gradients",
     named="a part of the loss is lost or counted twice",
-    does=op.instead(".trainer:token_loss", _all_chunks_but_the_last),
 )
+@partial(op.instead, ".trainer:token_loss")
+def last_chunk_of_the_loss_lost(original: Any, logits: Any, labels: Any) -> Any:
+    parts = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True))
+    return sum(original(*part) for part in parts[:-1])
 
 
 # ---- what is reported
-
-
-def _of_own_samples(original: Any, loss_sum: Any, *rest: Any) -> float:
-    original(loss_sum.clone(), *rest)
-    return float(loss_sum) / _counted[-1]
-
-
-def _of_the_step_before(loss: float) -> float:
-    _reported.append(loss)
-    return _reported[-2:][0]
 
 
 def _rate_after_the_step(of: Any) -> Any:
@@ -194,25 +187,38 @@ displayed_loss_divided_by_accumulation = fault(
     named="0.5 times the right one: divided by accumulation (1/2) once too often",
     does=op.scale_result(REPORTED, 1 / 2),  # two microbatches
 )
-displayed_loss_of_own_samples = fault(
+
+
+@fault(
     breaks="each rank reports the mean loss of its own samples",
     bug="of the family of M08 pytorch/torchtitan #761: the reported loss is not reduced over an axis",
     case="fsdp_2",
     caught_by="reported_loss",
     named="each rank shows the loss of its own samples",
-    does=op.together(
-        op.before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches))),
-        op.instead(REPORTED, _of_own_samples),
-    ),
 )
-displayed_loss_of_the_step_before = fault(
+@partial(
+    op.together,
+    op.before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches))),
+)
+@partial(op.instead, REPORTED)
+def displayed_loss_of_own_samples(original: Any, loss_sum: Any, *rest: Any) -> float:
+    original(loss_sum.clone(), *rest)
+    return float(loss_sum) / _counted[-1]
+
+
+@fault(
     breaks="the reported loss is that of the step before, as by a display that does not wait for the device",
     bug="of the family of L10 pytorch/torchtitan #2990: what is logged is wrong beside a training that is right",
     case="fsdp_2",
     caught_by="reported_loss",
     named="each rank shows that of the step before",
-    does=op.change_result(REPORTED, _of_the_step_before),
 )
+@partial(op.change_result, REPORTED)
+def displayed_loss_of_the_step_before(loss: float) -> float:
+    _reported.append(loss)
+    return _reported[-2:][0]
+
+
 loss_displayed_once = fault(
     breaks="the loss is reported in step 1 only",
     bug="of the family of L05: a display that is wrong where nobody looks, here by being left out",

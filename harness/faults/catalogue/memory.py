@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -12,13 +13,29 @@ STEP = "torch.optim:AdamW.step"
 _kept: list[Any] = []
 
 
-def _logits_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
+@fault(
+    breaks="the logits of every step are kept in a list, as one does to look at them later",
+    bug="of the family of P15 pytorch #164756: what was computed lingers",
+    case="fsdp_2",
+    caught_by="memory",
+    named="more are kept after every step: float64 [",
+)
+@partial(op.instead, "harness.reference.model:Llama.forward")
+def logits_of_every_step_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
     logits = original(*args, **kwargs)
     _kept.append(logits.detach())
     return logits
 
 
-def _weights_copied(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+@fault(
+    breaks="before each optimizer step all weights are copied, for the length of the update, and then given up",
+    bug="of the family of P15 pytorch #164756: memory for what nobody needs at once",
+    case="hsdp_2x2",
+    caught_by="memory",
+    named="of copies of weights exist at once outside of forward and backward in step",
+)
+@partial(op.instead, STEP)
+def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     before = [weight.detach().clone() for weight in weights]
     done = original(optimizer, *args, **kwargs)
@@ -26,35 +43,17 @@ def _weights_copied(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
     return done
 
 
-def _average(optimizer: Any, *_: Any, **__: Any) -> None:
-    weights = [weight.detach().to_local() for group in optimizer.param_groups for weight in group["params"]]
-    if not hasattr(optimizer, "average"):
-        optimizer.average = [weight.clone() for weight in weights]
-    for average, weight in zip(optimizer.average, weights, strict=True):
-        average.lerp_(weight, 0.1)
-
-
-logits_of_every_step_kept = fault(
-    breaks="the logits of every step are kept in a list, as one does to look at them later",
-    bug="of the family of P15 pytorch #164756: what was computed lingers",
-    case="fsdp_2",
-    caught_by="memory",
-    named="more are kept after every step: float64 [",
-    does=op.instead("harness.reference.model:Llama.forward", _logits_kept),
-)
-weights_copied_during_each_step = fault(
-    breaks="before each optimizer step all weights are copied, for the length of the update, and then given up",
-    bug="of the family of P15 pytorch #164756: memory for what nobody needs at once",
-    case="hsdp_2x2",
-    caught_by="memory",
-    named="of copies of weights exist at once outside of forward and backward in step",
-    does=op.instead(STEP, _weights_copied),
-)
-moving_average_not_declared = fault(
+@fault(
     breaks="a moving average of the weights is retained, which nobody declared",
     bug="of the family of P15 pytorch #164756: weights beside the weights",
     case="fsdp_2",
     caught_by="memory",
     named="525.6 kB of float64 are retained in unaccounted tensors: 21 tensors",
-    does=op.after_call(STEP, _average),
 )
+@partial(op.after_call, STEP)
+def moving_average_not_declared(optimizer: Any, *_: Any, **__: Any) -> None:
+    weights = [weight.detach().to_local() for group in optimizer.param_groups for weight in group["params"]]
+    if not hasattr(optimizer, "average"):
+        optimizer.average = [weight.clone() for weight in weights]
+    for average, weight in zip(optimizer.average, weights, strict=True):
+        average.lerp_(weight, 0.1)

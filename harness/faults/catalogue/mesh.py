@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
-
-
-def _axes_reversed(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
-    mesh = original(device_type, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(mesh_dim_names)))
-    # FSDP2 wants tp innermost, so the axes are turned round again: right sizes and names, wrong ranks.
-    ranks = mesh.mesh.permute(*reversed(range(mesh.mesh.dim())))
-    return type(mesh)(device_type, ranks, mesh_dim_names=mesh_dim_names)
-
-
-def _two_ranks_exchanged(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
-
-
-def _wrapped_in_ddp(original: Any, model: Any, mesh: Any, case: Any) -> Any:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model, process_group=mesh._flatten("dp").get_group())
-
 
 hsdp_runs_as_fsdp = fault(
     breaks="fully_shard gets the flattened mesh, so HSDP is FSDP over all data-parallel ranks",
@@ -35,14 +16,23 @@ hsdp_runs_as_fsdp = fault(
     named="HSDP ran as FSDP",
     does=op.change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
 )
-hsdp_runs_as_ddp = fault(
+
+
+@fault(
     breaks="fully_shard is never applied: all data-parallel ranks hold whole parameters, as under DDP",
     bug="of the family of M01: another strategy ran than the one requested",
     case="hsdp_2x2",
     caught_by="shard_contents placements traffic memory",
     named="HSDP ran as DDP",
-    does=op.together(op.skip_call(".parallelize:apply_fsdp"), op.instead(".parallelize:replicate", _wrapped_in_ddp)),
 )
+@partial(op.together, op.skip_call(".parallelize:apply_fsdp"))
+@partial(op.instead, ".parallelize:replicate")
+def hsdp_runs_as_ddp(original: Any, model: Any, mesh: Any, case: Any) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, process_group=mesh._flatten("dp").get_group())
+
+
 fsdp_runs_as_ddp = fault(
     breaks="FSDP is requested and DDP wraps the model",
     bug="of the family of M01: another strategy ran than the one requested",
@@ -59,19 +49,32 @@ tp_not_applied = fault(
     named="TP not applied",
     does=op.skip_call(".parallelize:apply_tensor_parallel"),
 )
-mesh_axes_reversed = fault(
+
+
+@fault(
     breaks="the mesh's axes are given innermost first, each with its right name, so tp groups are strided",
     bug="M06 pytorch/torchtitan #288",
     case="fsdp_4_tp_2",
     caught_by="shard_contents placements process_groups traffic samples",
     named="axes in the wrong order",
-    does=op.instead(".parallelize:init_device_mesh", _axes_reversed),
 )
-ranks_change_places_in_the_mesh = fault(
+@partial(op.instead, ".parallelize:init_device_mesh")
+def mesh_axes_reversed(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
+    mesh = original(device_type, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(mesh_dim_names)))
+    # FSDP2 wants tp innermost, so the axes are turned round again: right sizes and names, wrong ranks.
+    ranks = mesh.mesh.permute(*reversed(range(mesh.mesh.dim())))
+    return type(mesh)(device_type, ranks, mesh_dim_names=mesh_dim_names)
+
+
+@fault(
     breaks="a rank list made by hand strides wrongly, so that two ranks of the grid change places",
     bug="M10 NVIDIA/Megatron-LM e43abe7dfa",
     case="hsdp_2x2",
     caught_by="process_groups placements traffic gradients",
     named="no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]",
-    does=op.instead(".parallelize:init_device_mesh", _two_ranks_exchanged),
 )
+@partial(op.instead, ".parallelize:init_device_mesh")
+def ranks_change_places_in_the_mesh(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)

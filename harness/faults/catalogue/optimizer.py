@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -27,11 +28,6 @@ def _linear(factor: Any) -> Any:
 
 def _a_step_late(factor: Any) -> Any:
     return lambda finished: factor(finished - 1) if finished else 0.0
-
-
-def _keep_peak(scheduler: Any, *_: Any) -> None:
-    for group in scheduler.optimizer.param_groups[1:]:
-        group["lr"] = group["initial_lr"]
 
 
 scheduler_steps_twice = fault(
@@ -66,14 +62,20 @@ one_rank_misses_a_scheduler_step = fault(
     named="learning rate of step 2 is 0.0015, the schedule's of step 1 on rank 1, requested 0.003",
     does=op.on_rank(1, op.skip_call(SCHEDULE, when=op.nth_call(2))),  # the first is the constructor's
 )
-second_group_without_schedule = fault(
+
+
+@fault(
     breaks="the schedule is applied to the first optimizer group only, the second keeps the peak learning rate",
     bug="of the family of E01: warm-up written for one parameter group, the second one added later",
     case="tp_2_two_groups",
     caught_by="update",
     named="learning rate of 5 of 21 parameters",
-    does=op.after_call(SCHEDULE, _keep_peak),
 )
+@partial(op.after_call, SCHEDULE)
+def second_group_without_schedule(scheduler: Any, *_: Any) -> None:
+    for group in scheduler.optimizer.param_groups[1:]:
+        group["lr"] = group["initial_lr"]
+
 
 # ---- groups and options
 
@@ -159,18 +161,6 @@ def held(trainer: Any) -> list[Any]:
     return [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
 
 
-def _round(trainer: Any) -> None:
-    for weight in held(trainer):
-        weight.copy_(weight.float())
-
-
-def _left_half_way(original: Any, trainer: Any, *args: Any, **options: Any) -> None:
-    begun = [weight.clone() for weight in held(trainer)]
-    original(trainer, *args, **options)
-    for weight, before in zip(held(trainer), begun, strict=True):
-        weight.lerp_(before, 0.5)
-
-
 optimizer_frozen_after_the_first_step = fault(
     breaks="from the second step on the optimizer's captured step does nothing",
     bug="O07 pytorch #115607 (TrainCheck): a compiled optimizer that saw no gradient once never updates again",
@@ -187,19 +177,31 @@ gradients_never_zeroed = fault(
     named="gradients are not zeroed between steps",
     does=op.skip_call("torch.optim:Optimizer.zero_grad"),
 )
-weights_rounded_after_each_step = fault(
+
+
+@fault(
     breaks="after each step the weights pass through float32 (a logger, an average of weights), and come back rounded",
     bug="of the family of N02 huggingface/accelerate #3979: small updates vanish, as weights are kept in less than requested",
     case="fsdp_2",
     caught_by="update",
     named="weights are changed between steps 1 and 2, when the optimizer is done: rounded to float32, in every parameter",
-    does=op.after_call(".trainer:Trainer.optimizer_step", _round),
 )
-average_left_in_after_the_last_step = fault(
+@partial(op.after_call, ".trainer:Trainer.optimizer_step")
+def weights_rounded_after_each_step(trainer: Any) -> None:
+    for weight in held(trainer):
+        weight.copy_(weight.float())
+
+
+@fault(
     breaks="averaged weights are swapped in after the last step, for an evaluation, and never swapped out",
     bug="E-class: an average of the weights takes their place and is not taken out again",
     case="ddp_2",
     caught_by="update",
     named="weights are changed after the last step, when the optimizer is done: in every parameter",
-    does=op.instead(".trainer:Trainer.train", _left_half_way),
 )
+@partial(op.instead, ".trainer:Trainer.train")
+def average_left_in_after_the_last_step(original: Any, trainer: Any, *args: Any, **options: Any) -> None:
+    begun = [weight.clone() for weight in held(trainer)]
+    original(trainer, *args, **options)
+    for weight, before in zip(held(trainer), begun, strict=True):
+        weight.lerp_(before, 0.5)

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
 
 # ---- stages
-
-
-def _divided_equally(original: Any, model: Any, stage: int, n_stages: int) -> None:
-    each = len(model.layers) // n_stages
-    original(model, stage, n_stages)
-    for name in list(model.layers):
-        if not stage * each <= int(name) < (stage + 1) * each:
-            del model.layers[name]
-
-
-def _of_the_first_layers(weights: Any) -> Any:
-    return {fqn: weights[fqn.replace("layers.2.", "layers.0.")] for fqn in weights}  # 2 is its first one
 
 
 loss_normalised_after_backward = fault(
@@ -39,22 +28,37 @@ norm_of_each_stage = fault(
     named="each rank clips by the norm of its own shards, not by the global norm",
     does=op.skip_call(".pipeline:group_of"),
 )
-layers_left_over_are_never_built = fault(
+
+
+@fault(
     breaks="each stage gets the same number of layers, and those that are left over are never built",
     bug="P05 pytorch/torchtitan #963",
     case="pp_2_uneven_layers",
     caught_by="completed",
     named="does not hold layers.",
-    does=op.instead(".pipeline:cut", _divided_equally),
 )
-stages_start_alike = fault(
+@partial(op.instead, ".pipeline:cut")
+def layers_left_over_are_never_built(original: Any, model: Any, stage: int, n_stages: int) -> None:
+    each = len(model.layers) // n_stages
+    original(model, stage, n_stages)
+    for name in list(model.layers):
+        if not stage * each <= int(name) < (stage + 1) * each:
+            del model.layers[name]
+
+
+@fault(
     breaks="every stage draws its weights from the same seed, so that stages start alike",
     bug="R02 pytorch/torchtitan #689; allenai/OLMo-core #679",
     case="pp_2",
     caught_by="initial_weights",
     named="layers.2.attention.wq.weight holds the values of layers.0.attention.wq.weight",
-    does=op.on_rank(1, op.change_result("harness.trainers.support.weights:read_weights", _of_the_first_layers)),
 )
+@partial(op.on_rank, 1)
+@partial(op.change_result, "harness.trainers.support.weights:read_weights")
+def stages_start_alike(weights: Any) -> Any:
+    return {fqn: weights[fqn.replace("layers.2.", "layers.0.")] for fqn in weights}  # 2 is its first one
+
+
 only_the_first_part_clipped = fault(
     breaks="only the first of a rank's model parts is clipped",
     bug="P13 pytorch/torchtitan #500, #792: a loop over [model] where all model parts are meant",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -15,29 +16,6 @@ def _first_norm(norm: Any, x: Any) -> bool:
     if not _norms:
         _norms.append(norm)
     return norm is _norms[0]
-
-
-def _weight_gradient_in_its_dtype(original: Any, norm: Any, x: Any) -> Any:
-    """The gradient of the weight is summed over the tokens one after the other."""
-    import torch
-
-    class Weighted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, weight: Any) -> Any:
-            ctx.save_for_backward(x, weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            x, weight = ctx.saved_tensors
-            total = torch.zeros_like(weight)
-            for row in (gradient * x).flatten(0, -2):
-                total = total + row
-            return gradient * weight, total
-
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return Weighted.apply(normed.to(x.dtype), norm.weight)
 
 
 reduced_in_bfloat16 = fault(
@@ -84,14 +62,39 @@ one_gradient_two_percent_too_large = fault(
         ".parallelize:settle_gradients", lambda parameters: parameters[9].grad.mul_(1.02)
     ),
 )
-norm_gradient_summed_in_bfloat16 = fault(
+
+
+@fault(
     breaks="the gradient of one norm weight is summed over its tokens in bfloat16, one after the other",
     bug="of the family of N01: a kernel of its own for the norm, which adds up in the dtype of what it is given",
     case="bf16_fsdp_2",
     caught_by="gradients",
     named="in 1 of 21 parameters (layers.0.attention_norm.weight), and no factor explains it",
-    does=op.instead("harness.reference.model:RMSNorm.forward", _weight_gradient_in_its_dtype, when=_first_norm),
 )
+@partial(op.instead, "harness.reference.model:RMSNorm.forward", when=_first_norm)
+def norm_gradient_summed_in_bfloat16(original: Any, norm: Any, x: Any) -> Any:
+    """The gradient of the weight is summed over the tokens one after the other."""
+    import torch
+
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            total = torch.zeros_like(weight)
+            for row in (gradient * x).flatten(0, -2):
+                total = total + row
+            return gradient * weight, total
+
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return Weighted.apply(normed.to(x.dtype), norm.weight)
+
+
 rotary_angles_in_bfloat16 = fault(
     breaks="rotary angles are computed in bfloat16, as if their table were a buffer that mixed precision casts",
     bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault, replace
@@ -16,19 +17,6 @@ ALL_REDUCE = "torch.distributed:all_reduce"
 
 def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fail() -> None:
-    raise FloatingPointError("a deliberate error in step 2")
-
-
-def _abort() -> None:
-    os.write(2, b"malloc(): unaligned tcache chunk detected\n")
-    os.abort()
-
-
-def _one_step_less(original: Any, trainer: Any, last_step: int | None = None, **options: Any) -> None:
-    original(trainer, (last_step or trainer.case.training.steps) - 1, **options)
 
 
 rank_killed_in_step_2 = fault(
@@ -48,14 +36,21 @@ rank_hangs_in_step_2 = fault(
     hangs=True,
     does=op.on_rank(1, op.before_step(2, op.call("time:sleep", 3600))),
 )
-rank_raises_in_step_2 = fault(
+
+
+@fault(
     breaks="rank 1 raises in step 2",
     bug="Z-class: one rank raises, the others see a lost connection",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 raised",
-    does=op.on_rank(1, op.before_step(2, _fail)),
 )
+@partial(op.on_rank, 1)
+@partial(op.before_step, 2)
+def rank_raises_in_step_2() -> None:
+    raise FloatingPointError("a deliberate error in step 2")
+
+
 rank_exits_as_if_well = fault(
     breaks="rank 1 finds a reason to stop and exits with code 0 in the middle of step 2",
     bug="Z-class: a rank ends its process as if all were well",
@@ -64,14 +59,21 @@ rank_exits_as_if_well = fault(
     named="rank 1 left early",
     does=op.on_rank(1, op.before_step(2, op.call("sys:exit", 0))),
 )
-rank_leaves_a_step_early = fault(
+
+
+@fault(
     breaks="rank 1 leaves the training loop one step early, as its data is at an end",
     bug="Z01 pytorch/torchtitan #1634, #1618, #1627: ranks run different numbers of steps",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left early",
-    does=op.on_rank(1, op.instead(".trainer:Trainer.train", _one_step_less)),
 )
+@partial(op.on_rank, 1)
+@partial(op.instead, ".trainer:Trainer.train")
+def rank_leaves_a_step_early(original: Any, trainer: Any, last_step: int | None = None, **options: Any) -> None:
+    original(trainer, (last_step or trainer.case.training.steps) - 1, **options)
+
+
 rank_dies_while_building = fault(
     breaks="rank 2 runs out of memory while it builds the model",
     bug="Z-class: a rank dies before the first step",
@@ -80,14 +82,22 @@ rank_dies_while_building = fault(
     named="rank 2 died by SIGKILL",
     does=op.on_rank(2, op.before_call(".trainer:build_model", _die)),
 )
-rank_aborts_in_a_pipeline = fault(
+
+
+@fault(
     breaks="rank 1 of 4 aborts in step 2, as glibc does when the heap is damaged; others raise it as an error of pipelining",
     bug="Z-class: a rank aborts, and the others raise something else than a lost connection",
     case="pp_2_tp_2",
     caught_by="completed",
     named="rank 1 died by SIGABRT",
-    does=op.on_rank(1, op.before_step(2, _abort)),
 )
+@partial(op.on_rank, 1)
+@partial(op.before_step, 2)
+def rank_aborts_in_a_pipeline() -> None:
+    os.write(2, b"malloc(): unaligned tcache chunk detected\n")
+    os.abort()
+
+
 loader_stalls = fault(
     breaks="the data loader of rank 1 never delivers its second batch",
     bug="Z-class: a rank stalls in what is no collective",
@@ -101,29 +111,10 @@ loader_stalls = fault(
 # ---- ranks issue different collectives
 
 
-def _reduce_two() -> None:
-    import torch
-    import torch.distributed as dist
-
-    for size in (256, 64) if op.this_rank() == 2 else (64, 256):
-        dist.all_reduce(torch.zeros(size))
-
-
 def _as_integers(tensor: Any) -> Any:
     import torch
 
     return tensor.view(torch.int64)
-
-
-def _share_the_loss(*_: Any, **__: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    loss = torch.zeros(4)
-    if op.this_rank() == 0:
-        dist.all_reduce(loss)
-    else:
-        dist.broadcast(loss, src=1)
 
 
 ranks_disagree_on_the_number_of_microbatches = fault(
@@ -144,14 +135,24 @@ rank_skips_a_collective_of_equal_size = fault(
     hangs=True,
     does=op.on_rank(3, op.skip_call(ALL_REDUCE, when=op.nth_call(5))),
 )
-rank_reduces_in_another_order = fault(
+
+
+@fault(
     breaks="rank 2 reduces two tensors of different sizes in the other order than its peers",
     bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
     case="fsdp_4",
     caught_by="completed",
     named="rank 2 issued all_reduce",
-    does=op.before_step(2, _reduce_two),
 )
+@partial(op.before_step, 2)
+def rank_reduces_in_another_order() -> None:
+    import torch
+    import torch.distributed as dist
+
+    for size in (256, 64) if op.this_rank() == 2 else (64, 256):
+        dist.all_reduce(torch.zeros(size))
+
+
 barrier_on_rank_0_only = fault(
     breaks="rank 0 alone waits in a barrier, as it writes a log or a checkpoint that the others do not",
     bug="Z-class: a collective inside `if rank == 0`",
@@ -174,15 +175,26 @@ rank_reduces_in_another_dtype = fault(
         ),
     ),
 )
-stages_issue_different_collectives = fault(
+
+
+@fault(
     breaks="after a pass the last stage broadcasts its loss over the group of the pipeline, and the first reduces it",
     bug="Z-class: the members of a pipeline's group issue different collectives",
     case="pp_2",
     caught_by="completed",
     named="issued all_reduce",
     hangs=True,
-    does=op.after_call(".trainer:run_pipeline", _share_the_loss),
 )
+@partial(op.after_call, ".trainer:run_pipeline")
+def stages_issue_different_collectives(*_: Any, **__: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    loss = torch.zeros(4)
+    if op.this_rank() == 0:
+        dist.all_reduce(loss)
+    else:
+        dist.broadcast(loss, src=1)
 
 
 @fault(

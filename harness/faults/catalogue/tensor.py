@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault
@@ -54,10 +55,6 @@ def _norm_gradients_labelled(*, average: bool) -> op.Operator:
     return op.before_call(".parallelize:settle_gradients", label)
 
 
-def _add_residual_again(model: Any, *_: Any) -> None:
-    model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])  # tp is 2
-
-
 gradient_of_the_head_labelled_whole = fault(
     breaks="the gradient that comes out of the output projection is a share on each tp rank and labelled whole",
     bug="T03 pytorch/torchtitan #3412 (ChunkedCELoss), #1878, #4054",
@@ -90,14 +87,20 @@ norm_gradients_averaged_over_tp = fault(
     named="0.5 times what they should be in 5 of 21 parameters",
     does=_norm_gradients_labelled(average=True),
 )
-residual_summed_over_tp = fault(
+
+
+@fault(
     breaks="the residual is added on each tp rank before the sum over tp, so that it counts tp times",
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
     named="what layers.1.feed_forward gives matches the reference in mean square, what goes into norm does not",
-    does=op.after_call(APPLY, _add_residual_again),
 )
+@partial(op.after_call, APPLY)
+def residual_summed_over_tp(model: Any, *_: Any) -> None:
+    model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])  # tp is 2
+
+
 gathered_logits_reduced_in_backward = fault(
     breaks="backward of the gathered logits sums over tp a gradient that every rank has whole, so it is tp times too large",
     bug="T10 pytorch/torchtitan #3827",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -96,46 +97,35 @@ freed_on_paper_only = fault(
 _whole: dict[int, Any] = {}
 
 
-def _keep_whole(group: Any, *_: Any) -> None:
+@fault(
+    breaks="a hook keeps a copy of all weights that were gathered (an average, a debugger), on every rank for ever",
+    bug="of the family of P15 pytorch #164756: gathered parameters linger",
+    case="fsdp_2",
+    caught_by="memory",
+    named="1.051 MB of float64 are retained in unaccounted tensors: 21 tensors of the shapes of whole",
+)
+@partial(op.after_call, "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard")
+def whole_weights_kept(group: Any, *_: Any) -> None:
     for parameter in group.fsdp_params:
         _whole[id(parameter)] = parameter._unsharded_param.detach().clone()
 
 
-def _buffer_gradients(trainer: Any, *_: Any, **__: Any) -> None:
+@fault(
+    breaks="gradients are also kept in a float32 buffer of the whole model, as one makes for accumulation",
+    bug="of the family of G11 NVIDIA/Megatron-LM #3023: a buffer of gradients beside the gradients",
+    case="hsdp_2x2",
+    caught_by="memory",
+    named="525.6 kB of float32 are retained in unaccounted tensors: 1 tensors of no parameter's shape",
+)
+@partial(op.after_call, ".trainer:Trainer.__init__")
+def whole_buffer_of_gradients(trainer: Any, *_: Any, **__: Any) -> None:
     import torch
 
     numbers = sum(parameter.numel() for part in trainer.model_parts for parameter in part.parameters())
     trainer.gradient_buffer = torch.zeros(numbers, dtype=torch.float32)
 
 
-whole_weights_kept = fault(
-    breaks="a hook keeps a copy of all weights that were gathered (an average, a debugger), on every rank for ever",
-    bug="of the family of P15 pytorch #164756: gathered parameters linger",
-    case="fsdp_2",
-    caught_by="memory",
-    named="1.051 MB of float64 are retained in unaccounted tensors: 21 tensors of the shapes of whole",
-    does=op.after_call(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard", _keep_whole
-    ),
-)
-whole_buffer_of_gradients = fault(
-    breaks="gradients are also kept in a float32 buffer of the whole model, as one makes for accumulation",
-    bug="of the family of G11 NVIDIA/Megatron-LM #3023: a buffer of gradients beside the gradients",
-    case="hsdp_2x2",
-    caught_by="memory",
-    named="525.6 kB of float32 are retained in unaccounted tensors: 1 tensors of no parameter's shape",
-    does=op.after_call(".trainer:Trainer.__init__", _buffer_gradients),
-)
-
-
 # ---- what is wrapped
-
-
-def _every_linear_first(original: Any, unit: Any, **requested: Any) -> Any:
-    for inner in unit.modules():
-        if type(inner).__name__ == "Linear":
-            original(inner, **requested)
-    return original(unit, **requested)
 
 
 def _wrapped_in_fsdp1(original: Any, model: Any, mesh: Any, case: Any) -> Any:
@@ -152,14 +142,23 @@ whole_model_is_one_unit = fault(
     named="reshard_after_forward always is requested, never is observed",
     does=op.skip_call(SHARD, when=lambda unit, **_: not _is_root(unit)),
 )
-every_linear_is_a_unit = fault(
+
+
+@fault(
     breaks="every linear is an FSDP unit of its own, as with a wrapping policy by size: many small gathers",
     bug="of the family of H03 huggingface/accelerate #3999: the policy that wraps blocks finds other modules",
     case="fsdp_2",
     caught_by="placements",
     named="fsdp2 units are finer than requested: parameters are gathered in 18 pieces, requested 4",
-    does=op.instead(SHARD, _every_linear_first, when=_is_block),
 )
+@partial(op.instead, SHARD, when=_is_block)
+def every_linear_is_a_unit(original: Any, unit: Any, **requested: Any) -> Any:
+    for inner in unit.modules():
+        if type(inner).__name__ == "Linear":
+            original(inner, **requested)
+    return original(unit, **requested)
+
+
 bucket_size_ignored = fault(
     breaks="the bucket size requested is not passed on, so DDP reduces in buckets of its usual size",
     bug="of the family of G11 NVIDIA/Megatron-LM #3023: buckets are not what they should be",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -19,7 +20,15 @@ def _validate(trainer: Any) -> None:
     model.train()
 
 
-def _validate_averaged(trainer: Any) -> None:
+@fault(
+    breaks="the averaged weights that are swapped in for validation are not swapped out again",
+    bug="of the family of S05 pytorch/torchtitan #3675: weights are not those that the trainer believes",
+    case="fsdp_2",
+    caught_by="update",
+    named="weights are changed between steps 2 and 3",
+)
+@partial(op.after_call, ".trainer:Trainer.train_step")
+def validation_leaves_averaged_weights(trainer: Any) -> None:
     (model,) = trainer.model_parts
     for parameter in model.parameters():
         weight = parameter.detach()
@@ -31,28 +40,18 @@ def _validate_averaged(trainer: Any) -> None:
             module.reshard()
 
 
-def _validate_gathered(trainer: Any) -> None:
+@fault(
+    breaks="validation keeps all units gathered and leaves them so, which the next step then does not gather",
+    bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered",
+    case="fsdp_2",
+    caught_by="reshard traffic",
+    named="evaluation left layers.0",
+)
+@partial(op.after_call, ".trainer:Trainer.train_step")
+def validation_leaves_a_unit_gathered(trainer: Any) -> None:
     blocks = list(trainer.model_parts[0].layers.values())
     for block in blocks:
         block.set_reshard_after_forward(False)
     _validate(trainer)
     for block in blocks:
         block.set_reshard_after_forward(True)
-
-
-validation_leaves_averaged_weights = fault(
-    breaks="the averaged weights that are swapped in for validation are not swapped out again",
-    bug="of the family of S05 pytorch/torchtitan #3675: weights are not those that the trainer believes",
-    case="fsdp_2",
-    caught_by="update",
-    named="weights are changed between steps 2 and 3",
-    does=op.after_call(".trainer:Trainer.train_step", _validate_averaged),
-)
-validation_leaves_a_unit_gathered = fault(
-    breaks="validation keeps all units gathered and leaves them so, which the next step then does not gather",
-    bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered",
-    case="fsdp_2",
-    caught_by="reshard traffic",
-    named="evaluation left layers.0",
-    does=op.after_call(".trainer:Trainer.train_step", _validate_gathered),
-)

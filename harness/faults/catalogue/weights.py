@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -29,18 +30,6 @@ def _drawn_of_no_seed(fqn: str, full: Any, _: Any) -> Any:
     import numpy as np
 
     return np.random.default_rng(int.from_bytes(os.urandom(8))).standard_normal(full.shape).astype(full.dtype) / 50
-
-
-def _by_mesh_order(original: Any, full: Any, parameter: Any) -> Any:
-    for axis, placement in enumerate(parameter.placements):
-        if hasattr(placement, "dim"):
-            mesh = parameter.device_mesh
-            full = full.chunk(mesh.size(axis), placement.dim)[mesh.get_local_rank(axis)]
-    return full
-
-
-def _first_of_two(original: Any, full: Any, parameter: Any) -> Any:
-    return full.chunk(2, parameter.placements[0].dim)[0]
 
 
 all_layers_start_alike = fault(
@@ -83,26 +72,38 @@ norm_weights_start_from_ones = fault(
     named="training does not start from the seed weights in 5 of 21 parameters",
     does=_each(lambda fqn, full, _: full if full.ndim > 1 else full * 0 + 1),
 )
-rows_permuted_by_strided_shards = fault(
+
+
+@fault(
     breaks="where both cut one dim, weights are cut by dp_shard first and by tp inside, against how they are used",
     bug="S08 pytorch #129229, #129206, #150490; pytorch/torchtitan #1483",
     case="fsdp_2_tp_2",
     caught_by="shard_contents",
     named="are cut by dp_shard first and by tp inside",
-    does=op.instead(SLICE, _by_mesh_order),
 )
-tp_shards_are_equal = fault(
+@partial(op.instead, SLICE)
+def rows_permuted_by_strided_shards(original: Any, full: Any, parameter: Any) -> Any:
+    for axis, placement in enumerate(parameter.placements):
+        if hasattr(placement, "dim"):
+            mesh = parameter.device_mesh
+            full = full.chunk(mesh.size(axis), placement.dim)[mesh.get_local_rank(axis)]
+    return full
+
+
+@fault(
     breaks="every tp rank initialises its shard alike, so all shards are equal",
     bug="R01 InternLM #405; modelscope/ms-swift #7944",
     case="tp_2",
     caught_by="shard_contents initial_weights",
     named="ranks along tp start from the same shard",
-    does=op.instead(
-        SLICE,
-        _first_of_two,
-        when=lambda full, parameter: any(p.is_shard() for p in getattr(parameter, "placements", ())),
-    ),
 )
+@partial(
+    op.instead, SLICE, when=lambda full, parameter: any(p.is_shard() for p in getattr(parameter, "placements", ()))
+)
+def tp_shards_are_equal(original: Any, full: Any, parameter: Any) -> Any:
+    return full.chunk(2, parameter.placements[0].dim)[0]
+
+
 tied_weight_is_a_copy = fault(
     breaks="the output projection uses a copy of the embedding's weight, so its part of the gradient is lost",
     bug="of the family of G13: a tied weight is untied by to_empty or by parallelize_module, and only one of the two learns",
