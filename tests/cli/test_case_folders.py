@@ -65,3 +65,12 @@ def test_pictures_say_what_they_lack(words: str, monkeypatch: pytest.MonkeyPatch
     assert (
         capsys.readouterr().err == "harness: pictures need matplotlib: pip install matplotlib, or harness[pictures]\n"
     )
+
+
+def test_a_catalogue_of_ones_own_is_about_ones_own_cases(repository: Path, capsys: Any) -> None:
+    (repository / "mine.py").write_text(
+        "from harness.faults import fault\n\n\n"
+        '@fault(breaks="x", bug="x", case="mine", caught_by="loss", named="x")\ndef wrong(): ...\n'
+    )
+    assert main(["faults", "--file", "mine.py"]) == 2
+    assert f"no folder 'cases' in {repository}" in capsys.readouterr().err
