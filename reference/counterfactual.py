@@ -42,8 +42,8 @@ class Otherwise:
     place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. decay(fqn) -> weight decay.
     left(step, parameters) -> what there is when the optimizer is done.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
-    by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. model(module, step) alters the model in place
-    before that step's forward pass. loss(logits [n, vocab], labels [n]) -> the loss of each token, 0 where none counts.
+    by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. altered(module, step) alters a model
+    in place before that step's forward pass. loss(logits [n, vocab], labels [n]) -> that of each token, 0 where none counts.
     """
 
     weights: Mapping[str, np.ndarray] | None = None
@@ -56,7 +56,7 @@ class Otherwise:
     restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
     amsgrad: bool = False
-    model: Callable[[nn.Module, int], None] | None = None
+    altered: Callable[[nn.Module, int], None] | None = None
     loss: Loss | None = None
 
 
@@ -154,8 +154,8 @@ class _Copy:
         """The share's part of the mean loss, and its gradients."""
         self.worker.begin()
         seed_masks(self.worker.module, self.training.seed, number)
-        if self.otherwise.model:
-            self.otherwise.model(self.worker.module, number)
+        if self.otherwise.altered:
+            self.otherwise.altered(self.worker.module, number)
         loss = _backward(self.worker.module, batch, valid, self.training.document_mask, self.otherwise.loss)
         self.worker.collect(None)
         self.worker.finish()

@@ -13,14 +13,14 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 
-from harness.checks import judge
+from harness.checks import all_checks, judge, run_check
 from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.clipping import wrong_clipping
-from harness.diagnosis.data import wrong_positions, wrong_samples, wrong_weights
+from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
 from harness.diagnosis.gradients import wrong_gradients
-from harness.diagnosis.hypothesis import Facts, Proof, Suspects
+from harness.diagnosis.hypothesis import Facts, Suspects
 from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import wrong_contents, wrong_layout
 from harness.diagnosis.localise import KIND, localise
@@ -43,14 +43,22 @@ from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wron
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.settings import wrong_precision, wrong_settings
 from harness.diagnosis.updates import changed_afterwards
+from harness.diagnosis.weights import other_weights, seen_weights
 from harness.diagnosis.words import Broken, finding_line
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 
-SUSPECTS: tuple[Suspects, ...] = (wrong_optimizer, wrong_clipping, wrong_reports)
-FACTS: tuple[Facts, ...] = (not_finite, odd_reports)
+SUSPECTS: tuple[Suspects, ...] = (
+    wrong_optimizer,
+    wrong_clipping,
+    wrong_reports,
+    other_weights,
+    other_samples,
+    other_positions,
+)
+FACTS: tuple[Facts, ...] = (not_finite, seen_weights, seen_samples, seen_positions, odd_reports)
 
 RULES: tuple[Rule, ...] = (
     process_failed,
@@ -59,7 +67,6 @@ RULES: tuple[Rule, ...] = (
     left_by_evaluation,
     wrong_layout,
     wrong_wrapper,
-    wrong_weights,
     wrong_contents,
     resumed_wrongly,
     wrong_schedule,
@@ -67,8 +74,6 @@ RULES: tuple[Rule, ...] = (
     wrong_features,
     wrong_resharding,
     wrong_units,
-    wrong_samples,
-    wrong_positions,
     wrong_masks,
     out_of_order,
     changed_afterwards,
@@ -118,13 +123,18 @@ def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagno
     said = {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in found.facts}
     lines = [line for of_one in said.values() for line in of_one]
     lines += [("or as well", "; ".join(one.cause.text for one in proof.hypotheses)) for proof in found.proofs[1:]]
-    if left := {result.check: result for result in results if result.check in found.left and result.findings}:
+    left = {result.check: result for result in results if result.check in found.left and result.findings}
+    if left:
+        assumed = found.proofs[0].assumed if found.proofs else trial
+        if found.proofs:
+            again = {name: run_check(name, all_checks()[name].check, assumed) for name in left}
+            left = {name: result for name, result in again.items() if result.findings} or left
         held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
-        place, more = _located(trial, left, found.tried, held)
-        lines += [("not explained", f"{', '.join(left)}: {place.text}"), *more] if said else more
+        place, more = _located(assumed, left, found.tried, held)
+        lines += [("not explained", place.text), *more] if said else more
         said = said or {place: ()}
     lines += [("not tried", text) for text in found.raised]
-    return Diagnosis(tuple(said), (*_assuming(found.proofs, results), *lines))
+    return Diagnosis(tuple(said), (*_assuming(found, results), *lines))
 
 
 def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str]) -> tuple[Cause, Lines]:
@@ -135,14 +145,18 @@ def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str]) -> tu
         return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (("not located", repr(error)),)
 
 
-def _assuming(proofs: Sequence[Proof], results: Sequence[Result]) -> Lines:
-    if not proofs:
+def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
+    if not found.proofs:
         return ()
-    broken = sum(result.verdict is Verdict.FAIL for result in results)
-    laws = (
-        f"{len(proofs[0].explained)} of {broken} broken laws hold{', and none that held breaks' * proofs[0].complete}"
-    )
-    return (("assuming this", laws),)
+    broken, proven = sum(result.verdict is Verdict.FAIL for result in results), found.proofs[0].explained
+    seen = [
+        law
+        for fact in found.facts
+        for law in fact.laws
+        if law in {r.check for r in results if r.verdict is Verdict.FAIL}
+    ]
+    rest = f"; {', '.join(seen)} saw it" * bool(seen)
+    return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
 
 
 def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[Diagnosis | None, Lines]:

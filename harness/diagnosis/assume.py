@@ -46,9 +46,9 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
 
 def _after(first: Any, key: str, second: Any) -> Any:
     """What is made of values is done one after the other; all else the second one says alone."""
-    if first is None or key not in ("batch", "gradients", "left", "model"):
+    if first is None or key not in ("batch", "gradients", "left", "altered"):
         return second
-    if key == "model":
+    if key == "altered":
         return lambda module, step: (first(module, step), second(module, step))
     return lambda step, values: second(step, first(step, values))
 

@@ -1,304 +1,350 @@
-"""Ranks start from other weights, or receive other samples, than the recipe says."""
+"""Ranks receive other samples, labels or positions than the recipe says: what is special about them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from harness.checks.positions import wrong_rows
+from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, wrong_labels
-from harness.diagnosis.layout import contents_line
-from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks, rank_words
-from harness.evidence.records import Microbatch
+from harness.diagnosis.assume import another_case, another_feature, another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
+from harness.diagnosis.words import finding_line, on_ranks, rank_words
 from harness.evidence.text import positions_text
-from harness.judge.contents import take
-from harness.judge.received_samples import positions_received, received_samples
-from harness.judge.result import Diagnosis, Lines, one_cause
+from harness.judge.losses import global_loss
+from harness.judge.received_samples import positions_received, received_samples, rows_received, shares_of_samples
+from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
-from harness.plan.stages import positions
+from harness.plan.stages import layers_of_stage, positions
 
 Received = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
-Label = tuple[int, int, int]  # position, the label received, the sample's own
 
 
-# ---- weights
+def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """The reference is trained on what was received; labels that are too few may be divided by the number requested."""
+    if "samples" not in broken or (cause := wrong_samples(trial)) is None:
+        return
+    lines = _sample_lines(broken)
+    balance = trial.case.features.cp_load_balance
+    if cause.kind == "another load balance":
+        yield Hypothesis(cause, lambda t: another_feature(t, cp_load_balance=not balance), 1, lines)
+        return
+    if cause.kind == "CP not applied":
+        yield Hypothesis(cause, _whole_sequences, 1, lines)
+        return
+    by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
+    if len(by_step) < len(trial.case.steps):
+        return
+    yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines)
+    if not all(rows.whole for rows in by_step.values()):
+        share = _counted(trial, by_step)
+        yield Hypothesis(cause, lambda t: trained_on(t, by_step, share), 2, lines)
 
 
-def wrong_weights(trial: Trial, broken: Broken) -> Diagnosis | None:
-    if "initial_weights" not in broken:
-        return None
-    for axis, groups in reversed(trial.plan.groups.items()):
-        same = [_start_alike(trial, group) for group in groups]
-        if all(same):
-            one, other = groups[0][:2]
-            cause = f"ranks along {axis} start from the same shard: rank {other} holds the values of rank {one}"
-            cut = [fqn for fqn in trial.plan.shapes if trial.plan.slices[one][fqn] != trial.plan.slices[other][fqn]]
-            where = "" if set(cut) == same[0] else " " + in_parameters(trial, [fqn for fqn in cut if fqn in same[0]])
-            return one_cause(cause + where, tuple(contents_line(trial)))
-    strange = [
-        (rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None
-    ]
-    if not strange:
-        return None
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
-    where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
-    found = _all_alike(trial, strange) or _drawn_anew(trial, strange)
-    cause = f"training does not start from the seed weights {where}{found}"
-    return one_cause(cause, tuple(_strange_line(trial, *strange[0])))
+def _whole_sequences(trial: Trial) -> Trial:
+    """As if there were no cp axis: its ranks are data parallel ones, which receive the same samples."""
+    case, cp = trial.case, trial.case.dims.cp
+    dims = replace(case.dims, cp=1, dp_shard=case.dims.dp_shard * cp)
+    training = replace(case.training, global_batch=case.training.global_batch * cp)
+    changed = another_case(trial, replace(case, dims=dims, training=training))
+    return trained_on(changed, {step: rows for step in case.steps if (rows := received(changed, step)) is not None})
 
 
-def _all_alike(trial: Trial, strange: list[tuple[int, str]]) -> str:
-    """What all of them are instead, if it is the same of all."""
-    found = {_instead(trial, rank, fqn) for rank, fqn in strange}
-    rank, fqn = strange[0]
-    if all(text.startswith("the values of ") for text in found):
-        return f": {fqn} holds {_instead(trial, rank, fqn)}"
-    return f": {found.pop()}" if len(found) == 1 and "" not in found else ""
+def _counted(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
+    """Of the labels that a step should have, those that it has."""
+    wanted = {step.step: step.valid_tokens for step in trial.reference.steps}
+    return {step: int((rows.labels >= 0).sum()) / wanted[step] for step, rows in by_step.items()}
 
 
-def _drawn_anew(trial: Trial, strange: list[tuple[int, str]]) -> str:
-    """Whether a repeat of the run started from others again."""
-    repeats = trial.repeat.ranks if trial.repeat else {}
-    again = {(rank, t.fqn): t.value.tobytes() for rank, e in repeats.items() for t in e.parameters}
-    first = {(rank, t.fqn): t.value.tobytes() for rank, e in trial.ranks.items() for t in e.parameters}
-    anew = bool(again) and all(first[place] != again.get(place) for place in strange)
-    return ": each run draws others, as without a seed" if anew else ""
+def seen_samples(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if "samples" not in broken or (cause := wrong_samples(trial)) is None:
+        return
+    lines = _sample_lines(broken)
+    if cause.kind == "peers differ" and "tp" in cause.observed:
+        lines += (("not tried", "tp peers compute parts of different samples: no reference tells what follows"),)
+    laws = ["samples", *["reported_loss"] * _divided_by_all(trial), *["positions"] * (wrong_positions(trial) is None)]
+    yield Fact(cause, tuple(laws), lines)
 
 
-def _instead(trial: Trial, rank: int, fqn: str) -> str:
-    """A constant, a multiple of the seed weight, or another parameter's values; empty if it is none of these."""
-    value = next(t.value for t in trial.ranks[rank].parameters if t.fqn == fqn)
-    if np.all(value == value.flat[0]):
-        return f"they are all {value.flat[0]:g}"
-    part = trial.plan.slices[rank][fqn]
-    wanted = take(trial.reference.weights[fqn], part)
-    factor = float(np.sum(value * wanted) / np.sum(wanted * wanted)) if value.shape == wanted.shape else 0.0
-    if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
-        return f"they are {factor:.6g} times these"
-    alike = (name for name, full in trial.reference.weights.items() if full.shape == trial.reference.weights[fqn].shape)
-    others = (
-        name for name in alike if name != fqn and np.array_equal(take(trial.reference.weights[name], part), value)
+def _divided_by_all(trial: Trial) -> bool:
+    """Whether fewer losses than are requested were summed, and the sum is reported as a mean over those requested."""
+    by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
+    if not by_step or all(rows.whole for rows in by_step.values()):
+        return False
+    counted = _counted(trial, by_step)
+    means = {step: (global_loss(trial, step) or math.nan) * times for step, times in counted.items()}
+    return all(
+        record.reported_loss is not None
+        and math.isclose(record.reported_loss, means[step.step], rel_tol=trial.bounds.loss[1])
+        for _, record, step in trial.steps()
     )
-    return next((f"the values of {name}" for name in others), "")
 
 
-def _strange_line(trial: Trial, rank: int, fqn: str) -> Iterator[tuple[str, str]]:
-    value = next(t.value for t in trial.ranks[rank].parameters if t.fqn == fqn)
-    wanted = take(trial.reference.weights[fqn], trial.plan.slices[rank][fqn])
-    yield "weights", f"rank {rank}, {fqn}: {_how_they_differ(value, wanted)}"
-
-
-def _how_they_differ(value: np.ndarray, wanted: np.ndarray) -> str:
-    if value.shape != wanted.shape:
-        return f"shape {value.shape}, expected {wanted.shape}"
-    if value.dtype != wanted.dtype:
-        return f"{value.dtype}, expected {wanted.dtype}"
-    if not np.isfinite(value).all():
-        return "not finite"
-    if np.array_equal(value, wanted.astype(np.float32).astype(wanted.dtype)):
-        return "the seed weights rounded to float32"
-    return f"off by {np.max(np.abs(value - wanted)):.3g}, the largest seed weight is {np.max(np.abs(wanted)):.3g}"
-
-
-def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
-    """Parameters that the plan cuts between the members, and of which all hold the first one's bytes, not the whole."""
-    first, *others = [{t.fqn: t.value for t in trial.ranks[rank].parameters} for rank in group]
-    mine, next_ones = trial.plan.slices[group[0]], trial.plan.slices[group[1]]
-    cut = [f for f in first if f in mine and mine[f] != next_ones.get(f, mine[f]) and first[f].size]
-    alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
-    alike = {f for f in alike if np.any(first[f] != first[f].flat[0])}  # a constant has no slices to tell apart
-    return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()
-
-
-# ---- samples
-
-
-def wrong_samples(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Named by the first step in which a rank receives something else than it should."""
-    if "samples" not in broken:
-        return None
-    for step, wanted in enumerate(trial.reference.samples, start=1):
-        cause = _name_samples(trial, step, set(wanted))
-        if cause:
-            return one_cause(cause, _sample_lines(trial, broken))
-    return None
-
-
-def _sample_lines(trial: Trial, broken: Broken) -> Lines:
+def _sample_lines(broken: Broken) -> Lines:
     return tuple(("samples", f"{f.where}: {f.observed}") for f in broken["samples"].findings[:2] if f.observed)
 
 
-def _name_samples(trial: Trial, step: int, wanted: set[int]) -> str | None:
-    received = received_samples(trial, step)
-    shares = {rank: received[rank] for rank in trial.one_rank_per_share() if rank in received}
-    seen = {id_ for ids in shares.values() for id_ in ids}
-    when = "" if step == 1 else f" in step {step}"
-    return (
-        _cut_otherwise(trial, received, step, when)
-        or _differing_peers(trial, received, when)
-        or _same_samples(shares, when)
-        or _overlapping(shares, when)
-        or _no_samples(trial, received, when)
-        or (_of_another_step(trial, seen - wanted, step) if seen - wanted else None)
-        or (f"samples received by nobody{when}: {len(wanted - seen)} of {len(wanted)}" if wanted - seen else None)
-        or _wrong_microbatches(trial, received, step)
-        or _wrong_labels(trial, step)
-        or _lost_labels(trial, step)
+# ---- what is special about them
+
+
+def wrong_samples(trial: Trial) -> Cause | None:
+    """Named by the first step in which a rank receives something else than it should."""
+    names: tuple[Callable[[Trial, int], Cause | None], ...] = (
+        *(_cut_otherwise, _differing_peers, _same_samples, _overlapping, _no_samples, _of_another_step, _lost),
+        *(_wrong_microbatches, _wrong_labels, _lost_labels),
     )
+    return next((cause for step in trial.case.steps for name in names if (cause := name(trial, step))), None)
 
 
-def _cut_otherwise(trial: Trial, received: Received, step: int, when: str) -> str | None:
+def _when(trial: Trial, step: int) -> str:
+    if step == trial.first_step:
+        return " after resuming" if trial.case.resume else ""
+    return f" in step {step}"
+
+
+def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
     """Samples that are right, at positions that are not those of the cp rank."""
-    if trial.case.dims.cp == 1:
-        return None
-    wanted = {rank: positions(trial.case, rank, trial.case.seq_len(step)) for rank in received}
-    found = {rank: positions_received(trial, rank, step) for rank in received}
+    case, ranks, when = trial.case, received_samples(trial, step), _when(trial, step)
+    wanted = {rank: positions(case, rank, case.seq_len(step)) for rank in ranks}
+    found = {rank: positions_received(trial, rank, step) for rank in ranks if case.dims.cp > 1}
     odd = {rank: at for rank, at in found.items() if at is not None and not np.array_equal(at, wanted[rank])}
     if not odd:
         return None
     rank, cut = next(iter(odd.items()))
-    text = f"rank {rank} receives the tokens at {positions_text(cut)}{when}, its positions are"
-    text = f"{text} {positions_text(wanted[rank])}"
-    if all(len(at) == trial.case.seq_len(step) for at in odd.values()) and len(odd) == len(received):
-        return f"CP not applied: every cp rank receives whole sequences{when}, requested cp {trial.case.dims.cp}"
-    features, balance = trial.case.features, trial.case.features.cp_load_balance
-    other = replace(trial.case, features=replace(features, cp_load_balance=not balance))
-    if all(np.array_equal(at, positions(other, rank, trial.case.seq_len(step))) for rank, at in odd.items()):
-        return f"cp_load_balance {balance} is requested, {not balance} is observed: {text}"
-    if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(received) - set(odd)}) == 1:
-        return f"the sequence is not divided over cp: every rank receives the tokens at {positions_text(cut)}{when}"
-    return f"cp ranks receive the wrong part of the sequence: {text}"
+    text = f"rank {rank} receives the tokens at {positions_text(cut)}{when}, expected {positions_text(wanted[rank])}"
+    if all(len(at) == case.seq_len(step) for at in odd.values()) and len(odd) == len(ranks):
+        return Cause(
+            "CP not applied", f"CP not applied: every cp rank receives whole sequences{when}", "", f"cp {case.dims.cp}"
+        )
+    balance = case.features.cp_load_balance
+    other = replace(case, features=replace(case.features, cp_load_balance=not balance))
+    if all(np.array_equal(at, positions(other, rank, case.seq_len(step))) for rank, at in odd.items()):
+        observed = f"cp_load_balance {balance} is requested, {not balance} is observed"
+        return Cause("another load balance", observed, hint=text)
+    if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(ranks) - set(odd)}) == 1:
+        observed = f"the sequence is not divided over cp: every rank receives the tokens at {positions_text(cut)}{when}"
+        return Cause("sequence not divided over cp", observed)
+    return Cause("sequence cut otherwise", "cp ranks receive the wrong part of the sequence", hint=text)
 
 
-def _no_samples(trial: Trial, received: Received, when: str) -> str | None:
-    strange = [rank for rank, ids in received.items() if None in ids]
+def _differing_peers(trial: Trial, step: int) -> Cause | None:
+    ranks = received_samples(trial, step)
+    for axis in ("tp", "cp"):
+        for peers in trial.plan.groups.get(axis, ()):
+            odd = [rank for rank in peers if ranks.get(rank) != ranks.get(peers[0])]
+            if odd:
+                observed = f"{axis} peers receive different samples{_when(trial, step)}"
+                return Cause("peers differ", observed, hint=f"{rank_words(odd)} not what rank {peers[0]} receives")
+    return None
+
+
+def _same_samples(trial: Trial, step: int) -> Cause | None:
+    shares = shares_of_samples(trial, step)
+    for ids in (ids for ids in shares.values() if None not in ids):
+        same = [rank for rank, others in shares.items() if others == ids]
+        if len(same) > 1:
+            which = rank_words(same).removeprefix("ranks ")
+            observed = (
+                f"ranks {which} received the same samples{_when(trial, step)}, dp ranks must partition the global batch"
+            )
+            return Cause("same samples", observed)
+    return None
+
+
+def _overlapping(trial: Trial, step: int) -> Cause | None:
+    shares, when = shares_of_samples(trial, step), _when(trial, step)
+    for one, other in itertools.combinations(shares, 2):
+        if (set(shares[one]) & set(shares[other])) - {None}:
+            return Cause(
+                "samples overlap",
+                f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody",
+            )
+    twice = [rank for rank, ids in shares.items() if None not in ids and len(set(ids)) < len(ids)]
+    return Cause("samples overlap", f"rank {twice[0]} receives a sample twice{when}") if twice else None
+
+
+def _no_samples(trial: Trial, step: int) -> Cause | None:
+    ranks, steps = received_samples(trial, step), len(trial.reference.samples)
+    strange = [rank for rank, ids in ranks.items() if None in ids]
     if not strange:
         return None
-    steps = len(trial.reference.samples)
-    text = (
-        f"received tokens of no sample of the recipe's {steps} steps{when}{on_ranks(trial, strange) or ' on all ranks'}"
-    )
+    where = on_ranks(trial, strange) or " on all ranks"
+    text = f"received tokens of no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
     if _share_rows(trial):
-        return f"dp ranks draw overlapping samples, each by an order of its own: {text}"
-    return text + (": another seed, order or data set" if len(strange) == len(received) else "")
+        return Cause("samples overlap", f"dp ranks draw overlapping samples, each by an order of its own: {text}")
+    return Cause(
+        "samples of no step", text + (": another seed, order or data set" if len(strange) == len(ranks) else "")
+    )
 
 
 def _share_rows(trial: Trial) -> bool:
     """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
     planned = [id_ for ids in trial.reference.samples for id_ in ids]
-    rows = [
-        {row.tobytes() for step in trial.ranks[rank].steps for part in step.microbatches for row in _rows(part)}
+    by_rank = [
+        {row.tobytes() for step in trial.case.steps for row in rows_received(trial, step).get(rank, [])}
         for rank in trial.one_rank_per_share()
     ]
-    return len(set(planned)) == len(planned) and any(one & other for one, other in itertools.combinations(rows, 2))
+    return len(set(planned)) == len(planned) and any(one & other for one, other in itertools.combinations(by_rank, 2))
 
 
-def _rows(part: Microbatch) -> Iterator[np.ndarray]:
-    yield from part.tokens if part.tokens is not None else ()
+def _of_another_step(trial: Trial, step: int) -> Cause | None:
+    """All of one, as after a position that is wrong; or some only."""
+    shares, wanted = shares_of_samples(trial, step), trial.reference.samples[step - 1]
+    foreign = {rank: set(ids) - set(wanted) for rank, ids in shares.items() if set(ids) - set(wanted)}
+    if not foreign:
+        return None
+    all_of, ids = {step_received(trial, shares[rank]) for rank in foreign}, set().union(*foreign.values())
+    others = [other for other, of_step in enumerate(trial.reference.samples, start=1) if ids & set(of_step)]
+    steps, where = ", ".join(map(str, others)), on_ranks(trial, foreign) * (len(foreign) < len(shares))
+    if trial.case.resume and step == trial.first_step:
+        which = "samples of other steps" if None in all_of else f"the samples of step {steps}"
+        what = "starts anew" if all_of == {1} else "is wrong"
+        return Cause("data position", f"the data position {what} after resuming: step {step} receives {which}{where}")
+    if None not in all_of and not where and len(others) == 1:
+        off = f"{abs(others[0] - step)} steps {'ahead' if others[0] > step else 'behind'}"
+        return Cause("data position", f"step {step} trains on samples of step {steps}: the data are {off}")
+    received_of = {rank: sum(id_ in foreign.get(rank, ()) for id_ in shares[rank]) for rank in shares}
+    count = f"{sum(received_of.values())} of {len(wanted)} samples are"
+    return Cause("data position", f"in step {step} {count} those of step {steps}{where}")
 
 
-def _differing_peers(trial: Trial, received: Received, when: str) -> str | None:
-    for axis in ("tp", "cp"):
-        for peers in trial.plan.groups.get(axis, ()):
-            odd = [rank for rank in peers if received.get(rank) != received.get(peers[0])]
-            if odd:
-                return (
-                    f"{axis} peers receive different samples{when}: {rank_words(odd)} not what rank {peers[0]} receives"
-                )
-    return None
+def _lost(trial: Trial, step: int) -> Cause | None:
+    wanted = set(trial.reference.samples[step - 1])
+    missing = wanted - {id_ for ids in shares_of_samples(trial, step).values() for id_ in ids}
+    observed = f"samples received by nobody{_when(trial, step)}: {len(missing)} of {len(wanted)}"
+    return Cause("samples lost", observed) if missing else None
 
 
-def _same_samples(shares: Received, when: str) -> str | None:
-    for ids in (ids for ids in shares.values() if None not in ids):
-        same = [rank for rank, others in shares.items() if others == ids]
-        if len(same) > 1:
-            return f"ranks {_short(same)} received the same samples{when}, dp ranks must partition the global batch"
-    return None
-
-
-def _short(ranks: list[int]) -> str:
-    return rank_words(ranks).removeprefix("ranks ")
-
-
-def _overlapping(shares: Received, when: str) -> str | None:
-    for one, other in itertools.combinations(shares, 2):
-        if (set(shares[one]) & set(shares[other])) - {None}:
-            return f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody"
-    for rank, ids in shares.items():
-        if None not in ids and len(set(ids)) < len(ids):
-            return f"rank {rank} receives a sample twice{when}"
-    return None
-
-
-def _of_another_step(trial: Trial, foreign: set[int | None], step: int) -> str:
-    steps = [str(other) for other, ids in enumerate(trial.reference.samples, start=1) if foreign & set(ids)]
-    return f"step {step} trains on samples of step {', '.join(steps)}: the sampler is at another place of the data"
-
-
-def _wrong_microbatches(trial: Trial, received: Received, step: int) -> str | None:
+def _wrong_microbatches(trial: Trial, step: int) -> Cause | None:
     wanted = [trial.case.local_batch] * trial.case.passes
-    for rank in received:
+    for rank in received_samples(trial, step):
         record = next(record for record in trial.ranks[rank].steps if record.step == step)
         sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
         if sizes != wanted:
-            return f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}, requested {wanted}"
+            observed = f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}"
+            return Cause("microbatches", observed, expected=f"{wanted}")
     return None
 
 
-def _wrong_labels(trial: Trial, step: int) -> str | None:
+def _wrong_labels(trial: Trial, step: int) -> Cause | None:
     wrong = {rank: labels for rank, labels in wrong_labels(trial, step).items() if labels}
     if not wrong:
         return None
     labels = [label for of_rank in wrong.values() for label in of_rank]
-    hint = _shifted_after_the_cut(trial, step, wrong) or _mask_is_off(labels)
-    text = f"{len(labels)} labels of step {step} are not those of their sample{hint}"
-    return f"wrong labels{on_ranks(trial, wrong)}: tokens are right, {text}"
+    by = _shift(trial, step)
+    if by:
+        return _shifted(trial, by, wrong)
+    hint = ""
+    if _only_at_the_ends(trial, step, wrong):
+        hint = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
+    elif all(label < 0 for _, label, _ in labels):  # a mask that is too wide or too narrow leaves all others alone
+        hint = ": masked, where they should be trained on"
+    elif all(own < 0 for _, _, own in labels):
+        hint = ": trained on, where they should be masked"
+    text = f"tokens are right, {len(labels)} labels of step {step} are not those of their sample{hint}"
+    return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
 
 
-def _lost_labels(trial: Trial, step: int) -> str | None:
-    """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
-    if not (found := misshapen_labels(trial, step)):
-        return None
-    text = f"{found[0].observed} ({found[0].where}), {found[0].expected} are requested"
-    return f"a part of the loss is lost or counted twice: it is computed from {text}"
-
-
-def _shifted_after_the_cut(trial: Trial, step: int, wrong: dict[int, list[Label]]) -> str:
+def _only_at_the_ends(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]) -> bool:
     """A label is the next token. At the end of a rank's part that is another rank's, and only there all are wrong."""
     for rank, labels in wrong.items():
         at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
         ends = {place for place, following in zip(at, [*at[1:], None], strict=True) if following != place + 1}
         if trial.case.dims.cp == 1 or not {place for place, _, _ in labels} <= ends:
-            return ""
-    return ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
+            return False
+    return True
 
 
-def _mask_is_off(labels: list[Label]) -> str:
-    """A mask that is too wide or too narrow leaves all other labels alone; a shift does not."""
-    if all(label < 0 for _, label, _ in labels):
-        return ": masked, where they should be trained on"
-    return ": trained on, where they should be masked" if all(own < 0 for _, _, own in labels) else ""
+def _lost_labels(trial: Trial, step: int) -> Cause | None:
+    """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
+    if not (found := misshapen_labels(trial, step)):
+        return None
+    text = f"{found[0].observed} ({found[0].where}), {found[0].expected} are requested"
+    if by := _shift(trial, step):
+        return _shifted(trial, by, {rank: [] for rank in trial.ranks})
+    return Cause("labels lost", f"a part of the loss is lost or counted twice: it is computed from {text}")
+
+
+def _shifted(trial: Trial, by: int, wrong: dict[int, list[tuple[int, int, int]]]) -> Cause:
+    which = "the token after the next" if by == 1 else f"the token {abs(by)} places {'further' if by > 0 else 'back'}"
+    where = on_ranks(trial, wrong) if any(wrong.values()) else ""
+    return Cause("labels shifted", f"labels are shifted by {by} more{where}: the loss of each token is that of {which}")
+
+
+def _shift(trial: Trial, step: int) -> int | None:
+    """By how many places all labels are those of later tokens, other than 0."""
+    rows = received(trial, step)
+    by = (
+        None
+        if rows is None or trial.case.dims.cp > 1
+        else shift_of(_without_padding(rows), own_labels(trial, rows.tokens))
+    )
+    return by or None
+
+
+def _without_padding(rows: Rows) -> np.ndarray:
+    last = int(np.flatnonzero((rows.labels >= 0).any(axis=0))[-1]) if (rows.labels >= 0).any() else -1
+    return rows.labels[:, : last + 1]
 
 
 # ---- positions
 
 
-def wrong_positions(trial: Trial, broken: Broken) -> Diagnosis | None:
+def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Tokens are right, and the model turns their queries and keys by the angles of other positions."""
-    if "positions" not in broken:
-        return None
+    if "positions" not in broken or (cause := wrong_positions(trial)) is None:
+        return
+    by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
+    lines = (finding_line("positions", broken["positions"]),)
+    yield Hypothesis(cause, lambda t: another_reference(t, altered=_turned_by(by_step)), 1, lines)
+
+
+def seen_positions(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if "positions" in broken and (cause := wrong_positions(trial)) is not None:
+        yield Fact(cause, ("positions",), (finding_line("positions", broken["positions"]),))
+
+
+def wrong_positions(trial: Trial) -> Cause | None:
+    """Those that are not the positions of the tokens received, wherever these stand."""
     wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for rank, step, _ in trial.steps():
-        wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
+        found = positions_received(trial, rank, step.step)
+        wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
         for row in wrong_rows(step.positions, wanted)[:1]:
             wrong.setdefault(rank, (row, wanted))
+    if not wrong:
+        return None
     rank, (row, wanted) = next(iter(wrong.items()))
     text = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
     restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
-    what = "rotary positions restart at 0 on each cp rank" if restarted else "wrong rotary positions"
+    every = set(wrong) == {r for r in trial.ranks if positions(trial.case, r, trial.case.seq_len(1))[0] != 0}
+    what = "rotary positions restart at 0 on each cp rank" if restarted and every else "wrong rotary positions"
     if not set(wrong) & set(trial.first_stages()):
         what = "later pipeline stages turn queries and keys by other positions than the first"
-    return one_cause(f"{what}: {text}", (finding_line("positions", broken["positions"]),))
+    return Cause("positions", what, hint=text)
+
+
+def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
+    """[positions], put together from the cp ranks of the first of all replicas."""
+    found: dict[int, np.ndarray] = {}
+    length = trial.case.seq_len(step)
+    for rank in sorted(trial.ranks, reverse=True):
+        given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
+        for stage in trial.plan.stages[rank]:
+            for layer in layers_of_stage(trial.case, stage):
+                row = found.setdefault(layer, np.arange(length))
+                if len(given) == 1:
+                    row[positions(trial.case, rank, length)] = given[0].reshape(-1, given[0].shape[-1])[0]
+    return found
+
+
+def _turned_by(by_step: dict[int, dict[int, np.ndarray]]) -> object:
+    from harness.reference.variations import turned_by
+
+    return turned_by(by_step)

@@ -24,7 +24,7 @@ from harness.diagnosis import diagnose
 from harness.diagnosis.data import wrong_positions
 from harness.evidence.text import positions_text
 from harness.judge import attribution
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.spec.dims import ParallelDims
@@ -141,11 +141,10 @@ def test_rope_that_ignores_load_balancing_is_named() -> None:
 def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() -> None:
     trial = cp_trial(cp_load_balance=False)
     plan = replace(trial.plan, stages={0: (0,), 1: (1,)})  # rank 1 as it would be behind rank 0
-    result = Result("positions", Verdict.FAIL, 1, (Finding("rank 1, step 1", "4-7", "0-3"),))
-    found = wrong_positions(replace(telling(trial, 1, np.arange(4)), plan=plan), {"positions": result})
+    found = wrong_positions(replace(telling(trial, 1, np.arange(4)), plan=plan))
     assert found is not None
     told = "rank 1 receives positions 0-3 for its tokens at 4-7"
-    assert found.cause == f"later pipeline stages turn queries and keys by other positions than the first: {told}"
+    assert found.text == f"later pipeline stages turn queries and keys by other positions than the first: {told}"
 
 
 # ---- what a cp rank receives
@@ -155,7 +154,7 @@ def test_a_cp_rank_fed_its_peers_part_is_found_and_named() -> None:
     trial = feeding(cp_trial(ParallelDims(cp=4), cp_load_balance=False), 2, np.arange(12, 16))
     expected = Finding("rank 2, step 1", "the tokens at positions 8-11", "those at 12-15")
     assert judged("samples", trial).findings[0] == expected
-    told = "rank 2 receives the tokens at 12-15, its positions are 8-11"
+    told = "rank 2 receives the tokens at 12-15, expected 8-11"
     assert cause(trial) == f"cp ranks receive the wrong part of the sequence: {told}"
 
 
@@ -171,7 +170,7 @@ def test_whole_sequences_on_every_cp_rank_are_named() -> None:
 
 def test_a_load_balancer_that_is_not_applied_is_named() -> None:
     trial = feeding(feeding(cp_trial(), 0, np.arange(4)), 1, np.arange(4, 8))
-    told = "rank 0 receives the tokens at 0-3, its positions are 0-1 and 6-7"
+    told = "rank 0 receives the tokens at 0-3, expected 0-1 and 6-7"
     assert cause(trial) == f"cp_load_balance True is requested, False is observed: {told}"
 
 

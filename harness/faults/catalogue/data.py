@@ -60,7 +60,7 @@ second_epoch_replays_the_first = fault(
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2_two_epochs",
     caught_by="samples",
-    named="step 65 trains on samples of step 1: the sampler is at another place of the data",
+    named="step 65 trains on samples of step 1: the data are",
     does=op.override_argument(".data:ResumableSampler.set_epoch", epoch=0),
 )
 first_batch_skipped = fault(
@@ -68,7 +68,7 @@ first_batch_skipped = fault(
     bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
     case="fsdp_2",
     caught_by="samples loss",
-    named="step 1 trains on samples of step 2: the sampler is at another place of the data",
+    named="step 1 trains on samples of step 2: the data are",
     does=op.after_call(
         ".data:Microbatches.__init__", lambda batches, case, dp_rank: batches.seek(case.training.global_batch)
     ),

@@ -1,0 +1,162 @@
+"""What ranks received, put together to the batches of one device, and the reference as trained on that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from harness.diagnosis.assume import another_reference
+from harness.evidence.records import Microbatch
+from harness.judge.labels import IGNORED, laid_out
+from harness.judge.received_samples import positions_received, rows_received
+from harness.judge.trial import Trial
+from harness.plan.stages import positions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of one step, int64 [rows, positions]. whole: False where a loss was computed from other labels than one a token."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    whole: bool = True
+
+
+def received(trial: Trial, step: int) -> Rows | None:
+    """The rows of all data-parallel shares, each put together from its cp ranks; None where they do not make up rows."""
+    parts = [_of_share(trial, rank, step) for rank in trial.one_rank_per_share()]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    tokens, labels = np.vstack([part.tokens for part in known]), np.vstack([part.labels for part in known])
+    return Rows(tokens, labels, all(part.whole for part in known))
+
+
+def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
+    length = trial.case.seq_len(step)
+    pieces = []
+    for peer in trial.plan.peers(rank, "cp"):
+        rows = rows_received(trial, step).get(peer, [])
+        found = positions_received(trial, peer, step)
+        at = positions(trial.case, peer, length) if found is None else found
+        if not rows or any(len(row) != len(at) for row in rows):
+            return None
+        pieces.append((at, np.stack(rows)))
+    if len({len(rows) for _, rows in pieces}) > 1 or sorted(np.concatenate([at for at, _ in pieces])) != [
+        *range(length)
+    ]:
+        return None
+    tokens = np.empty((len(pieces[0][1]), length), np.int64)
+    for at, of_peer in pieces:
+        tokens[:, at] = of_peer
+    labels, whole = own_labels(trial, tokens), True
+    for (at, _), peer in zip(pieces, trial.plan.peers(rank, "cp"), strict=True):
+        seen, fits = _labels_seen(trial, peer, step, labels[:, at])
+        labels[:, at], whole = seen, whole and fits
+    return Rows(tokens, labels, whole)
+
+
+def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
+    """Those of the samples; of rows that are no sample's, the next tokens."""
+    known = {row[: tokens.shape[1]].tobytes(): labels for row, labels in _samples(trial)}
+    after = np.hstack([tokens[:, 1:], np.full((len(tokens), 1), IGNORED)])
+    rows = zip(tokens, after, strict=True)
+    return np.stack([known[row.tobytes()][: len(row)] if row.tobytes() in known else other for row, other in rows])
+
+
+def _samples(trial: Trial) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    return zip(trial.reference.tokens, trial.reference.labels, strict=True)
+
+
+def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
+    """The labels that the loss of what this rank was fed was computed from, laid as its tokens lie."""
+    last = next((rank for rank in trial.last_stages() if trial.feeder(rank) == feeder), None)
+    parts = [part for part in _parts(trial, last, step) if part.labels is not None] if last is not None else []
+    if not parts or len(own) % len(parts):
+        return own, True
+    laid = [seen_labels(part, rows) for part, rows in zip(parts, np.split(own, len(parts)), strict=True)]
+    fits = all(part.labels is not None and part.labels.size == own.size // len(parts) for part in parts)
+    return np.vstack(
+        [rows if found is None else found for found, rows in zip(laid, np.split(own, len(parts)), strict=True)]
+    ), fits
+
+
+def _parts(trial: Trial, rank: int, step: int) -> list[Microbatch]:
+    return [part for record in trial.ranks[rank].steps if record.step == step for part in record.microbatches]
+
+
+def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
+    """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known."""
+    if (laid := laid_out(part, own)) is not None:
+        return laid
+    for columns in _columns(part, len(own)):
+        if columns.shape[1] < own.shape[1] and shift_of(columns, own) is not None:
+            padded = np.full_like(own, IGNORED)
+            padded[:, : columns.shape[1]] = columns
+            return padded
+    return None
+
+
+def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
+    """Labels of fewer positions than tokens: whole, or in chunks along the sequence."""
+    assert part.labels is not None
+    flat = part.labels.reshape(-1)
+    if samples and flat.size % samples == 0:
+        yield flat.reshape(samples, -1)
+        if part.chunks and all(size % samples == 0 for size in part.chunks):
+            pieces = np.split(flat, np.cumsum(part.chunks)[:-1])
+            yield np.hstack([piece.reshape(samples, -1) for piece in pieces])
+
+
+def shift_of(labels: np.ndarray, own: np.ndarray, most: int = 4) -> int | None:
+    """By how many places labels are those of later tokens: 0 for the right ones, of however many positions."""
+    width = own.shape[1]
+    for by in sorted(range(-most, most + 1), key=abs):
+        first, last = max(0, -by), min(labels.shape[1], width - by)
+        if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + by : last + by]):
+            return by
+    return None
+
+
+def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
+    """As if these rows were the samples of these steps. counted: by step, how often the loss of each token counts
+    in gradients."""
+    reference, every = trial.reference, dict(enumerate(trial.reference.samples, start=1))
+    tokens, labels, ids = list(reference.tokens), list(reference.labels), list(reference.sample_ids)
+    known = {row.tobytes(): place for place, row in enumerate(tokens)}
+    for step, rows in by_step.items():
+        chosen = []
+        for row, row_labels in zip(rows.tokens, rows.labels, strict=True):
+            whole = _known_row(tokens, row) if len(row) < len(tokens[0]) else known.get(row.tobytes())
+            if whole is None:
+                whole, known[row.tobytes()] = len(ids), len(ids)
+                ids.append(max(ids) + 1)
+                tokens.append(_padded(row, len(tokens[0])))
+                labels.append(_padded(row_labels, len(tokens[0])))
+            labels[whole] = np.concatenate([row_labels, labels[whole][len(row) :]])
+            chosen.append(ids[whole])
+        every[step] = tuple(chosen)
+    changed = replace(
+        reference,
+        samples=tuple(every.values()),
+        sample_ids=tuple(ids),
+        tokens=np.stack(tokens),
+        labels=np.stack(labels),
+    )
+    otherwise: dict[str, Any] = {} if counted is None else {"batch": _counting(counted)}
+    return another_reference(replace(trial, reference=changed), **otherwise)
+
+
+def _counting(times: dict[int, float]) -> Any:
+    return lambda step, batch: replace(batch, counts=np.full(batch.labels.shape, times.get(step, 1.0)))
+
+
+def _known_row(tokens: list[np.ndarray], row: np.ndarray) -> int | None:
+    return next((place for place, whole in enumerate(tokens) if np.array_equal(whole[: len(row)], row)), None)
+
+
+def _padded(row: np.ndarray, length: int) -> np.ndarray:
+    return np.concatenate([row, np.full(length - len(row), IGNORED)])

@@ -1,0 +1,184 @@
+"""Ranks start from other weights than the seed's: what these are, and the reference as trained from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.words import in_parameters, on_ranks
+from harness.judge.contents import take
+from harness.judge.result import Cause, Lines
+from harness.judge.trial import Trial
+
+Place = tuple[int, str]  # rank, fqn
+ANEW = "each run draws others, as without a seed"
+
+
+def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """The reference is trained from the weights observed, if ranks that hold the same slice hold the same of it."""
+    if "initial_weights" in broken and (found := _wrong_weights(trial)) and (weights := observed_weights(trial)):
+        yield Hypothesis(found[0], lambda t: another_reference(t, weights=weights), 1, found[1])
+
+
+def seen_weights(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if "initial_weights" not in broken or (found := _wrong_weights(trial)) is None:
+        return
+    cause, lines = found
+    if observed_weights(trial) is None:
+        lines += (
+            (
+                "not tried",
+                "ranks that hold the same slice start from different numbers: no reference tells what follows",
+            ),
+        )
+    laws = ("initial_weights", "shard_contents")
+    yield Fact(cause, (*laws, "determinism") if cause.hint == ANEW else laws, lines)
+
+
+def observed_weights(trial: Trial) -> dict[str, np.ndarray] | None:
+    """Whole, from the slices that the plan gives to ranks; None where holders of one slice disagree, or shapes do not fit."""
+    whole = {fqn: full.copy() for fqn, full in trial.reference.weights.items()}
+    laid: dict[object, bytes] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        for tensor in evidence.parameters:
+            part = trial.plan.slices[rank].get(tensor.fqn)
+            if part is None or take(whole[tensor.fqn], part).shape != tensor.value.shape:
+                return None
+            if laid.setdefault((tensor.fqn, part), tensor.value.tobytes()) != tensor.value.tobytes():
+                return None
+            take(whole[tensor.fqn], part)[...] = tensor.value
+    return whole
+
+
+def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
+    if (same := _same_shard(trial)) is not None:
+        return same, ()
+    strange = [
+        (rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None
+    ]
+    if not strange:
+        return None
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
+    where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
+    found = {_instead(*_held(trial, place)) or _of_another(trial, place) for place in strange}
+    hint = found.pop() if len(found) == 1 else ""
+    if all(text.startswith("the values of ") for text in found):
+        hint = hint or _of_another(trial, strange[0])
+    if hint.startswith("the values of "):
+        hint = f"{strange[0][1]} holds {hint}"
+    hint = hint or _drawn_anew(trial, strange)
+    line = f"rank {strange[0][0]}, {strange[0][1]}: {_how_they_differ(*_held(trial, strange[0]))}"
+    cause = Cause("other initial weights", "training does not start from the seed weights", where, hint=hint)
+    return cause, (("weights", line),)
+
+
+def _held(trial: Trial, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """What is there and what should be."""
+    rank, fqn = place
+    value = next(t.value for t in trial.ranks[rank].parameters if t.fqn == fqn)
+    return value, take(trial.reference.weights[fqn], trial.plan.slices[rank][fqn])
+
+
+def _instead(value: np.ndarray, wanted: np.ndarray) -> str:
+    """A constant, or what becomes of the seed weight."""
+    if value.size > 1 and np.all(value == value.flat[0]):
+        return f"they are all {value.flat[0]:g}"
+    if value.shape != wanted.shape:
+        return ""
+    if (dtype := rounded_to(value, wanted)) is not None:
+        return f"they are the seed's rounded to {dtype}"
+    factor = float(np.sum(value * wanted) / np.sum(wanted * wanted))
+    if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
+        return f"they are {factor:.6g} times these"
+    return rearranged(value, wanted)
+
+
+def rounded_to(value: np.ndarray, wanted: np.ndarray) -> str | None:
+    """The dtype that these numbers have been through."""
+    for dtype, rounded in ROUNDED.items():
+        if value.shape == wanted.shape and np.array_equal(value, rounded(wanted).astype(value.dtype)):
+            return dtype
+    return None
+
+
+def _to_bfloat16(value: np.ndarray) -> np.ndarray:
+    """To the nearest, to even where two are."""
+    bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float32": lambda value: value.astype(np.float32),
+    "bfloat16": _to_bfloat16,
+    "float16": lambda value: value.astype(np.float16),
+}
+
+
+def rearranged(value: np.ndarray, wanted: np.ndarray) -> str:
+    """Where all numbers of a matrix are there, in other places."""
+    if value.ndim == 2 and value.shape == wanted.T.shape and np.array_equal(value, wanted.T):
+        return "they are transposed"
+    if value.shape != wanted.shape or not np.array_equal(np.sort(value.ravel()), np.sort(wanted.ravel())):
+        return ""
+    if value.ndim == 2 and sorted(map(bytes, value)) == sorted(map(bytes, wanted)):
+        return "their rows are in another order"
+    if value.ndim == 2 and sorted(map(bytes, value.T.copy())) == sorted(map(bytes, wanted.T.copy())):
+        return "their columns are in another order"
+    return "their entries are in another order"
+
+
+def _of_another(trial: Trial, place: Place) -> str:
+    """The parameter whose values these are."""
+    rank, fqn = place
+    value, part, full = _held(trial, place)[0], trial.plan.slices[rank][fqn], trial.reference.weights[fqn]
+    alike = (name for name, other in trial.reference.weights.items() if other.shape == full.shape and name != fqn)
+    same = (name for name in alike if np.array_equal(take(trial.reference.weights[name], part), value))
+    return next((f"the values of {name}" for name in same), "")
+
+
+def _drawn_anew(trial: Trial, strange: list[Place]) -> str:
+    """Whether a repeat of the run started from others again."""
+    repeats = trial.repeat.ranks if trial.repeat else {}
+    again = {(rank, t.fqn): t.value.tobytes() for rank, e in repeats.items() for t in e.parameters}
+    first = {(rank, t.fqn): t.value.tobytes() for rank, e in trial.ranks.items() for t in e.parameters}
+    anew = bool(again) and all(first[place] != again.get(place) for place in strange)
+    return ANEW if anew else ""
+
+
+def _how_they_differ(value: np.ndarray, wanted: np.ndarray) -> str:
+    if value.shape != wanted.shape:
+        return f"shape {value.shape}, expected {wanted.shape}"
+    if value.dtype != wanted.dtype:
+        return f"{value.dtype}, expected {wanted.dtype}"
+    if not np.isfinite(value).all():
+        return "not finite"
+    return f"off by {np.max(np.abs(value - wanted)):.3g}, the largest seed weight is {np.max(np.abs(wanted)):.3g}"
+
+
+# ---- the same shard
+
+
+def _same_shard(trial: Trial) -> Cause | None:
+    """Along an axis whose groups all do so."""
+    for axis, groups in reversed(trial.plan.groups.items()):
+        same = [_start_alike(trial, group) for group in groups]
+        if all(same):
+            one, other = groups[0][:2]
+            cut = [fqn for fqn in trial.plan.shapes if trial.plan.slices[one][fqn] != trial.plan.slices[other][fqn]]
+            where = "" if set(cut) == same[0] else in_parameters(trial, [fqn for fqn in cut if fqn in same[0]])
+            observed = f"ranks along {axis} start from the same shard"
+            return Cause("same shard", f"{observed}: rank {other} holds the values of rank {one}", where)
+    return None
+
+
+def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
+    """Parameters that the plan cuts between the members, and of which all hold the first one's bytes, not the whole."""
+    first, *others = [{t.fqn: t.value for t in trial.ranks[rank].parameters} for rank in group]
+    mine, next_ones = trial.plan.slices[group[0]], trial.plan.slices[group[1]]
+    cut = [f for f in first if f in mine and mine[f] != next_ones.get(f, mine[f]) and first[f].size]
+    alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
+    alike = {f for f in alike if np.any(first[f] != first[f].flat[0])}  # a constant has no slices to tell apart
+    return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()

@@ -1,0 +1,71 @@
+"""Evidence of runs that were really trained otherwise: a tiny model, literal ranks, the reference trained for real."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import literal
+import pytest
+from literal import ADAMW, TINY, tiny_case, trial_of
+
+from harness.checks import judge
+from harness.diagnosis import assume, diagnose
+from harness.judge.result import Diagnosis
+from harness.judge.trial import Trial
+from harness.reference.counterfactual import Otherwise, retrain
+from harness.reference.record import ReferenceRun
+from harness.reference.train import train
+from harness.spec.case import Case
+
+MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
+RECIPE = replace(ADAMW, seq_len=8)
+IN_EARNEST = assume.retrain
+
+Ran = Callable[..., Trial]
+
+
+def case_of(layout: str = "fsdp_2", **changes: Any) -> Case:
+    training = changes.pop("training", RECIPE)
+    return tiny_case(layout, training, model=changes.pop("model", MODEL), **changes)
+
+
+@functools.cache
+def reference(case: Case) -> ReferenceRun:
+    return train(case.model, case.training)
+
+
+@pytest.fixture(name="ran")
+def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
+    """Evidence of ranks that trained as this reference did, judged by the right one."""
+    monkeypatch.setattr(assume, "retrain", IN_EARNEST)
+
+    def ran(case: Case, trained: ReferenceRun | None = None, **otherwise: Any) -> Trial:
+        trained = trained or retrain(case.model, case.training, reference(case), Otherwise(**otherwise))
+        totals = {
+            id_: step.loss * step.valid_tokens / len(ids)
+            for step, ids in zip(trained.steps, trained.samples, strict=True)
+            for id_ in ids
+        }
+        rows = dict(zip(trained.sample_ids, range(len(trained.sample_ids)), strict=True))
+        by_row = {rows[id_]: total for id_, total in totals.items()}
+        samples = tuple(tuple(rows[id_] for id_ in ids) for ids in trained.samples)
+        monkeypatch.setattr(literal, "reference_of", lambda case: replace(trained, samples=samples))
+        monkeypatch.setattr(literal, "sample_loss", by_row.__getitem__)
+        return replace(trial_of(case), reference=reference(case))
+
+    yield ran
+
+
+def diagnosed(trial: Trial) -> Diagnosis:
+    found = diagnose(trial, judge(trial), ())
+    assert found is not None
+    return found
+
+
+def proven(trial: Trial) -> tuple[str, str]:
+    """The kinds of causes, and how many laws hold under them."""
+    found = diagnosed(trial)
+    return ", ".join(found.kinds), dict(found.evidence).get("assuming this", "")
