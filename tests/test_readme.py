@@ -66,7 +66,7 @@ def _without_noise(text: str) -> str:
     return re.sub(r"within [\d.e-]+", "within", "\n".join(lines))
 
 
-@pytest.mark.parametrize("name", ["gradients_halved", "half_gradients"])
+@pytest.mark.parametrize("name", ["gradients_halved", "half_of_the_loss", "half_gradients"])
 def test_the_examples_of_a_fault_work_and_are_named(name: str, tmp_path: Path) -> None:
     page = PAGES["faults.md"].partition("## A fault of your own")[2]
     code = re.findall(r"^    (.*)$|^()$", page, re.MULTILINE)

@@ -7,9 +7,15 @@ A fault is a name in a file, here or anywhere else, and `does` one wrong thing a
         does=change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
     )
 
-What no operator says is a function marked with @fault, which replaces something itself. Either runs on every rank before
-the trainer is built, and calls `fired()` each time the wrong thing is really done. A fault whose code never ran on any rank
-is UNFIRED: a failure of the catalogue, not of the trainer. `harness faults` runs them all (harness/run/catalogue.py).
+Where that needs code, the fault is the function that an operator puts at the seam:
+
+    @fault(breaks="...", bug="...", case="...", caught_by="...", named="...")
+    @partial(instead, ".parallelize:data_parallel_mesh")
+    def hsdp_runs_as_fsdp(original, mesh): ...
+
+and what no operator says is a function of `fired` that replaces something itself. It runs on every rank before the trainer is
+built, and calls `fired()` each time the wrong thing is really done. A fault whose code never ran on any rank is UNFIRED: a
+failure of the catalogue, not of the trainer. `harness faults` runs them all (harness/run/catalogue.py).
 
 `bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened; several
 entries are separated by semicolons. A fault of a kind, modelled on no single entry, says "of the family of ...".
@@ -110,16 +116,16 @@ def fault(
     hangs: bool = False,
     does: Callable[[Fired], None] | None = None,
 ) -> Any:
-    """A fault that does this; without `does`, a mark for the function that does it. caught_by: laws, separated by blanks.
+    """A fault that does this; without `does`, a mark for what does it. caught_by: laws, separated by blanks.
 
-    Data does not know the name it is given in its file: who loads it from there sets it.
+    It does not know the name that it has in its file: who loads it from there sets it.
     """
     file = sys._getframe(1).f_code.co_filename
 
-    def of(apply: Callable[[Fired], None], name: str = "") -> Fault:
-        return Fault(name, file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
+    def of(apply: Callable[[Fired], None]) -> Fault:
+        return Fault("", file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
 
-    return of(does) if does is not None else lambda apply: of(apply, apply.__name__)
+    return of if does is None else of(does)
 
 
 def load_fault(spec: str) -> Fault:
