@@ -219,6 +219,8 @@ def call(target: str, *args: Any, **kwargs: Any) -> Act:
 def find(target: str) -> tuple[Any, str]:
     """Who holds the target, and its name there. Raises FaultError with the nearest name."""
     module, _, path = target.partition(":")
+    if not path:
+        raise FaultError(f"target {target!r}: one is given as 'module:attribute'")
     try:
         owner: Any = importlib.import_module(module, LLAMA3)
     except ModuleNotFoundError as error:

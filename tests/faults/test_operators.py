@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from harness import ROOT
-from harness.faults import FaultError
+from harness.faults import FaultError, faults_of_file, load_fault
 from harness.faults import operators as op
 
 
@@ -158,6 +159,7 @@ def test_an_act_imports_its_target_when_it_comes_to_that() -> None:
         (op.skip_call("operated_on:scale"), "'operated_on:scale': operated_on has no 'scale'; did you mean 'scaled'?"),
         (op.skip_call("operated_on:Trainer.stop"), "Trainer has no 'stop'; did you mean 'step'?"),
         (op.skip_call("harness.faults.operator:call"), "did you mean 'harness.faults.operators'?"),
+        (op.skip_call("operated_on.scaled"), "'operated_on.scaled': one is given as 'module:attribute'"),
         (op.override_argument(SCALED, rank=1), "'operated_on:scaled' has no argument 'rank'; did you mean 'ranks'?"),
     ],
 )
@@ -172,6 +174,38 @@ def test_a_target_without_a_package_is_one_of_the_trainers() -> None:
     assert (owner.__name__, name) == ("harness.trainers.llama3.clip", "sum_of_squares")
 
 
+OWN_FAULTS = """
+from functools import partial
+
+from harness.faults import fault
+from harness.faults import operators as op
+
+WORDS = dict(breaks="-", bug="-", case="fsdp_2", caught_by="loss gradients", named="-")
+
+data = fault(does=op.scale_result("operated_on:scaled", 10), **WORDS)
+
+@fault(**WORDS)
+@partial(op.instead, "operated_on:scaled")
+def code_under_an_operator(original, loss, *, ranks):
+    return original(loss, ranks=ranks) * 10
+
+@fault(**WORDS)
+def code(fired):
+    op.scale_result("operated_on:scaled", 10)(fired)
+"""
+
+
+@pytest.mark.parametrize("name", ["data", "code_under_an_operator", "code"])
+def test_a_fault_is_data_or_code_and_has_the_name_it_has_in_its_file(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN_FAULTS)
+    assert [fault.name for fault in faults_of_file(file)] == ["data", "code_under_an_operator", "code"]
+    fault = load_fault(f"{file}:{name}")
+    assert (fault.name, fault.spec, fault.caught_by) == (name, f"{file}:{name}", ("loss", "gradients"))
+    fired = applied(fault.apply)
+    assert (scaled(2, ranks=4), len(fired)) == (80, 1)
+
+
 APPLY_ALL = """
 from harness.faults import FaultError, all_faults, operators
 operators.on_rank = lambda rank, does: does
@@ -183,7 +217,7 @@ for fault in all_faults():
 """
 
 
-def test_every_target_that_the_catalogue_names_exists() -> None:
+def test_every_seam_at_which_the_catalogue_replaces_something_exists() -> None:
     """In a process of its own, as what is replaced is not put back."""
     run = subprocess.run([sys.executable, "-c", APPLY_ALL], cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

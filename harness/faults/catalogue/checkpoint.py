@@ -11,7 +11,7 @@ from harness.faults import fault
 from harness.faults import operators as op
 
 State = dict[str, Any]
-WQ, WO = "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
+LOAD, SAVE = "torch.distributed.checkpoint:load", "torch.distributed.checkpoint:save"
 
 # ---- what is read: torch.distributed.checkpoint.load fills a state dict in place
 
@@ -25,25 +25,7 @@ def _not_loaded(take: Callable[[State], tuple[State, str]]) -> op.Operator:
         original(state, *args, **kwargs)
         holder[key] = kept
 
-    return op.instead("torch.distributed.checkpoint:load", load)
-
-
-def _loaded_and(change: Callable[[State], None]) -> op.Operator:
-    return op.after_call("torch.distributed.checkpoint:load", lambda state, *_, **__: change(state))
-
-
-def _exchange_moments(state: State) -> None:
-    for moment in ("exp_avg", "exp_avg_sq"):
-        one, other = (state["optimizer"][f"state.{fqn}.{moment}"] for fqn in (WQ, WO))
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
-
-
-def _zero_step_counters(state: State) -> None:
-    for key, value in state["optimizer"].items():
-        if key.startswith("state.") and key.endswith(".step"):
-            value.zero_()
+    return op.instead(LOAD, load)
 
 
 optimizer_state_not_restored = fault(
@@ -68,25 +50,41 @@ data_position_starts_anew = fault(
     case="ddp_4_to_fsdp_2",
     caught_by="resume samples loss gradients",
     named="the data position starts anew after resuming: step 3 receives the samples of step 1",
-    does=_loaded_and(lambda state: state.update(samples=0)),
+    does=op.after_call(LOAD, lambda state, **_: state.update(samples=0)),
 )
-moments_of_two_parameters_exchanged = fault(
+
+
+@fault(
     breaks="optimizer state is matched by position, so two parameters of one shape have each other's",
     bug="S10 pytorch/torchtitan #3356: flat order of groups is not that of named_parameters",
     case="fsdp_4_to_hsdp_2x2",
     caught_by="resume gradients",
     named="optimizer state is exchanged: layers.0.attention.wq.weight resumed with exp_avg and exp_avg_sq of"
     " layers.0.attention.wo.weight",
-    does=_loaded_and(_exchange_moments),
 )
-step_counter_lost = fault(
+@partial(op.after_call, LOAD)
+def moments_of_two_parameters_exchanged(state: State, **_: Any) -> None:
+    for moment in ("exp_avg", "exp_avg_sq"):
+        one, other = (state["optimizer"][f"state.layers.0.attention.{name}.weight.{moment}"] for name in ("wq", "wo"))
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+@fault(
     breaks="moments are restored and AdamW's step counter is not, so that bias correction begins again",
     bug="S11 Megatron-LM #5976: the counter of a step that was made up to create the state",
     case="hsdp_2x2_to_ddp_2",
     caught_by="resume update",
     named="the optimizer's step counter is 0 after resuming, 2 was saved",
-    does=_loaded_and(_zero_step_counters),
 )
+@partial(op.after_call, LOAD)
+def step_counter_lost(state: State, **_: Any) -> None:
+    for key, value in state["optimizer"].items():
+        if key.startswith("state.") and key.endswith(".step"):
+            value.zero_()
+
+
 schedule_starts_anew = fault(
     breaks="the scheduler is not restored, and begins with the warm-up again",
     bug="S01 pytorch/torchtitan #275: LR scheduler not in the checkpoint; S06: the rate lives in the optimizer as well",
@@ -139,32 +137,11 @@ def later_epoch_resumed_in_the_order_of_the_first(batches: Any, samples: int) ->
 _initial: State = {}
 
 
-def _saved_otherwise(change: Callable[[State], None]) -> op.Operator:
-    return op.before_call("torch.distributed.checkpoint:save", lambda state, *_, **__: change(state))
-
-
 def _keep_initial_parameters(model: Any) -> Any:
     from harness.trainers.llama3.checkpoint import get_model_state_dict
 
     _initial.update({fqn: value.clone() for fqn, value in get_model_state_dict(model).items()})
     return model
-
-
-def _round_moments(state: State) -> None:
-    import torch
-
-    for key, value in state["optimizer"].items():
-        if torch.is_tensor(value) and value.dim():
-            state["optimizer"][key] = value.bfloat16()
-
-
-def _take_strided_for_plain(state: State) -> None:
-    from torch.distributed.tensor import DTensor, Shard
-
-    for fqn, value in state["model"].items():
-        if any("Strided" in type(placement).__name__ for placement in value.placements):
-            placements = [Shard(0)] * len(value.placements)
-            state["model"][fqn] = DTensor.from_local(value.to_local(), value.device_mesh, placements)
 
 
 initial_parameters_saved = fault(
@@ -175,7 +152,7 @@ initial_parameters_saved = fault(
     named="resumed parameters are the seed's, although the optimizer's state is that of step 2",
     does=op.together(
         op.change_result(".trainer:build_model", _keep_initial_parameters),
-        _saved_otherwise(lambda state: state.update(model=_initial)),
+        op.before_call(SAVE, lambda state, **_: state.update(model=_initial)),
     ),
 )
 
@@ -194,14 +171,20 @@ def gradients_saved_besides(original: Any, parts: Any, counters: Any) -> State:
     return original(parts, counters) | ({"gradients": named} if named else {})
 
 
-optimizer_state_saved_in_bfloat16 = fault(
+@fault(
     breaks="optimizer state is saved in bfloat16, which halves a checkpoint and rounds what is resumed",
     bug="of the family of S05: what is saved is not what trains",
     case="fsdp_4_to_hsdp_2x2",
     caught_by="checkpoint resume",
     named="the checkpoint of step 2 holds exp_avg in bfloat16, trained in float64, in every parameter",
-    does=_saved_otherwise(_round_moments),
 )
+@partial(op.before_call, SAVE)
+def optimizer_state_saved_in_bfloat16(state: State, **_: Any) -> None:
+    import torch
+
+    for key, value in state["optimizer"].items():
+        if torch.is_tensor(value) and value.dim():
+            state["optimizer"][key] = value.bfloat16()
 
 
 @fault(
@@ -217,14 +200,25 @@ def saving_rounds_the_live_weights(parts: Any, *_: Any) -> None:
         weight.copy_(weight.bfloat16())
 
 
-strided_shards_saved_in_mesh_order = fault(
+def _is_strided(value: Any) -> bool:
+    return any("Strided" in type(placement).__name__ for placement in value.placements)
+
+
+@fault(
     breaks="shards of a dim that tp and FSDP both cut are saved in the mesh's order, so rows change places",
     bug="S08 FSDP with TP: strided sharding lost on the way to a full tensor",
     case="fsdp_2_tp_2_to_tp_4",
     caught_by="resume loss gradients",
     named="rows or columns have changed places",
-    does=_saved_otherwise(_take_strided_for_plain),
 )
+@partial(op.before_call, SAVE, when=lambda state, **_: any(map(_is_strided, state["model"].values())))
+def strided_shards_saved_in_mesh_order(state: State, **_: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    for fqn, value in state["model"].items():
+        if _is_strided(value):
+            plain = [Shard(0)] * len(value.placements)
+            state["model"][fqn] = DTensor.from_local(value.to_local(), value.device_mesh, plain)
 
 
 @fault(

@@ -47,12 +47,17 @@ def _norm_gradients_labelled(*, average: bool) -> op.Operator:
     def label(parameters: Any) -> None:
         from torch.distributed.tensor import DTensor, Partial
 
-        for parameter in parameters:
-            if any(placement.is_partial() for placement in getattr(parameter.grad, "placements", ())):
-                placements = [Partial("avg")] if average else parameter.placements
-                parameter.grad = DTensor.from_local(parameter.grad.to_local(), parameter.device_mesh, placements)
+        for parameter in filter(_has_shares, parameters):
+            placements = [Partial("avg")] if average else parameter.placements
+            parameter.grad = DTensor.from_local(parameter.grad.to_local(), parameter.device_mesh, placements)
 
-    return op.before_call(".parallelize:settle_gradients", label)
+    return op.before_call(
+        ".parallelize:settle_gradients", label, when=lambda parameters: any(map(_has_shares, parameters))
+    )
+
+
+def _has_shares(parameter: Any) -> bool:
+    return any(placement.is_partial() for placement in getattr(parameter.grad, "placements", ()))
 
 
 gradient_of_the_head_labelled_whole = fault(
