@@ -221,16 +221,14 @@ def strided_shards_saved_in_mesh_order(state: State, **_: Any) -> None:
             state["model"][fqn] = DTensor.from_local(value.to_local(), value.device_mesh, plain)
 
 
-@fault(
+checkpoint_incomplete = fault(
     breaks="the job is killed before the checkpoint's last file is written",
     bug="of the family of S04: a preemption while saving; without .metadata a checkpoint is incomplete",
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="no complete checkpoint (step_*/.metadata) to resume from",
+    does=op.instead(".trainer:Trainer.save", lambda original, *args: (original(*args) / ".metadata").unlink()),
 )
-@partial(op.instead, ".trainer:Trainer.save")
-def checkpoint_incomplete(original: Any, *args: Any) -> None:
-    (original(*args) / ".metadata").unlink(missing_ok=True)
 
 
 @fault(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import subprocess
 import threading
 import time
 from functools import partial
@@ -12,47 +10,33 @@ from functools import partial
 from harness.faults import fault
 from harness.faults import operators as op
 
-
-@fault(
+rank_hangs_at_exit = fault(
     breaks="rank 1 hangs in what it registered with atexit, as one that waits there for a logger or a file system",
     bug="Z-class: training is done, and the job never ends",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
+    does=op.on_rank(1, op.before_step(2, op.call("atexit:register", time.sleep, 3600))),
 )
-@partial(op.on_rank, 1)
-@partial(op.before_step, 2)
-def rank_hangs_at_exit() -> None:
-    atexit.register(time.sleep, 3600)
-
-
-@fault(
+thread_keeps_the_rank = fault(
     breaks="rank 1 has a thread, not a daemon, that waits for ever for something to do",
     bug="Z-class: training is done, and a prefetching or writing thread keeps the process",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 hung",
     hangs=True,
+    does=op.on_rank(1, op.before_step(2, lambda: threading.Thread(target=threading.Event().wait).start())),
 )
-@partial(op.on_rank, 1)
-@partial(op.before_step, 2)
-def thread_keeps_the_rank() -> None:
-    threading.Thread(target=threading.Event().wait).start()
-
-
-@fault(
+process_outlives_its_rank = fault(
     breaks="rank 1 starts a process in a session of its own and never ends it",
     bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left a process behind: sleep 600",
     hangs=True,
+    does=op.on_rank(1, op.before_step(2, op.call("subprocess:Popen", ["sleep", "600"], start_new_session=True))),
 )
-@partial(op.on_rank, 1)
-@partial(op.before_step, 2)
-def process_outlives_its_rank() -> None:
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 
 @fault(

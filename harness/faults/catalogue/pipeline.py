@@ -46,19 +46,20 @@ def layers_left_over_are_never_built(original: Any, model: Any, stage: int, n_st
             del model.layers[name]
 
 
-@fault(
+stages_start_alike = fault(
     breaks="every stage draws its weights from the same seed, so that stages start alike",
     bug="R02 pytorch/torchtitan #689; allenai/OLMo-core #679",
     case="pp_2",
     caught_by="initial_weights",
     named="layers.2.attention.wq.weight holds the values of layers.0.attention.wq.weight",
+    does=op.on_rank(  # layer 2 is its first one
+        1,
+        op.change_result(
+            "harness.trainers.support.weights:read_weights",
+            lambda weights: {fqn: weights[fqn.replace("layers.2.", "layers.0.")] for fqn in weights},
+        ),
+    ),
 )
-@partial(op.on_rank, 1)
-@partial(op.change_result, "harness.trainers.support.weights:read_weights")
-def stages_start_alike(weights: Any) -> Any:
-    return {fqn: weights[fqn.replace("layers.2.", "layers.0.")] for fqn in weights}  # 2 is its first one
-
-
 only_the_first_part_clipped = fault(
     breaks="only the first of a rank's model parts is clipped",
     bug="P13 pytorch/torchtitan #500, #792: a loop over [model] where all model parts are meant",

@@ -59,21 +59,14 @@ rank_exits_as_if_well = fault(
     named="rank 1 left early",
     does=op.on_rank(1, op.before_step(2, op.call("sys:exit", 0))),
 )
-
-
-@fault(
+rank_leaves_a_step_early = fault(
     breaks="rank 1 leaves the training loop one step early, as its data is at an end",
     bug="Z01 pytorch/torchtitan #1634, #1618, #1627: ranks run different numbers of steps",
     case="fsdp_2",
     caught_by="completed",
     named="rank 1 left early",
+    does=op.on_rank(1, op.override_argument(".trainer:Trainer.train", last_step=2)),
 )
-@partial(op.on_rank, 1)
-@partial(op.instead, ".trainer:Trainer.train")
-def rank_leaves_a_step_early(original: Any, trainer: Any, last_step: int | None = None, **options: Any) -> None:
-    original(trainer, (last_step or trainer.case.training.steps) - 1, **options)
-
-
 rank_dies_while_building = fault(
     breaks="rank 2 runs out of memory while it builds the model",
     bug="Z-class: a rank dies before the first step",

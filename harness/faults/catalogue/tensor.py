@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault
@@ -92,20 +91,16 @@ norm_gradients_averaged_over_tp = fault(
     named="0.5 times what they should be in 5 of 21 parameters",
     does=_norm_gradients_labelled(average=True),
 )
-
-
-@fault(
+residual_summed_over_tp = fault(
     breaks="the residual is added on each tp rank before the sum over tp, so that it counts tp times",
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
     named="what layers.1.feed_forward gives matches the reference in mean square, what goes into norm does not",
+    does=op.after_call(  # tp is 2
+        APPLY, lambda model, *_: model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])
+    ),
 )
-@partial(op.after_call, APPLY)
-def residual_summed_over_tp(model: Any, *_: Any) -> None:
-    model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])  # tp is 2
-
-
 gathered_logits_reduced_in_backward = fault(
     breaks="backward of the gathered logits sums over tp a gradient that every rank has whole, so it is tp times too large",
     bug="T10 pytorch/torchtitan #3827",
