@@ -227,7 +227,9 @@ checkpoint_incomplete = fault(
     case="fsdp_4_to_fsdp_4",
     caught_by="completed",
     named="no complete checkpoint (step_*/.metadata) to resume from",
-    does=op.instead(".trainer:Trainer.save", lambda original, *args: (original(*args) / ".metadata").unlink()),
+    does=op.on_rank(
+        0, op.instead(".trainer:Trainer.save", lambda original, *args: (original(*args) / ".metadata").unlink())
+    ),
 )
 
 
