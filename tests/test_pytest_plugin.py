@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_cli import FAULTS, interrupt
+from interrupting import interrupt
 
 from harness import ROOT
 from harness.checks import all_checks
@@ -35,6 +35,14 @@ options_of = laws.options_of
 laws.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
 """
 CONFIGURATION = "[pytest]\naddopts = -ra\nharness_cases = cases\n"
+FATAL = """
+from harness.faults import fault
+
+@fault(breaks="nothing", bug="none", case="pair", caught_by="completed", named="")
+def fatal(fired):
+    fired()
+    raise RuntimeError("on purpose")
+"""
 TWO = "cases: {one: {why: a test}, pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
@@ -133,7 +141,7 @@ def test_one_law_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: P
 
 
 def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text(FAULTS)
+    (tmp_path / "wrong.py").write_text(FATAL)
     (tmp_path / "breaking.py").write_text(BREAKING)
     arguments = ("-p", "breaking", "-k", "pair and (completed or gradients)", "--harness-timeout", "77")
     done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
