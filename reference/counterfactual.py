@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.reference.config import ModelConfig, TrainingConfig, quantized_modules
-from harness.reference.data import IGNORED, documents, step_length
-from harness.reference.model import at_least_float32, llama_from, seed_masks
-from harness.reference.precision import DTYPES, Worker
-from harness.reference.record import ReferenceRun, ReferenceStep
-from harness.reference.train import by_fqn, learning_rate, optimizer_state
+from .config import ModelConfig, TrainingConfig, quantized_modules
+from .data import IGNORED, documents, step_length
+from .model import at_least_float32, llama_from, seed_masks
+from .precision import DTYPES, Worker
+from .record import ReferenceRun, ReferenceStep
+from .train import by_fqn, learning_rate, optimizer_state
 
 Arrays = dict[str, np.ndarray]
 Loss = Callable[[Tensor, Tensor], Tensor]
