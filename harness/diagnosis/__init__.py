@@ -25,6 +25,7 @@ from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import wrong_contents, wrong_layout
 from harness.diagnosis.localise import KIND, localise
 from harness.diagnosis.memory import copies_made, growing
+from harness.diagnosis.not_zeroed import gradients_not_zeroed
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.other_causes import (
     copies_kept,
@@ -41,6 +42,7 @@ from harness.diagnosis.processes import incomplete, process_failed
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
+from harness.diagnosis.scaled import scaled_gradients
 from harness.diagnosis.settings import wrong_precision, wrong_settings
 from harness.diagnosis.updates import changed_afterwards
 from harness.diagnosis.weights import other_weights, seen_weights
@@ -57,6 +59,8 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_weights,
     other_samples,
     other_positions,
+    scaled_gradients,
+    gradients_not_zeroed,
 )
 FACTS: tuple[Facts, ...] = (not_finite, seen_weights, seen_samples, seen_positions, odd_reports)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from harness.diagnosis.words import in_parameters, on_ranks
 from harness.judge import tolerance
+from harness.judge.assembly import misfits
 from harness.judge.contents import take
 from harness.judge.losses import global_loss
 from harness.judge.trial import Trial
@@ -83,3 +84,21 @@ def loss_off(trial: Trial, step: int = 1) -> float | None:
         return None
     off = abs(seen - wanted) / abs(wanted)
     return off if not off <= trial.bounds.loss[step] else None
+
+
+def first_wrong_step(trial: Trial) -> int | None:
+    """The first in which a gradient is wrong, entry by entry or, in recipes with noise, as a whole."""
+    for step in trial.case.steps:
+        if wrong_pairs(trial, step):
+            return step
+        try:
+            if not trial.case.exact and not all(one.within for one in misfits(trial, step)[0]):
+                return step
+        except tolerance.NoBound:
+            return None
+    return None
+
+
+def holders_of(trial: Trial, fqn: str) -> list[int]:
+    """The ranks that hold some of a parameter."""
+    return [rank for rank, held in sorted(trial.holdings.items()) if fqn in held]

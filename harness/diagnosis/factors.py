@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping
 
 from harness.judge.trial import Trial
 from harness.spec.dims import AXES
 
 MOST_NAMES = 3
+ByStep = Callable[[int], float]
 
 
 def times_text(factor: float) -> str:
@@ -17,24 +19,61 @@ def times_text(factor: float) -> str:
 
 
 def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
-    """All numbers of the case that the factor may be; empty if it is none. everywhere: of every parameter."""
+    """All numbers of the case that the factor may be, the same in every step; empty if it is none. everywhere: of every
+    parameter."""
     if math.isclose(factor, -1.0):
         return ": the sign is wrong"
     texts = []
-    for value, text in ((factor, "not divided by {} ({})"), (1 / factor, "divided by {} (1/{}) once too often")):
-        names = _axes(trial, value) + (_counts(trial, value) if everywhere else [])
+    for value, text in ((factor, NOT_DIVIDED), (1 / factor if factor else math.nan, DIVIDED)):
+        names = _axes(trial, value)
+        if everywhere and _near(value, trial.case.training.global_batch):
+            names.append("the number of samples")
         if names:
             texts.append(text.format(" or ".join(names[:MOST_NAMES]), round(value)))
-    step = trial.reference.steps[0]
-    if everywhere and factor != 1 and math.isclose(factor, step.valid_tokens / _positions(trial), rel_tol=1e-6):
-        texts.append("divided by the number of all tokens, not of the valid ones")
+    same = (name for name, by_step in _of_tokens(trial, trial.first_step, factor) if _constant(trial, by_step))
+    texts += same if everywhere and factor != 1 else ()
     return f": {', or '.join(texts)}" if texts else ""
+
+
+def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
+    """Numbers of tokens that the factor may be in this step, and that differ from step to step."""
+    for name, by_step in _of_tokens(trial, step, factor):
+        if not _constant(trial, by_step):
+            yield f": {name}", by_step
+
+
+NOT_DIVIDED, DIVIDED = "not divided by {} ({})", "divided by {} (1/{}) once too often"
+
+
+def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
+    """What a number of tokens that is divided by wrongly makes of gradients, where that is the factor in a step."""
+    valid = {one.step: one.valid_tokens for one in trial.reference.steps}
+    size = {number: trial.case.training.global_batch * trial.case.seq_len(number) for number in valid}
+    found: list[tuple[str, ByStep]] = []
+    for name, counts in (("the number of valid tokens", valid), ("the number of all tokens", size)):
+        found.append((NOT_DIVIDED.format(name, counts[step]), _ratio(counts, {})))
+        found.append((DIVIDED.format(name, counts[step]), _ratio({}, counts)))
+    found.append(("divided by the number of all tokens, not of the valid ones", _ratio(valid, size)))
+    for other, count in valid.items():
+        text = f"divided by the number of valid tokens of step {other} ({count}, not {valid[step]})"
+        found.append((text, _ratio(valid, dict.fromkeys(valid, count))))
+    yield from ((text, by_step) for text, by_step in found if _near(by_step(step), factor))
+
+
+def _ratio(above: Mapping[int, int], below: Mapping[int, int]) -> ByStep:
+    return lambda step: above.get(step, 1) / below.get(step, 1)
+
+
+def _constant(trial: Trial, by_step: ByStep) -> bool:
+    numbers = [by_step(step.step) for step in trial.reference.steps]
+    return all(_near(number, numbers[0]) for number in numbers)
 
 
 def _axes(trial: Trial, value: float) -> list[str]:
     """Degrees, or else products of as few as possible, that are `value`."""
     dims = trial.case.dims
     known = {axis: getattr(dims, axis) for axis in AXES} | {"accumulation": trial.case.features.accumulation}
+    known["the number of a pipeline's microbatches"] = trial.case.microbatches
     known = {name: number for name, number in known.items() if number > 1}
     for count in range(1, len(known) + 1):
         chosen = itertools.combinations(known, count)
@@ -44,15 +83,5 @@ def _axes(trial: Trial, value: float) -> list[str]:
     return []
 
 
-def _counts(trial: Trial, value: float) -> list[str]:
-    training, valid = trial.case.training, trial.reference.steps[0].valid_tokens
-    counts = {"valid tokens": valid, "all tokens": _positions(trial), "samples": training.global_batch}
-    return [f"the number of {name}" for name, number in counts.items() if _near(value, number)]
-
-
 def _near(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6)
-
-
-def _positions(trial: Trial) -> int:
-    return trial.case.training.global_batch * trial.case.training.seq_len

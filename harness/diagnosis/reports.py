@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.checks.reported_rate import CLOSE
 from harness.checks.update import observed_norm
-from harness.diagnosis.factors import factor_text, times_text
+from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.words import finding_line, rank_words
 from harness.evidence.records import RankEvidence
@@ -75,14 +75,14 @@ class Reported:
 
 def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for law in SHOWN:
-        if law not in broken or silences(trial, "", READ[law]) or not (reported := _reported(trial, law)):
+        if law not in broken or silences(trial, "", READ[law]) or not (reported := reported_of(trial, law)):
             continue
         for text, number in _instead(trial, reported):
             clause = text if text.startswith("it is") else f"{reported.who} {text}"
             cause = Cause("wrong report", f"{_what(trial, law, broken)}: {clause}{reported.when(number)}")
             yield Hypothesis(
                 cause,
-                partial(_assuming, reported=reported, number=number),
+                partial(assuming_reports, reported=reported, number=number),
                 lines=(finding_line(law, broken[law]),),
             )
 
@@ -95,7 +95,7 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
         if silences(trial, "", READ[law]):
             cause = Cause("report lacking", _silent(trial, what, READ[law]))
             yield Fact(cause, (law,), (finding_line(law, broken[law]),))
-        elif reported := _reported(trial, law):
+        elif reported := reported_of(trial, law):
             text = f"{_what(trial, law, broken)}: {reported.who} {_another_number(reported)}"
             yield Fact(Cause("wrong report", text), (law,), (finding_line(law, broken[law]),))
 
@@ -105,7 +105,7 @@ def _what(trial: Trial, law: str, broken: Broken) -> str:
     return f"the reported {SHOWN[law]} is wrong{', the training itself is right' * alone}"
 
 
-def _assuming(trial: Trial, reported: Reported, number: Number) -> Trial:
+def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
     def instead(rank: int, step: int) -> float:
         if (rank, step) not in reported.odd:
             return reported.right[rank, step]
@@ -115,7 +115,7 @@ def _assuming(trial: Trial, reported: Reported, number: Number) -> Trial:
     return replace(trial, reports={**trial.reports, reported.law: instead})
 
 
-def _reported(trial: Trial, law: str) -> Reported | None:
+def reported_of(trial: Trial, law: str) -> Reported | None:
     """None where the reports are what was seen, or where that is not known."""
     shown, right = {}, {}
     for rank, step, _ in trial.steps():
@@ -153,6 +153,10 @@ def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
     if reported.is_all(rounded := lambda rank, step: float(np.float32(reported.right[rank, step]))):
         yield "it rounded to float32", rounded
     ratio = reported.shown[reported.odd[0]] / (reported.right[reported.odd[0]] or math.nan)
+    for hint, by_step in token_factors(trial, reported.odd[0][1], ratio):
+        by_tokens: Number = lambda rank, step, by=by_step: by(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
+        if reported.is_all(by_tokens):
+            yield f"{times_text(ratio)} the right one{hint}", by_tokens
     multiple: Number = lambda rank, step: ratio * reported.right[rank, step]  # noqa: E731
     if len(reported.odd) > 1 and times_text(ratio) != times_text(1.0) and reported.is_all(multiple):
         yield f"{times_text(ratio)} the right one{factor_text(trial, ratio)}", multiple

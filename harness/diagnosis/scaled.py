@@ -1,0 +1,269 @@
+"""Gradients that are a multiple of the requested ones: all, or a set of parameters, from a step on or in one step.
+
+Factors are fitted in the first step in which gradients are wrong, where parameters are still right. The reference is trained
+again with them; the laws judge all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from harness.checks.update import observed_norm
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.differences import common_factor, factor_of, first_wrong_step, holders_of, wrong_pairs
+from harness.diagnosis.factors import factor_text, times_text, token_factors
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.reports import assuming_reports, reported_of
+from harness.diagnosis.words import in_parameters, on_ranks, some
+from harness.judge.assembly import Misfit, misfits
+from harness.judge.result import Cause, Lines
+from harness.judge.tolerance import NoBound
+from harness.judge.trial import Trial
+from harness.plan.stages import parameters_of_stage
+
+if TYPE_CHECKING:
+    from harness.reference.counterfactual import Batch
+
+FEW = 4  # factors that are fitted each by itself, where noise leaves something of each
+KIND = "gradients scaled"
+TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
+Arrays = dict[str, np.ndarray]
+Scale = Callable[[int], Mapping[str, float | np.ndarray]]
+"""By step, what each parameter is multiplied by; those that are not in it are as they were."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of the first wrong step: the factor of each wrong parameter, and the ranks on which it is wrong."""
+
+    step: int
+    factors: dict[str, float | np.ndarray]
+    common: float | None
+    ranks: tuple[int, ...]
+    lines: Lines = ()
+
+
+def scaled_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    if "gradients" in broken:
+        step = first_wrong_step(trial)
+        fits = () if step is None else (_exact_fit(trial, step),) if trial.case.exact else _noisy_fits(trial, step)
+        for fit in fits:
+            if fit is not None:
+                yield from _with_one_factor(trial, fit, broken) if fit.common is not None else _with_several(trial, fit)
+    elif "grad_norm" in broken and not trial.case.exact:
+        yield from _longer(trial)
+
+
+# ---- fits
+
+
+def _exact_fit(trial: Trial, step: int) -> Fit | None:
+    """None where something that is wrong is no multiple, or replicas have other ones."""
+    wrong = wrong_pairs(trial, step)
+    found = {(rank, fqn): factor_of(trial, rank, fqn, step) for rank, fqn in wrong}
+    factors = {at: factor for at, factor in found.items() if factor is not None}
+    if len(factors) < len(found):
+        return None
+    by_fqn = {fqn: _by_slice(trial, fqn, factors) for fqn in dict.fromkeys(fqn for _, fqn in wrong)}
+    known = {fqn: factor for fqn, factor in by_fqn.items() if factor is not None}
+    if len(known) < len(by_fqn):
+        return None
+    ranks = tuple(sorted({rank for rank, _ in wrong}))
+    return Fit(step, known, common_factor(trial, wrong, step), ranks, _best_fits(factors, step))
+
+
+def _by_slice(trial: Trial, fqn: str, factors: Mapping[tuple[int, str], float]) -> float | np.ndarray | None:
+    """One number where all holders have it, else one for each entry; None where two who hold the same one differ."""
+    numbers = {rank: factors.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)}
+    if len({round(number, 9) for number in numbers.values()}) == 1:
+        return float(np.median(list(numbers.values())))
+    whole = np.full(trial.reference.weights[fqn].shape, np.nan)
+    for rank, number in numbers.items():
+        part = trial.slice_of(rank, fqn)
+        view = whole[tuple(slice(start, stop) for start, stop in part or ())]
+        if not np.all(np.isnan(view) | np.isclose(view, number, rtol=1e-7)):
+            return None
+        view[...] = number
+    return None if np.isnan(whole).any() else whole
+
+
+def _best_fits(factors: Mapping[tuple[int, str], float], step: int) -> Lines:
+    """The first parameter that is wrong, on two ranks: one number that a person can check."""
+    first = next(iter(factors))[1]
+    shown = [(rank, factor) for (rank, fqn), factor in factors.items() if fqn == first][:2]
+    return tuple(
+        ("gradients", f"rank {rank}, step {step}, {first}: {factor:.4g} times the reference's by best fit")
+        for rank, factor in shown
+    )
+
+
+def _noisy_fits(trial: Trial, step: int) -> Iterator[Fit]:
+    """One factor of all parameters, one of those that are wrong, and one of each of these where they are few."""
+    try:
+        every = misfits(trial, step)[0]
+    except NoBound:
+        return
+    wrong = [one for one in every if not one.within]
+    if not wrong:
+        return
+    off = [fqn for fqn in trial.plan.shapes if fqn in {one.fqn for one in wrong}]
+    sure = np.array([one.fit_bound for one in wrong]) ** -2.0
+    mean = float(np.average([one.fit for one in wrong], weights=sure))
+    unlike = [one for one in every if abs(one.fit / mean - 1) > one.fit_bound]
+    everyone, lines = tuple(sorted(trial.ranks)), _misfit_lines(wrong)
+    if len(unlike) < len(wrong):
+        yield Fit(step, dict.fromkeys(trial.plan.shapes, mean), mean, everyone, lines)
+    if len(off) < len(trial.plan.shapes):
+        yield Fit(step, dict.fromkeys(off, mean), mean, everyone, lines)
+    if any(one in unlike for one in wrong) and len(off) <= FEW:
+        yield Fit(step, {one.fqn: one.fit for one in wrong}, None, everyone, lines)
+
+
+def _misfit_lines(wrong: list[Misfit]) -> Lines:
+    """The worst ones: numbers that a person can check."""
+    return tuple(
+        (
+            "gradients",
+            f"{one.fqn}: {one.fit:.4g} times the reference's by best fit (bound {one.fit_bound:.1e}),"
+            f" off by {one.distance:.1e} of its length (bound {one.distance_bound:.1e})",
+        )
+        for one in sorted(wrong, key=lambda one: -one.excess)[:3]
+    )
+
+
+# ---- hypotheses
+
+
+def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothesis]:
+    factor = fit.common or 0.0
+    everywhere = len(fit.factors) == len(trial.plan.shapes)
+    if everywhere:
+        for hint, by_step in token_factors(trial, fit.step, factor):
+            yield _counted(trial, fit, broken, hint, _from(fit.step, by_step))
+    name = factor_text(trial, factor, everywhere) if trial.case.exact else ""
+    if trial.case.model.tied_embeddings and list(fit.factors) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
+        name = f": counted for the embedding and again for the output, which share it{name.replace(':', ', or', 1)}"
+    if everywhere and name:
+        yield _counted(trial, fit, broken, name, _from(fit.step, lambda step: factor))
+    for when, scale, fitted in _spans(trial, fit):
+        if not (everywhere and name) or when:
+            yield _hypothesis(_sentence(trial, fit, factor) + when + name, scale, fit.lines, fitted)
+    if everywhere and not trial.case.exact:
+        yield _in_the_loss(trial, fit, _sentence(trial, fit, factor))
+
+
+def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callable[[int], float]) -> Hypothesis:
+    """All gradients by a number of the case; with the reported loss, where that is the same multiple."""
+    usual = _hypothesis(_sentence(trial, fit, by_step(fit.step)) + hint, _all_by(fit, by_step), fit.lines)
+    reported = reported_of(trial, "reported_loss") if "reported_loss" in broken else None
+    shown = lambda rank, step: by_step(step) * reported.right[rank, step] if reported else None  # noqa: E731
+    if reported is None or not reported.is_all(shown):
+        return usual
+    cause = replace(
+        usual.cause, observed=usual.cause.observed.replace("gradients are", "gradients and the reported loss are")
+    )
+    assume = lambda trial: assuming_reports(usual.assume(trial), reported=reported, number=shown)  # noqa: E731
+    return replace(usual, cause=cause, assume=assume)
+
+
+def _from(first: int, by_step: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda step: by_step(step) if step >= first else 1.0
+
+
+def _sentence(trial: Trial, fit: Fit, factor: float) -> str:
+    later = fit.step > trial.first_step
+    since = f"are right in step {trial.first_step} and from step {fit.step} on" if later else "are"
+    if abs(factor) < 1e-12:
+        return f"gradients {since} zero {_where(trial, fit)}"
+    return f"gradients {since} {_times(trial, factor)} what they should be {_where(trial, fit)}"
+
+
+def _times(trial: Trial, factor: float) -> str:
+    return times_text(factor) if trial.case.exact else f"{factor:.3g} times"
+
+
+def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
+    """Each parameter is a multiple of what it should be, but not all the same one: some were scaled more often."""
+    single = {fqn: factor for fqn, factor in fit.factors.items() if isinstance(factor, float)}
+    if len(single) < len(fit.factors):
+        return
+    text = _by_stage(trial, single) or _by_kind(trial, fit, single)
+    since = f"from step {fit.step} on " if fit.step > trial.first_step else ""
+    for when, scale, fitted in _spans(trial, fit):
+        yield _hypothesis(since + text + when, scale, fit.lines, fitted + 1)
+
+
+def _by_kind(trial: Trial, fit: Fit, factors: Mapping[str, float]) -> str:
+    if not trial.case.exact:
+        shown = f"times {min(factors.values()):.3g} to {max(factors.values()):.3g}"
+    else:
+        kinds = sorted({round(factor, 9) for factor in factors.values()})
+        members = {kind: [fqn for fqn, factor in factors.items() if round(factor, 9) == kind] for kind in kinds[:4]}
+        shown = ", ".join(f"{kind:.4g} ({some(fqns, 1)})" for kind, fqns in members.items())
+    return f"gradients are scaled by different factors {_where(trial, fit)}: {shown}"
+
+
+def _by_stage(trial: Trial, factors: Mapping[str, float]) -> str:
+    """Where each stage's gradients are another multiple; empty where they are not."""
+    shown: dict[int, float] = {}
+    for stage in range(trial.case.n_stages) if trial.case.dims.pp > 1 else ():
+        kinds = {round(factors.get(fqn, 1.0), 9) for fqn in parameters_of_stage(trial.case, stage)}
+        if len(kinds) > 1:
+            return ""
+        shown[stage] = kinds.pop()
+    texts = ", ".join(f"{factor:.6g} in stage {stage}" for stage, factor in shown.items())
+    return f"gradients are off by stage, times {texts}" if shown else ""
+
+
+def _spans(trial: Trial, fit: Fit) -> Iterator[tuple[str, Scale, int]]:
+    """From the first wrong step on, and in it alone."""
+    yield "", _since(fit.step, lambda step: fit.factors), 1
+    if fit.step < trial.case.steps[-1]:
+        yield f", in step {fit.step} alone", lambda step: fit.factors if step == fit.step else {}, 2
+
+
+def _all_by(fit: Fit, by_step: Callable[[int], float]) -> Scale:
+    return lambda step: dict.fromkeys(fit.factors, by_step(step))
+
+
+def _since(first: int, scale: Scale) -> Scale:
+    return lambda step: scale(step) if step >= first else {}
+
+
+def _hypothesis(text: str, scale: Scale, lines: Lines, fitted: int = 1) -> Hypothesis:
+    def gradients(step: int, own: Arrays) -> Arrays:
+        factors = scale(step)
+        return {fqn: (g * factors[fqn]).astype(g.dtype) if fqn in factors else g for fqn, g in own.items()}
+
+    return Hypothesis(Cause(KIND, text), lambda trial: another_reference(trial, gradients=gradients), fitted, lines)
+
+
+def _in_the_loss(trial: Trial, fit: Fit, text: str) -> Hypothesis:
+    """A factor within backward is rounded otherwise than one that comes after it; each number in another way, so that the
+    roundest is tried."""
+    factor = float(f"{fit.common:.3g}")
+
+    def batch(step: int, usual: Batch) -> Batch:
+        counts = np.full(usual.labels.shape, factor if step >= fit.step else 1.0)
+        return replace(usual, counts=counts if usual.counts is None else counts * usual.counts)
+
+    cause = Cause(KIND, f"{text}, and rounded otherwise: the loss is scaled before backward")
+    return Hypothesis(cause, lambda trial: another_reference(trial, batch=batch), 2, fit.lines)
+
+
+def _longer(trial: Trial) -> Iterator[Hypothesis]:
+    """By what factor all gradients are longer, where noise hides it of each."""
+    first = trial.first_step
+    ratio = observed_norm(trial, first) / trial.reference_step(first).grad_norm
+    text = f"gradients are {ratio:.3g} times as long as the reference's, though no entry is beyond its noise"
+    yield _hypothesis(text, lambda step: dict.fromkeys(trial.plan.shapes, ratio) if step >= first else {}, ())
+
+
+def _where(trial: Trial, fit: Fit) -> str:
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in fit.factors]
+    return in_parameters(trial, fqns) + on_ranks(trial, fit.ranks)
