@@ -36,7 +36,6 @@ from harness.diagnosis.other_causes import (
     replicas_drift,
     wrong_structure,
 )
-from harness.diagnosis.parameters import wrong_parameters
 from harness.diagnosis.pipeline import wrong_schedule
 from harness.diagnosis.processes import incomplete, process_failed
 from harness.diagnosis.reports import odd_reports, wrong_reports
@@ -81,7 +80,6 @@ RULES: tuple[Rule, ...] = (
     wrong_masks,
     out_of_order,
     changed_afterwards,
-    wrong_parameters,
     wrong_gradients,
     wrong_loss,
     wrong_later_gradients,

@@ -21,23 +21,19 @@ from harness.diagnosis.contributions import (
 )
 from harness.diagnosis.differences import (
     Pair,
-    common_factor,
     expected_gradient,
-    factor_of,
     fqns_of,
     loss_off,
     seen_gradients,
     where_text,
     wrong_pairs,
 )
-from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.forward import documents_see_each_other, unexplained
 from harness.diagnosis.words import Broken, finding_line, groups_text, rank_words, some, traffic_lines
 from harness.judge import attribution, tolerance
 from harness.judge.result import Diagnosis, one_cause
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
-from harness.plan.stages import parameters_of_stage
 
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
 
@@ -53,12 +49,9 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _not_finite,
         _nothing_goes_round,
         documents_see_each_other,
-        _scaled,
-        _scaled_by_stage,
         _missing_reduction,
         _norms_not_summed,
         _untied,
-        scaled_by_powers,
         _lost_before,
         unequal_parts,
         unequal_samples,
@@ -127,37 +120,6 @@ CP_ROLES = {
 }
 
 
-def _scaled(trial: Trial, wrong: list[Pair]) -> str | None:
-    """All that is wrong is one and the same multiple of what it should be."""
-    factor = common_factor(trial, wrong, 1)
-    if factor is None:
-        return None
-    where = where_text(trial, wrong)
-    if abs(factor) < 1e-12:
-        return f"gradients are zero {where}"
-    everywhere = len(fqns_of(trial, wrong)) == len(trial.plan.shapes)
-    name = factor_text(trial, factor, everywhere)
-    if trial.case.model.tied_embeddings and fqns_of(trial, wrong) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
-        name = f": counted for the embedding and again for the output, which share it{name.replace(':', ', or', 1)}"
-    return f"gradients are {times_text(factor)} what they should be {where}{name}"
-
-
-def _scaled_by_stage(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Under pp each stage's gradients are another multiple of what they should be: each stage passes on a scaled one."""
-    by_stage: dict[int, float] = {}
-    for stage in range(trial.case.n_stages) if trial.case.dims.pp > 1 else ():
-        fqns = set(parameters_of_stage(trial.case, stage))
-        mine = [(rank, fqn) for rank, fqn in wrong if fqn in fqns]
-        factor = common_factor(trial, mine, 1) if mine else 1.0
-        if factor is None:
-            return None
-        by_stage[stage] = factor
-    if len({round(factor, 9) for factor in by_stage.values()}) < 2:
-        return None
-    shown = ", ".join(f"{factor:.6g} in stage {stage}" for stage, factor in by_stage.items())
-    return f"gradients are off by stage, times {shown}: what a stage sends back, or its own part, is scaled"
-
-
 def _missing_reduction(trial: Trial, wrong: list[Pair]) -> str | None:
     """Axes over which some rank should reduce gradients and nothing ran."""
     missing: dict[str, str] = {}
@@ -195,18 +157,6 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair]) -> str | None:
             if expected is None or tolerance.relative_difference(np.asarray(total), expected) > 1e-9:
                 return None
     return f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
-
-
-def scaled_by_powers(trial: Trial, wrong: list[Pair], step: int = 1) -> str | None:
-    """Each parameter is a multiple of what it should be, but not all the same one: some were scaled more often."""
-    factors = {(rank, fqn): factor_of(trial, rank, fqn, step) for rank, fqn in wrong}
-    by_fqn: dict[str, float] = {fqn: factor for (_, fqn), factor in factors.items() if factor is not None}
-    if None in factors.values() or len({round(factor, 9) for factor in by_fqn.values()}) < 2:
-        return None
-    kinds = sorted({round(factor, 9) for factor in by_fqn.values()})
-    texts = [f"{kind:.4g} ({some([fqn for fqn, f in by_fqn.items() if round(f, 9) == kind], 1)})" for kind in kinds[:4]]
-    causes = "some are scaled more often than others, by bucket, by stage or by wrapper"
-    return f"gradients are scaled by different factors {where_text(trial, wrong)}: {', '.join(texts)}: {causes}"
 
 
 def _lost_before(trial: Trial, wrong: list[Pair]) -> str | None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 from harness.diagnosis.differences import distance, fqns_of, loss_off, where_text, wrong_pairs
 from harness.diagnosis.hypothesis import Broken
-from harness.diagnosis.words import finding_line
+from harness.diagnosis.words import finding_line, in_parameters
+from harness.judge.assembly import misfits
 from harness.judge.result import Cause, Lines
+from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 
 KIND = "not explained"
@@ -35,6 +37,8 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     for step in trial.case.steps:
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         if not off and not wrong:
+            if off_as_a_whole := _off_as_a_whole(trial, step):
+                return off_as_a_whole
             continue
         since = "" if step == trial.first_step else f" from step {step} on"
         where = where_text(trial, wrong) if wrong else ""
@@ -50,6 +54,24 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
             KIND, f"gradients are wrong{by}{since}", where, hint=matches + in_common(trial, fqns_of(trial, wrong))
         )
     return None
+
+
+def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
+    """In recipes with noise: which gradients are off, though no entry is beyond its own bound."""
+    try:
+        wrong = [one for one in misfits(trial, step)[0] if not one.within] if not trial.case.exact else []
+    except NoBound:
+        return None
+    if not wrong:
+        return None
+    worst = max(wrong, key=lambda one: one.excess)
+    text = f"by {worst.distance:.1e} of its length in {worst.fqn}, where noise explains {worst.distance_bound:.1e}"
+    off = {one.fqn for one in wrong}
+    fqns = [fqn for fqn in trial.plan.shapes if fqn in off]
+    hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
+    since = "" if step == trial.first_step else f" from step {step} on"
+    where = f"{in_parameters(trial, fqns)}, and no factor explains it"
+    return Cause(KIND, f"gradients are off{since}", where, hint=hint)
 
 
 def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:

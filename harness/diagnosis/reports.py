@@ -120,7 +120,7 @@ def reported_of(trial: Trial, law: str) -> Reported | None:
     shown, right = {}, {}
     for rank, step, _ in trial.steps():
         number, seen = READ[law](step), _seen(trial, law, rank, step.step)
-        if number is not None and seen is not None:
+        if number is not None and seen is not None and math.isfinite(seen):
             shown[rank, step.step], right[rank, step.step] = number, seen
     odd = tuple(at for at in shown if not abs(shown[at] - right[at]) <= _bound(trial, law, at[1]) * abs(right[at]))
     return Reported(law, shown, right, odd, len(trial.ranks)) if odd else None

@@ -1,0 +1,322 @@
+"""Gradients that are a multiple of the requested ones, named by what is tested of it. Literal evidence, no ranks."""
+
+# ruff: noqa: E501 - what is shown is asserted as it is shown
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import LAST, NORM, dims, expect, expect_first, first_line, fsdp_4, reference_gradient, scaled
+from literal import (
+    TINY,
+    judged,
+    tiny_case,
+    trial_of,
+    with_step,
+    with_step_1_gradients,
+    with_updates_that_follow,
+    with_value,
+)
+from noisy import with_noise
+
+from harness.checks import judge
+from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.factors import factor_text, token_factors
+from harness.diagnosis.localise import localise
+from harness.diagnosis.not_zeroed import gradients_not_zeroed
+from harness.diagnosis.scaled import _by_stage, scaled_gradients
+from harness.judge.result import Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
+
+WQ = "layers.0.attention.wq.weight"
+
+
+def with_factors(trial: Trial, factor: Callable[[int, int, str], float]) -> Trial:
+    """factor(rank, step, fqn), in every step."""
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            wrong = {fqn: factor(rank, step.step, fqn) * gradient for fqn, gradient in step.gradients.items()}
+            trial = with_step(trial, rank, step.step, gradients=wrong)
+    return with_updates_that_follow(trial)
+
+
+def proposed(trial: Trial) -> list[str]:
+    found = explain(trial, judge(trial), (scaled_gradients, gradients_not_zeroed), ())
+    return [one.cause.text for proof in found.proofs if proof.complete for one in proof.hypotheses]
+
+
+# ---- one factor
+
+
+@pytest.mark.parametrize(
+    ("layout", "features", "factor", "name"),
+    [
+        (dims(shard=4), {}, 1 / 4, "divided by dp_shard (1/4) once too often"),
+        (dims(shard=4), {}, 4, "not divided by dp_shard (4)"),
+        (dims(replicate=2), {}, 1 / 2, "divided by dp_replicate (1/2) once too often"),
+        (dims(replicate=2), {}, 2, "not divided by dp_replicate (2)"),
+        (dims(2, 4), {}, 1 / 8, "divided by dp_replicate x dp_shard or the number of samples (1/8) once too often"),
+        (dims(2, 4), {}, 8, "not divided by dp_replicate x dp_shard or the number of samples (8)"),
+        (dims(2, 4), {}, 4, "not divided by dp_shard (4)"),
+        (dims(2, 2), {}, 2, "not divided by dp_replicate or dp_shard (2)"),
+        (dims(1, 2, 2), {}, 1 / 2, "divided by dp_shard or tp (1/2) once too often"),
+        (dims(tp=2), {}, 2, "not divided by tp (2)"),
+        (dims(1, 4), {"accumulation": 2}, 2, "not divided by accumulation (2)"),
+        (dims(1, 4), {"accumulation": 2}, 1 / 8, "divided by dp_shard x accumulation or the number of samples (1/8) once too often"),
+        (dims(1, 4), {}, -1, "the sign is wrong"),
+        (dims(1, 4), {}, 1.7, ""),
+    ],
+)  # fmt: skip
+def test_a_factor_is_named_by_the_number_of_the_case_that_it_is(layout, features, factor, name) -> None:
+    tail = f": {name}" if name else ""
+    told = f"gradients are {factor:.6g} times what they should be in every parameter{tail}"
+    assert first_line(scaled(layout, factor, **features)) == told
+
+
+def by_tokens(trial: Trial, factor: Callable[[int, int], float]) -> Trial:
+    """factor(valid tokens of the step, all tokens of it)."""
+    valid = {step.step: step.valid_tokens for step in trial.reference.steps}
+    assert len(set(valid.values())) > 1
+    return with_factors(trial, lambda rank, step, fqn: factor(valid[step], 32))
+
+
+@pytest.mark.parametrize(
+    ("factor", "name"),
+    [
+        (lambda valid, size: valid, "not divided by the number of valid tokens (16)"),
+        (lambda valid, size: 1 / valid, "divided by the number of valid tokens (1/16) once too often"),
+        (lambda valid, size: valid / size, "divided by the number of all tokens, not of the valid ones"),
+    ],
+)
+def test_a_number_of_tokens_is_tested_in_every_step(factor, name) -> None:
+    assert first_line(by_tokens(fsdp_4(), factor)).endswith(f"what they should be in every parameter: {name}")
+
+
+def test_a_number_of_tokens_of_one_step_in_all_steps_is_no_number_of_tokens() -> None:
+    told = "gradients are 16 times what they should be in every parameter"
+    assert first_line(scaled(dims(1, 4), 16.0)) == told
+
+
+def test_the_reported_loss_goes_with_gradients_that_are_divided_by_the_same_number() -> None:
+    trial = scaled(dims(1, 4), 0.25)
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            trial = with_step(trial, rank, step.step, reported_loss=0.25 * step.reported_loss)
+    told = "gradients and the reported loss are 0.25 times what they should be in every parameter: divided by dp_shard (1/4) once too often"
+    assert first_line(trial) == told
+
+
+def test_gradients_twice_too_large_show_a_number_to_check() -> None:
+    expect(
+        scaled("fsdp_2", 2.0),
+        """\
+gradients are 2 times what they should be in every parameter: not divided by dp_shard (2)
+  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  gradients: rank 0, step 1, tok_embeddings.weight: 2 times the reference's by best fit
+  gradients: rank 1, step 1, tok_embeddings.weight: 2 times the reference's by best fit
+  loss: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_gradients_that_are_zero() -> None:
+    trial = fsdp_4()
+    expect_first(
+        with_factors(trial, lambda rank, step, fqn: float(fqn != NORM)),
+        """gradients are zero in 1 of 12 parameters (norm.weight)""",
+    )
+
+
+def test_norm_gradients_averaged_over_tp() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    expect_first(
+        with_factors(trial, lambda rank, step, fqn: 0.5 if "norm" in fqn else 1.0),
+        """gradients are 0.5 times what they should be in 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): divided by tp (1/2) once too often""",
+    )
+
+
+def test_one_parameter_scaled_on_the_shard_of_one_rank() -> None:
+    trial = with_factors(fsdp_4(), lambda rank, step, fqn: 3.0 if (rank, fqn) == (2, NORM) else 1.0)
+    expect_first(trial, """gradients are 3 times what they should be in 1 of 12 parameters (norm.weight) on rank 2""")
+
+
+def test_a_tied_weight_whose_gradient_is_added_twice() -> None:
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
+    twice = with_factors(trial, lambda rank, step, fqn: 1.0 + fqn.startswith("tok"))
+    assert first_line(twice) == (
+        "gradients are 2 times what they should be in 1 of 11 parameters (tok_embeddings.weight): counted for the embedding"
+        " and again for the output, which share it, or not divided by dp_shard (2)"
+    )
+
+
+# ---- in some steps
+
+
+def test_a_factor_of_one_step_alone_is_told_from_one_that_stays() -> None:
+    told = "gradients are right in step 1 and from step 2 on 3 times what they should be in every parameter"
+    for steps, more in (((2, 3), ""), ((2,), ", in step 2 alone")):
+        wrong = with_factors(fsdp_4(), lambda rank, step, fqn, steps=steps: 3.0 if step in steps else 1.0)
+        assert first_line(wrong) == told + more
+
+
+def test_a_factor_that_changes_from_step_to_step_and_is_no_count_is_not_named() -> None:
+    wrong = with_factors(fsdp_4(), lambda rank, step, fqn: (1.0, 3.0, 5.5)[step - 1])
+    assert proposed(wrong) == []
+
+
+def test_a_token_count_of_another_step() -> None:
+    trial = fsdp_4()
+    one = trial.reference.steps[0].valid_tokens
+    expect_first(
+        by_tokens(trial, lambda valid, size: valid / one),
+        """gradients are right in step 1 and from step 2 on 1.375 times what they should be in every parameter: divided by the number of valid tokens of step 1 (16, not 22)""",
+    )
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_that_are_not_zeroed(clipped: bool) -> None:
+    trial = fsdp_4()
+    norms = {step.step: min(1.0, 1.0 / (step.grad_norm + 1e-6)) if clipped else 1.0 for step in trial.reference.steps}
+    for rank, evidence in trial.ranks.items():
+        before = {fqn: norms[1] * gradient for fqn, gradient in evidence.steps[0].gradients.items()}
+        total = {fqn: before[fqn] + gradient for fqn, gradient in evidence.steps[1].gradients.items()}
+        trial = with_step(trial, rank, 2, gradients=total)
+    told = "gradients are not zeroed before step 2 alone: those of step 2 hold step 1's as well"
+    assert proposed(with_updates_that_follow(trial)) == [told]
+
+
+def test_gradients_that_are_never_zeroed() -> None:
+    trial = fsdp_4()
+    for rank, evidence in trial.ranks.items():
+        total: dict[str, np.ndarray] = {}
+        for step in evidence.steps:
+            total = {fqn: total.get(fqn, 0.0) + gradient for fqn, gradient in step.gradients.items()}
+            trial = with_step(trial, rank, step.step, gradients=total)
+    told = "gradients are not zeroed between steps: those of step 2 hold step 1's as well"
+    assert first_line(with_updates_that_follow(trial)) == told
+
+
+# ---- several factors
+
+
+def test_gradients_scaled_more_often_in_some_buckets() -> None:
+    early = (WQ, "tok_embeddings.weight")
+    wrong = with_factors(
+        trial_of(tiny_case("ddp_2")),
+        lambda rank, step, fqn: 0.25 if fqn in early else 1.0 if fqn == LAST else 0.5,
+    )
+    expect_first(
+        wrong,
+        """gradients are scaled by different factors in 11 of 12 parameters (tok_embeddings.weight, layers.0.attention.wq.weight and 9 more): 0.25 (tok_embeddings.weight and 1 more), 0.5 (layers.0.attention.wk.weight and 8 more)""",
+    )
+
+
+def test_gradients_off_by_stage_are_told_with_each_stages_factor() -> None:
+    trial = trial_of(tiny_case("single"))
+    piped = replace(trial, case=tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4))
+    halved = {fqn: 0.5 for fqn in trial.plan.shapes if fqn.startswith(("tok_embeddings", "layers.0"))}
+    assert _by_stage(piped, halved) == "gradients are off by stage, times 0.5 in stage 0, 1 in stage 1"
+    assert _by_stage(piped, {WQ: 0.5}) == "", "not all of a stage"
+    assert _by_stage(trial, halved) == "", "without a pipeline there are no stages"
+
+
+def test_different_factors_in_a_later_step_are_told_with_it() -> None:
+    factors = {LAST: 2.0, NORM: 4.0}
+    wrong = with_factors(fsdp_4(), lambda rank, step, fqn: factors.get(fqn, 1.0) if step > 1 else 1.0)
+    told = "from step 2 on gradients are scaled by different factors in 2 of 12 parameters (norm.weight, output.weight)"
+    assert first_line(wrong) == f"{told}: 2 (output.weight), 4 (norm.weight)"
+
+
+def test_replicas_with_other_factors_are_no_scaled_gradients() -> None:
+    wrong = with_factors(trial_of(tiny_case("ddp_2")), lambda rank, step, fqn: 1.0 + rank)
+    assert proposed(wrong) == []
+
+
+def test_gradients_of_noise_are_no_multiple() -> None:
+    trial, draw = fsdp_4(), np.random.default_rng(1)
+    noise = {fqn: draw.standard_normal(shape) for fqn, shape in trial.plan.shapes.items()}
+    assert proposed(with_step_1_gradients(trial, lambda _, fqn: reference_gradient(trial, fqn) + noise[fqn])) == []
+
+
+# ---- in recipes with noise
+
+
+def loud(layout: str = "fsdp_2") -> Trial:
+    """Judged by bounds of 40 % of the largest entry, 0.2 % of a length in step 1 and then 0.4 %, and 0.5 % of a factor."""
+    return with_noise(trial_of(tiny_case(layout)), loss=1e-4, grad_norm=1e-2, gradient=0.1, distance=1e-3, fit=1e-3)
+
+
+def numbers(trial: Trial) -> list[Result]:
+    """A literal run reduces in one dtype, whatever is requested: what is moved is not looked at."""
+    return [result for result in judge(trial) if result.check not in ("features", "traffic")]
+
+
+def in_noise(trial: Trial) -> list[str]:
+    found = explain(trial, numbers(trial), (scaled_gradients,), ())
+    return [one.cause.text for proof in found.proofs if proof.complete for one in proof.hypotheses]
+
+
+def located(trial: Trial) -> str:
+    assert in_noise(trial) == []
+    return localise(trial, broken_laws(numbers(trial)), 0)[0].text
+
+
+def test_a_factor_that_no_entry_shows_is_named() -> None:
+    wrong = with_factors(loud(), lambda rank, step, fqn: 1.02 if fqn == WQ else 1.0)
+    assert in_noise(wrong) == [f"gradients are 1.02 times what they should be in 1 of 12 parameters ({WQ})"]
+
+
+def test_a_factor_of_all_parameters_is_one_factor() -> None:
+    wrong = with_factors(loud(), lambda rank, step, fqn: 0.98)
+    assert in_noise(wrong) == ["gradients are 0.98 times what they should be in every parameter"]
+
+
+def test_two_factors_are_told_apart() -> None:
+    wrong = with_factors(loud(), lambda rank, step, fqn: {WQ: 1.02, NORM: 0.5}.get(fqn, 1.0))
+    assert [text.startswith("gradients are scaled by different factors in 2 of ") for text in in_noise(wrong)] == [True]
+
+
+def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry() -> None:
+    trial = with_noise(trial_of(tiny_case("ddp_2")), loss=1e-4, grad_norm=1e-3, gradient=1e-2, distance=1e-2, fit=1e-2)
+    trial = with_factors(trial, lambda rank, step, fqn: 1.018)
+    assert judged("gradients", trial).verdict is Verdict.PASS
+    told = "gradients are 1.02 times as long as the reference's, though no entry is beyond its noise"
+    assert in_noise(trial) == [told]
+
+
+def test_one_replica_alone_that_is_off_is_located() -> None:
+    trial = with_value(loud("hsdp_2x2"), 3, 1, "gradients", WQ, lambda g: g * 1.02)
+    assert f"({WQ}), and no factor explains it" in located(with_updates_that_follow(trial))
+
+
+def test_roundings_of_one_parameter_beyond_its_noise_are_located_and_no_factor_is_named() -> None:
+    trial, draw = loud(), np.random.default_rng(1)
+    for rank in trial.ranks:
+        trial = with_value(trial, rank, 1, "gradients", WQ, lambda g: g * (1 + 1e-2 * draw.choice([-1, 1], g.shape)))
+    told = (
+        f"gradients are off in 1 of 12 parameters ({WQ}), and no factor explains it: by 1.0e-02 of its length in {WQ}"
+    )
+    assert located(with_updates_that_follow(trial)).startswith(told)
+
+
+# ---- factors
+
+
+def test_a_factor_is_named_within_a_millionth_and_one_of_1_is_no_factor() -> None:
+    trial = trial_of(tiny_case(dims(shard=4)))
+    assert factor_text(trial, 4 * (1 + 5e-7)) == ": not divided by dp_shard (4)"
+    assert factor_text(trial, 4 * (1 + 5e-6)) == ""
+    assert factor_text(trial, 1.0) == ""
+
+
+def test_a_number_of_tokens_that_is_the_same_in_every_step_is_a_number_of_the_case() -> None:
+    trial = trial_of(tiny_case("single"))
+    steps = tuple(replace(step, valid_tokens=16) for step in trial.reference.steps)
+    trial = replace(trial, reference=replace(trial.reference, steps=steps))
+    assert factor_text(trial, 16) == ": not divided by the number of valid tokens (16)"
+    assert factor_text(trial, 16, everywhere=False) == ""
+    assert factor_text(trial, 0.5 * (1 + 5e-7)) == ": divided by the number of all tokens, not of the valid ones"
+    assert not list(token_factors(trial, 1, 16))
