@@ -15,7 +15,9 @@ from harness.spec.case import Case
 from harness.trainers import Metrics, StartedTrainer
 from harness.trainers.support.requests import beyond
 
-KNOWN = dict.fromkeys(("dp_replicate", "dp_shard", "reshard_after_forward", "all_valid", "fsdp_units"), ...)
+FEATURES = ("dp_replicate", "dp_shard", "reshard_after_forward", "all_valid", "fsdp_units")
+SIZES = ("dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+KNOWN = dict.fromkeys((*FEATURES, *SIZES), ...)
 Shard = Callable[..., Any]
 
 

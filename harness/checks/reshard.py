@@ -12,8 +12,9 @@ from functools import partial
 
 from harness.evidence.records import AfterForward, RankEvidence
 from harness.evidence.text import bytes_text
+from harness.judge import after_evaluation
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
-from harness.judge.traffic import Key, amount, axis_text, observed, own_bytes, planned, prefetched, still_gathered
+from harness.judge.traffic import Key, amount, axis_text, observed, own_bytes, planned, still_gathered
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES, numel
@@ -138,5 +139,5 @@ def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Fin
         )
         for key in keys
         if wanted.get(key, 0) != seen.get(key, 0)
-        if seen.get(key, 0) - wanted.get(key, 0) not in prefetched(trial, evidence.rank, step, key)
+        if seen.get(key, 0) - wanted.get(key, 0) not in after_evaluation.prefetched(trial, evidence.rank, step, key)
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from harness.evidence.records import RankEvidence
+from harness.judge import after_evaluation
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
 from harness.judge.traffic import (
     INSIDE,
@@ -20,12 +21,10 @@ from harness.judge.traffic import (
     is_traffic,
     observed,
     planned,
-    prefetched,
-    still_gathered,
 )
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
-from harness.plan.slices import BYTES, numel
+from harness.plan.slices import BYTES
 
 STAGE = "structure"
 
@@ -42,11 +41,7 @@ def check(trial: Trial) -> Result:
             optional = planned(trial, rank, step, optional_only=True)
             seen = observed(evidence, step)
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
-            seen |= {
-                key: wanted[key]
-                for key in wanted
-                if seen.get(key, 0) - wanted[key] in prefetched(trial, rank, step, key) | spared(trial, rank, step, key)
-            }
+            seen |= _by_evaluation(trial, rank, step, wanted, seen)
             examined += len(wanted) + 1
             extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
             used |= {key for key in extra if extra[key] > 0}
@@ -78,15 +73,13 @@ def _allowances_text(trial: Trial, used: set[Key]) -> str:
     return "; ".join(texts)
 
 
-def spared(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
-    """What evaluation left gathered, as the policy keeps it, the next forward does not gather: so many bytes less."""
-    shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
-    if key != (shards, "all_gather", "forward"):
-        return set()
-    size, slices = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype], trial.plan.slices
-    kept = trial.plan.after_forward[rank]
-    left = {fqn for before, fqn, held in still_gathered(trial, rank) if before == step - 1 and held <= kept[fqn].bytes}
-    return {-size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in left)}
+def _by_evaluation(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> dict[Key, int]:
+    """The plan's bytes, of the collectives that differ from it by just what evaluation before this step explains."""
+    more = {key: seen.get(key, 0) - wanted.get(key, 0) for key in wanted | seen}
+    spared = after_evaluation.spared(trial, rank, step)
+    explained = spared if all(more.get(key, 0) == count for key, count in spared.items()) else {}
+    ahead = (key for key in more if more[key] in after_evaluation.prefetched(trial, rank, step, key))
+    return {key: wanted.get(key, 0) for key in (*explained, *ahead)}
 
 
 def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:

@@ -23,19 +23,6 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
     return dict(totals)
 
 
-def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
-    """FSDP2 gathers in backward by the order of all passes since the last backward. Where evaluation was among them, the
-    unit that came last in it is gathered once more, at the end, for nobody: the bytes that this may be."""
-    ranks, op, phase = key
-    evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
-    shards = trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()
-    if not evaluated or trial.case.wrapper != "fsdp2" or (ranks, op, phase) != (shards, "all_gather", "backward"):
-        return set()
-    size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
-    slices, units = trial.plan.slices, trial.plan.units[rank]
-    return {size * sum(numel(slices[peer][fqn]) for peer in shards for fqn in unit) for unit in units}
-
-
 def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
     """(step before, parameter, bytes of it still there) of what evaluation left, beyond the rank's own slices."""
     return [

@@ -119,7 +119,8 @@ class Probe:
         self.growth.note_last(last, self._held)
 
     def _beside(self) -> tuple[HeldTensor, ...]:
-        return live_tensors.beside(self._parts, self.values.optimizers, self.samples.tensors())
+        known = self.values.optimizers, self.samples.tensors()
+        return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated)
 
     def remove(self) -> None:
         self.settings.remove()

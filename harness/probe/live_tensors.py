@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,14 @@ from harness.probe.structure import fsdp2_groups, named_parameters
 
 
 def beside(
-    parts: Iterable[nn.Module], optimizers: Iterable[Optimizer], own: Iterable[torch.Tensor]
+    parts: Iterable[nn.Module], optimizers: Iterable[Optimizer], own: Iterable[torch.Tensor], *, evaluated: bool
 ) -> tuple[HeldTensor, ...]:
     """One of each storage that is not behind a parameter, its gradient or optimizer state, nor the probe's own; largest
-    first."""
+    first. evaluated: whether a pass that trains nothing came last, after which FSDP1 leaves the root's vector gathered, as
+    it does after forward."""
     gc.collect()  # what nobody can reach is not kept
     known = set(_places(_accounted(parts, optimizers))) | set(_places(own))
+    known |= set(_places(fsdp1_vectors(parts))) if evaluated else set()
     found: dict[int, HeldTensor] = {}
     for tensor in _living():
         place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
@@ -50,6 +53,14 @@ def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> I
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def fsdp1_vectors(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """What FSDP1 gathers each unit into; whether evaluation left it there is recorded of its own."""
+    for module in (module for part in parts for module in part.modules()):
+        flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if hasattr(flat, "_full_param_padded"):
+            yield flat._full_param_padded
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> Iterator[int]:

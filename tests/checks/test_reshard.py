@@ -49,24 +49,27 @@ def first_finding(trial) -> Finding:
 # ---- the plan
 
 
-def after_evaluation(fqn: str, held: int, left: int = 0) -> Trial:
-    """On rank 0 evaluation after step 1 left so much of a parameter; the next forward gathered so many bytes less."""
+def after_evaluation(held: dict[str, int], left: int = 0) -> Trial:
+    """On rank 0 evaluation after step 1 left so much of parameters; the next forward gathered so many bytes less."""
     trial = trial_of(tiny_case("fsdp_2"))
     evidence = trial.ranks[0]
     key = next(c for c in evidence.collectives if (c.step, c.op, c.phase) == (2, "all_gather", "forward"))
     less = replace(key, bytes=key.bytes - left)
     collectives = tuple(less if call is key else call for call in evidence.collectives)
-    return with_rank(trial, 0, after_evaluation=(AfterEvaluation(1, {fqn: held}, held),), collectives=collectives)
+    return with_rank(
+        trial, 0, after_evaluation=(AfterEvaluation(1, held, sum(held.values())),), collectives=collectives
+    )
 
 
 def test_evaluation_may_leave_gathered_what_the_policy_keeps_and_nothing_else() -> None:
-    whole = 8 * 8 * 4
-    kept = after_evaluation("output.weight", whole, left=whole)
+    last = {"norm.weight": 8 * 4, "output.weight": 8 * 8 * 4}
+    whole = sum(last.values())
+    kept = after_evaluation(last, left=whole)
     assert {judged(law, kept).verdict for law in ("reshard", "traffic")} == {Verdict.PASS}
-    note = "evaluation leaves output.weight gathered until the next step, as the policy keeps it"
+    note = "evaluation leaves norm.weight, output.weight gathered until the next step, as the policy keeps it"
     assert judged("reshard", kept).note == note
-    assert judged("traffic", after_evaluation("output.weight", whole, left=whole // 2)).verdict is Verdict.FAIL
-    (finding,) = judged("reshard", after_evaluation("tok_embeddings.weight", whole)).findings
+    assert judged("traffic", after_evaluation(last, left=whole - 8)).verdict is Verdict.FAIL
+    (finding,) = judged("reshard", after_evaluation({"tok_embeddings.weight": 8 * 8 * 4})).findings
     assert finding.where == "rank 0, between steps 1 and 2, tok_embeddings.weight after evaluation"
 
 

@@ -209,6 +209,11 @@ def test_what_evaluation_leaves_gathered_by_the_wrappers_own_policy_breaks_no_la
     assert note.startswith("evaluation leaves norm.weight, output.weight, tok_embeddings.weight gathered")
 
 
+def test_what_evaluation_leaves_of_uneven_slices_breaks_no_law(tmp_path: Path) -> None:
+    judgement = run_wrapped(tmp_path, "fsdp_4_uneven", "outside_apart", "validates")
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
 def test_what_the_root_keeps_by_default_is_not_always_freed(tmp_path: Path) -> None:
     judgement = run_wrapped(tmp_path, "fsdp_4_reshard_always", "blocks")
     assert judgement.diagnosis is not None

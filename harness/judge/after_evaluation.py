@@ -1,0 +1,59 @@
+"""What a step gathers more or less because passes that train nothing went before it, by FSDP's own policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness.judge.traffic import Key, still_gathered
+from harness.judge.trial import Trial
+from harness.plan.grid import coordinate, gathered_over
+from harness.plan.slices import BYTES, padded_numel
+
+
+def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
+    """FSDP2 gathers ahead in backward by the order in which units ended all forward passes since the last backward. Where
+    evaluation was among them, the first unit of the training pass takes that which ended evaluation for the one before it,
+    and gathers it once more, for nobody: the bytes of that unit. Not of the root's, which is freed after all of backward."""
+    ranks, op, phase = key
+    evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
+    if not evaluated or trial.case.wrapper != "fsdp2":
+        return set()
+    if (ranks, op, phase) != (_shards(trial, rank), "all_gather", "backward"):
+        return set()
+    ended_last = _ended_last(trial, rank)
+    return {gathered_bytes(trial, rank, ended_last)} if ended_last else set()
+
+
+def _ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
+    """The unit whose modules' forward ends last, by the model's order; empty if that is the root module's."""
+    last = list(trial.plan.slices[rank])[-1]
+    root = trial.ranks[rank].structure.get("", {}).get("parameters", ())
+    return () if root else next((unit for unit in trial.plan.units[rank] if last in unit), ())
+
+
+def gathered_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
+    """Of one all_gather of a unit: FSDP2 pads dim 0 of each parameter to equal parts, FSDP1 the vector of all."""
+    case, tp_index = trial.case, coordinate(trial.plan.dims, rank)["tp"]
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    flat = next((flat for flat in trial.plan.flat if unit[0] in flat.starts), None)
+    if flat is not None:
+        return size * flat.part(case.dims.dp_shard) * case.dims.dp_shard
+    return size * sum(padded_numel(case, fqn, tp_index) for fqn in unit)
+
+
+def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+    """By how many bytes each collective of the next forward differs: a unit that evaluation left as the policy keeps it after
+    forward is not gathered; one that lies over some of the ranks is gathered over these instead."""
+    kept, differing = trial.plan.after_forward[rank], Counter[Key]()
+    left = {fqn for before, fqn, held in still_gathered(trial, rank) if before == step - 1 and held <= kept[fqn].bytes}
+    for unit in trial.plan.units[rank]:
+        if left & {*unit}:
+            size = gathered_bytes(trial, rank, unit)
+            differing[_shards(trial, rank), "all_gather", "forward"] -= size
+            if axis := gathered_over(trial.case, kept[unit[0]].degree):
+                differing[trial.plan.peers(rank, axis), "all_gather", "forward"] += size
+    return dict(differing)
+
+
+def _shards(trial: Trial, rank: int) -> tuple[int, ...]:
+    return trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()

@@ -1,0 +1,73 @@
+"""What a step may move otherwise after a pass that trains nothing: the bytes of one unit, and of no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from literal import judged, tiny_case, trial_of, with_rank
+
+from harness.evidence.records import AfterEvaluation
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
+
+LAST, EMBEDDING = 8 * (4 + 8 * 4), 8 * 8 * 4
+UNEVEN = ParallelDims(dp_shard=8)  # of a norm's 4 numbers each rank gathers 8
+
+
+def evaluated(trial: Trial, held: dict[str, int]) -> Trial:
+    """On rank 0, after step 1."""
+    return with_rank(trial, 0, after_evaluation=(AfterEvaluation(1, held, sum(held.values())),))
+
+
+def moving(trial: Trial, phase: str, more: int) -> Trial:
+    """So many bytes more are gathered on rank 0 in step 2."""
+    collectives = list(trial.ranks[0].collectives)
+    at = next(i for i, c in enumerate(collectives) if (c.step, c.op, c.phase) == (2, "all_gather", phase))
+    collectives[at] = replace(collectives[at], bytes=collectives[at].bytes + more)
+    return with_rank(trial, 0, collectives=tuple(collectives))
+
+
+def verdicts(trial: Trial) -> set[Verdict]:
+    return {judged(law, trial).verdict for law in ("traffic", "reshard")}
+
+
+@pytest.mark.parametrize(
+    ("more", "right"), [(0, True), (LAST, True), (EMBEDDING, False), (8, False), (2 * LAST, False)]
+)
+def test_backward_gathers_the_unit_that_ended_evaluation_once_more_and_no_other(more: int, right: bool) -> None:
+    trial = moving(evaluated(trial_of(tiny_case("fsdp_2")), {}), "backward", more)
+    assert verdicts(trial) == {Verdict.PASS if right else Verdict.FAIL}
+
+
+def test_without_evaluation_nothing_is_gathered_once_more() -> None:
+    assert verdicts(moving(trial_of(tiny_case("fsdp_2")), "backward", LAST)) == {Verdict.FAIL}
+
+
+def test_the_roots_unit_is_freed_too_late_to_be_gathered_once_more() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    structure = trial.ranks[0].structure
+    last = next(module for module in structure if "output.weight" in module)
+    structure = {"" if module == last else module: claim for module, claim in structure.items()}
+    trial = with_rank(trial, 0, structure=structure)
+    assert verdicts(moving(evaluated(trial, {}), "backward", LAST)) == {Verdict.FAIL}
+
+
+@pytest.mark.parametrize(("dims", "padded"), [(ParallelDims(dp_shard=2), LAST), (UNEVEN, 8 * (8 + 8 * 4))])
+def test_what_evaluation_leaves_is_gathered_no_more_with_its_padding(dims: ParallelDims, padded: int) -> None:
+    left = {"norm.weight": 8 * 4, "output.weight": EMBEDDING}
+    for more, verdict in ((-padded, Verdict.PASS), (8 - padded, Verdict.FAIL), (-8, Verdict.FAIL)):
+        trial = moving(evaluated(trial_of(tiny_case(dims)), left), "forward", more)
+        assert judged("traffic", trial).verdict is verdict, more
+
+
+def test_what_evaluation_leaves_over_some_ranks_is_gathered_over_these() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=4), reshard_after_forward=2))
+    left = {"norm.weight": 8 * 4 // 2, "output.weight": EMBEDDING // 2}
+    trial = moving(evaluated(trial, left), "forward", -LAST)
+    assert judged("traffic", trial).verdict is Verdict.FAIL
+    call = next(c for c in trial.ranks[0].collectives if (c.step, c.op, c.phase) == (2, "all_gather", "forward"))
+    over = replace(call, ranks=(0, 1), bytes=LAST)
+    trial = with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, over))
+    assert judged("traffic", trial).verdict is Verdict.PASS
