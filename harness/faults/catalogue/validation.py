@@ -55,3 +55,18 @@ def validation_leaves_a_unit_gathered(trainer: Any) -> None:
     _validate(trainer)
     for block in blocks:
         block.set_reshard_after_forward(True)
+
+
+@fault(
+    breaks="the embedding's backward gathers a block ahead whose backward is over, each time after validation",
+    bug="of the family of H02 pytorch/torchtitan #4143: parameters are gathered where nobody needs them",
+    case="fsdp_2",
+    caught_by="reshard traffic",
+    named="backward all_gather over dp_shard",
+)
+@partial(op.before_call, ".trainer:Trainer.train_step")
+def validation_hides_a_unit_gathered_for_nobody(trainer: Any) -> None:
+    (model,) = trainer.model_parts
+    *_, last = model.layers.values()
+    model.tok_embeddings.set_modules_to_backward_prefetch([last])
+    _validate(trainer)
