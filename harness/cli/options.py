@@ -106,7 +106,7 @@ def positive_int(text: str) -> int:
 def needs_matplotlib() -> None:
     """Raises BadInput where it is not installed: it is needed by pictures alone."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BadInput("pictures need matplotlib: pip install matplotlib, or harness[pictures]")
+        raise BadInput("pictures need matplotlib: pip install matplotlib")
 
 
 def folder_of(args: argparse.Namespace, usual: str = case_files.USUAL) -> Path:

@@ -227,6 +227,11 @@ def test_the_golden_of_somebody_elses_case_lies_beside_the_case(tmp_path: Path) 
     assert load(theirs) == golden.from_reference(REFERENCE)
 
 
+def test_a_golden_that_came_with_an_installed_harness_is_not_rewritten_there(tmp_path: Path) -> None:
+    with pytest.raises(GoldenError, match="comes with the installed harness; it is accepted in a checkout of it"):
+        accept(CASE, REFERENCE, ROOT / "harness" / "golden")
+
+
 def test_a_recipe_of_this_project_has_its_golden_wherever_the_case_lies(tmp_path: Path) -> None:
     ours = find_case("fsdp_2", load_all())
     assert golden.home(ours) == golden.FOLDER
