@@ -77,6 +77,8 @@ def test_without_cases_in_the_configuration_the_plugin_takes_no_part(in_project:
     assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout, cause(done)
     assert in_project("-k", "skipped").returncode == 0  # whether that is green is not ours to say
     assert in_project("cases").returncode == 5, "no tests"
+    asked = in_project("--harness-device=cuda")
+    assert asked.returncode == 4 and "--harness-device=cuda: there are no cases; harness_cases in" in asked.stderr
 
 
 def test_testpaths_need_not_name_the_cases(in_project: Pytest, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tm
 def test_a_law_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_project: Pytest) -> None:
     done = in_project("-k", "one and determinism")
     assert done.returncode == 1, cause(done)
-    assert "1 laws in 1 case did not apply and were not judged: --harness-not-applicable shows each" in done.stdout
+    assert "1 law in 1 case did not apply and were not judged: --harness-not-applicable shows each" in done.stdout
     assert NOTHING in done.stdout and "skipped in" not in done.stdout
 
 

@@ -42,3 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from harness.plugin.laws import Laws
 
         config.pluginmanager.register(Laws(config, folders), "harness-laws")
+    elif typed := [word for word in config.invocation_params.args if str(word).startswith("--harness-")]:
+        raise pytest.UsageError(
+            f"{typed[0]}: there are no cases; harness_cases in the configuration names their folders"
+        )

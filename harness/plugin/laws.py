@@ -118,9 +118,9 @@ class Laws:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.not_applicable:
-            cases = len({nodeid.rpartition("::")[0] for nodeid in self.not_applicable})
+            laws, cases = len(self.not_applicable), len({name.rpartition("::")[0] for name in self.not_applicable})
             terminalreporter.write_line(
-                f"{len(self.not_applicable)} laws in {cases} case{'s' * (cases > 1)} did not apply and were not judged: "
+                f"{laws} law{'s' * (laws > 1)} in {cases} case{'s' * (cases > 1)} did not apply and were not judged: "
                 "--harness-not-applicable shows each, with its reason"
             )
         if self._nothing_judged():
