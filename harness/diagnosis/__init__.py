@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from harness.checks import all_checks, judge, run_check
 from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.clipping import wrong_clipping
+from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
@@ -60,8 +61,11 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     scaled_gradients,
     gradients_not_zeroed,
+    unequal_contributions,
 )
 FACTS: tuple[Facts, ...] = (not_finite, seen_weights, seen_samples, seen_positions, odd_reports)
+
+NUMBERS = {"grad_norm", "gradients", "loss", "reported_loss", "update"}
 
 RULES: tuple[Rule, ...] = (
     process_failed,
@@ -111,12 +115,17 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
     skipped: Lines = ()
     explained = explain(trial, results, SUSPECTS, FACTS)
     found = _told(trial, results, explained)
-    if explained.left and next(iter(broken)) in explained.left:
+    if explained.left and next(iter(broken)) in explained.left and not _numbers_explained(explained):
         answer, skipped = _first_answer(trial, broken, rules)
         found = answer or found
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
+
+
+def _numbers_explained(found: Explanation) -> bool:
+    """Whether a proof explains all of the broken laws of numbers."""
+    return bool(found.proofs) and "gradients" in found.proofs[0].explained and not NUMBERS & set(found.left)
 
 
 def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:

@@ -1,170 +1,336 @@
-"""Samples and tokens that contribute unequally to a gradient, found from the weights that a fit gives each of them.
+"""What ranks received contributes unequally to gradients: microbatches lost, means taken in the wrong place, no reduction.
 
-A weight of 1 is due; 0 is a sample that is lost, other numbers are means taken in the wrong place. Trap: a weight says
-nothing unless the fit explains the whole gradient (`Weights.explained`).
+How often each piece counts is fitted in the first wrong step; what is proposed is a rule for it, which the laws judge in all.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from harness.diagnosis.differences import Pair
+from harness.diagnosis.differences import factor_of, first_wrong_step, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
-from harness.diagnosis.words import rank_words
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.mixture import Mixture, Piece, Pieces, Weights, assuming, mixture_of
+from harness.diagnosis.reports import Number, Reported, assuming_reports, reported_of
+from harness.diagnosis.words import groups_text, rank_words, traffic_lines
 from harness.evidence.text import ranks_text
-from harness.judge import attribution
 from harness.judge.losses import losses
-from harness.judge.received_samples import shares_of_samples
+from harness.judge.result import Cause, Lines
+from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate
+from harness.plan.grid import coordinate, groups
+from harness.spec.dims import AXES
 
-DATA_AXES = ("dp_replicate", "dp_shard")
-
-
-def unreduced_microbatches(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Of some microbatches a rank's gradient holds its own samples only, of the others everybody's."""
-    if trial.case.features.accumulation == 1:
-        return None
-    received, size, axes = shares_of_samples(trial, 1), trial.case.local_batch, set(trial.plan.groups) & {*DATA_AXES}
-    lost: set[int] = set()
-    for rank in received:
-        weights = attribution.sample_weights(trial, [rank])
-        if weights is None or not weights.explained:
-            return None
-        peers = [id_ for other, others in received.items() if other != rank for id_ in enumerate(others)]
-        lost |= {
-            i // size + 1
-            for i, id_ in peers
-            if id_ is not None and abs(weights.by_sample.get(id_, 1.0)) < weights.close
-        }
-    if not lost or len(lost) == trial.case.passes:
-        return None
-    which = f"microbatch{'es' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))} of {trial.case.passes}"
-    return f"gradients of {which} are not reduced over {' and '.join(sorted(axes))}: each rank adds its own only"
+DATA_AXES = ("dp_shard", "dp_replicate")
+Key = Callable[[Piece], object]
+Rule = Callable[[int], np.ndarray]  # by step, how often each piece counts on all ranks
 
 
-def unequal_parts(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Context parallel: tokens count by the cp rank that computes them, whatever sample they are of."""
-    if trial.case.dims.cp == 1:
-        return None
-    by_rank = {rank: attribution.part_weights(trial, [rank]) for rank in sorted({rank for rank, _ in wrong})}
-    known = {rank: weights for rank, weights in by_rank.items() if weights is not None and weights.explained}
-    if len(known) < len(by_rank):
-        return None
-    for rank, weights in known.items():
-        contributing = [place for place, weight in weights.by_sample.items() if abs(weight) > weights.close]
-        if len(contributing) < len(weights.by_sample):
-            text = f"rank {rank}'s gradient holds the tokens of {contributing} of {trial.case.dims.cp} cp ranks only"
-            return f"gradient reduction without effect over cp: {text}"
-    weights = next(iter(known.values()))
-    return None if weights.uniform is not None else _parts_text(trial, weights)
+def unequal_contributions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    step = first_wrong_step(trial) if "gradients" in broken else None
+    if step is None or trial.references or _all_scaled(trial, step):
+        return
+    pieces = Pieces(trial)
+    if not pieces.known or (mixture := mixture_of(trial, pieces, step)) is None:
+        return
+    first = next(iter(mixture.weights.values()))
+    if all(mixture.same(own, first) for own in mixture.weights.values()):
+        yield from _of_all_ranks(trial, pieces, mixture, np.mean(list(mixture.weights.values()), axis=0), broken)
+    else:
+        yield from _of_each_rank(trial, pieces, mixture)
 
 
-def _parts_text(trial: Trial, weights: attribution.Weights) -> str:
-    shown = ", ".join(f"{weight:.4g}" for weight in weights.by_sample.values())
-    factor = _divided_by_own_tokens(trial, weights)
-    if factor is None:
-        return f"tokens count unequally in the gradient: weights {shown} by cp rank, each should have 1"
-    cause = "the loss is averaged per cp rank: each divides by its own number of valid tokens, not by the global one"
-    more = "" if math.isclose(factor, 1.0, rel_tol=1e-6) else f", and gradients are {times_text(factor)} that"
-    return f"{cause}{more} (weights {shown})"
+def _all_scaled(trial: Trial, step: int) -> bool:
+    """Then scales are what is tried."""
+    wrong = wrong_pairs(trial, step)
+    return trial.case.exact and bool(wrong) and all(factor_of(trial, *at, step) is not None for at in wrong)
 
 
-def _divided_by_own_tokens(trial: Trial, weights: attribution.Weights) -> float | None:
-    """The factor k if each cp rank's part counts as k * all / (cp * its own) valid tokens."""
-    counts = dict.fromkeys(weights.by_sample, 0)
-    for rank in trial.last_stages():
-        place = coordinate(trial.case.dims, rank)
-        if place["tp"] == 0 and place["cp"] in counts:
-            counts[place["cp"]] += sum(count for _, count in losses(trial, rank, 1))
-    if not all(counts.values()):
-        return None
-    total = sum(counts.values())
-    ratios = [w * trial.case.dims.cp * counts[place] / total for place, w in weights.by_sample.items()]
-    return ratios[0] if np.allclose(ratios, ratios[0], rtol=1e-6) else None
+def _spans(trial: Trial, step: int) -> Iterator[tuple[str, Sequence[int], int]]:
+    """From the first wrong step on, and in it alone: words, steps, how many more choices that is."""
+    later = [other for other in trial.case.steps if other >= step]
+    yield f" from step {step} on" if step > trial.first_step else "", later, 0
+    if len(later) > 1:
+        yield f" in step {step} alone", [step], 1
 
 
-def unequal_samples(trial: Trial, wrong: list[Pair]) -> str | None:
-    weights = attribution.sample_weights(trial, sorted(trial.ranks))
-    if weights is None or not weights.explained or weights.uniform is not None:
-        return None
-    return _lost_microbatches(trial, weights) or _averaged_locally(trial, weights) or _weights_text(weights)
+def _hypothesis(
+    trial: Trial, pieces: Pieces, cause: Cause, weights: Weights, steps: Sequence[int], fitted: int, lines: Lines = ()
+) -> Hypothesis:
+    return Hypothesis(cause, partial(assuming, pieces=pieces, weights=weights, steps=tuple(steps)), fitted, lines)
 
 
-def _lost_microbatches(trial: Trial, weights: attribution.Weights) -> str | None:
-    passes = trial.case.passes
-    each = attribution.by_microbatch(trial, weights) if passes > 1 else None
-    if each is None:
-        return None
-    digits = 9 if trial.case.exact else 2
-    shown = ", ".join(f"{round(weight, digits) + 0.0:.6g}" for weight in each)
-    lost = [str(i + 1) for i, weight in enumerate(each) if abs(weight) < weights.close]
-    if lost:
-        return f"microbatches {', '.join(lost)} of {passes} do not contribute to the gradient (weights {shown})"
-    if attribution.local_average(trial, weights, "microbatch") is None:
-        return f"microbatches contribute with weights {shown} to the gradient, each should have 1"
+# ---- the same on all ranks
+
+
+def _of_all_ranks(
+    trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray, broken: Broken
+) -> Iterator[Hypothesis]:
+    rules = [*_by_microbatch(trial, pieces, mixture, seen), *_averaged_locally(trial, pieces, mixture, seen)]
+    if not rules and trial.case.exact:
+        rules = [(_unequal_text(trial, pieces, seen), lambda step: seen, len(np.unique(seen.round(6))))]
+    for text, weights, fitted in rules:
+        mean = _reported_mean(trial, text) if "reported_loss" in broken else None
+        for when, steps, more in _spans(trial, mixture.step):
+            of_all: Weights = lambda step, rank, weights=weights: weights(step)  # type: ignore[misc]  # noqa: E731
+            one = _hypothesis(trial, pieces, Cause("unequal contributions", text + when), of_all, steps, fitted + more)
+            yield one if mean is None or when else _and_reported(one, *mean)
+
+
+def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[tuple[str, Rule, int]]:
+    """All samples of the n-th microbatches of all ranks have the same weight."""
+    passes, own = trial.case.passes, [piece.row // trial.case.local_batch for piece in pieces.all]
+    if passes == 1:
+        return
+    each = np.array([np.mean(seen[[m == number for m in own]]) for number in range(passes)])
+    if not mixture.same(seen, each[own]):
+        return
+    each = np.where(np.abs(each - each.round()) <= mixture.close, each.round(), each)
+    shown = ", ".join(f"{weight:.4g}" for weight in each)
+    if lost := [number + 1 for number in range(passes) if each[number] == 0]:
+        which = f"microbatches {', '.join(map(str, lost))} of {passes}"
+        text = f"{which} do not contribute to the gradient (weights {shown})"
+    else:
+        text = f"microbatches contribute with weights {shown} to the gradient, each should have 1"
+    yield text, lambda step: each[own], len(set(each.tolist()) - {0.0, 1.0}) + 1
+
+
+def _averaged_locally(
+    trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray
+) -> Iterator[tuple[str, Rule, int]]:
+    """Each divides by its own number of valid tokens, and these means are averaged."""
+    found: dict[bytes, list[str]] = {}
+    rules: dict[bytes, tuple[float, Rule]] = {}
+    counted = pieces.tokens(mixture.step) > 0
+    for unit, key in _units(trial).items():
+        usual: Rule = partial(_if_averaged, pieces=pieces, key=key)
+        ratios = seen[counted] / usual(mixture.step)[counted]
+        factor = float(np.median(ratios))
+        if factor > 0 and mixture.same(ratios, factor):
+            table = b"".join(usual(step).tobytes() for step in trial.case.steps)
+            found.setdefault(table, []).append(unit)
+            rules.setdefault(table, (factor, usual))
+    for table, units in found.items():
+        factor, rule = rules[table]
+        text = f"the loss is averaged per {' or '.join(units)}: each divides by its own number of valid tokens"
+        alone = math.isclose(factor, 1.0, rel_tol=max(1e-6, mixture.close))
+        more = f", and gradients are {times_text(factor)} that{factor_text(trial, factor)}"
+        yield text + (", not by the global one" if alone else more), partial(_times, factor, rule), 1 if alone else 2
+
+
+def _times(factor: float, weights: Rule, step: int) -> np.ndarray:
+    return factor * weights(step)
+
+
+def _units(trial: Trial) -> dict[str, Key]:
+    """Who may divide by tokens of its own; those of one piece are a unit."""
+    size, dims = trial.case.local_batch, trial.case.dims
+    found: dict[str, Key] = {}
+    if dims.dp > 1:
+        found["dp rank" if dims.cp > 1 else "rank"] = lambda piece: piece.rank
+    if dims.cp > 1:
+        found["cp rank"] = lambda piece: piece.place
+    if dims.dp > 1 and dims.cp > 1:
+        found["dp and cp rank"] = lambda piece: (piece.rank, piece.place)
+    if trial.case.passes > 1:
+        if dims.dp * dims.cp > 1:
+            found["microbatch of each rank"] = lambda piece: (piece.rank, piece.place, piece.row // size)
+        found["microbatch"] = lambda piece: piece.row // size
+    found["sample"] = lambda piece: (piece.rank, piece.row)
+    return found
+
+
+def _if_averaged(step: int, *, pieces: Pieces, key: Key) -> np.ndarray:
+    tokens = pieces.tokens(step)
+    units = [key(piece) for piece in pieces.all]
+    own = {unit: sum(count for count, other in zip(tokens, units, strict=True) if other == unit) for unit in units}
+    total = tokens.sum()
+    return np.array([total / (len(own) * own[unit]) if own[unit] else 0.0 for unit in units])
+
+
+def _reported_mean(trial: Trial, text: str) -> tuple[Reported, Number] | None:
+    """What is reported, where each rank divides the sum of all losses by the number that the text tells of."""
+    reported = reported_of(trial, "reported_loss")
+    for unit, key in _units(trial).items():
+        number = partial(_divided_by_own, trial, key)
+        if reported and f"averaged per {unit}" in text and unit.endswith("rank") and reported.is_all(number):
+            return reported, number
     return None
 
 
-def _averaged_locally(trial: Trial, weights: attribution.Weights) -> str | None:
-    """Where the mean was taken; all places that are the same here are named."""
-    found = {unit: attribution.local_average(trial, weights, unit) for unit in attribution.UNITS}
-    factors = {unit: factor for unit, factor in found.items() if factor is not None}
-    if trial.case.features.accumulation == 1 and "rank" in factors:
-        factors.pop("microbatch of each rank", None)  # the same thing under two names
-    if "microbatch" in factors and len(trial.one_rank_per_share()) == 1:
-        factors.pop("microbatch of each rank", None)
-    if not factors:
-        return None
-    factor = next(iter(factors.values()))
-    cause = f"the loss is averaged per {' or '.join(factors)}: each divides by its own number of valid tokens"
-    if math.isclose(factor, 1.0, rel_tol=1e-6):
-        return f"{cause}, not by the global one"
-    return f"{cause}, and gradients are {times_text(factor)} that{factor_text(trial, factor)}"
+def _divided_by_own(trial: Trial, key: Key, rank: int, step: int) -> float | None:
+    shares = {_data_place(trial, share): share for share in trial.one_rank_per_share()}
+
+    def unit(other: int) -> object:
+        return key(Piece(shares[_data_place(trial, other)], 0, coordinate(trial.case.dims, other)["cp"]))
+
+    firsts = [other for other in trial.last_stages() if coordinate(trial.case.dims, other)["tp"] == 0]
+    seen = {other: losses(trial, other, step) for other in firsts}
+    own = sum(tokens for other in firsts if unit(other) == unit(rank) for _, tokens in seen[other])
+    total = math.fsum(loss for of_rank in seen.values() for loss, _ in of_rank)
+    return total / max(len({unit(other) for other in firsts}) * own, 1)
 
 
-def _weights_text(weights: attribution.Weights) -> str:
-    values = weights.values.round(9)
-    none = int(np.sum(np.abs(values) < 1e-9))
-    more = f", {none} of {len(values)} do not count at all" if none else ""
-    span = f"{values.min():.4g} to {values.max():.4g}"
-    return f"samples count unequally in the gradient: weights {span}{more}, each should have 1"
+def _data_place(trial: Trial, rank: int) -> tuple[int, ...]:
+    at = coordinate(trial.case.dims, rank)
+    return tuple(at[axis] for axis in DATA_AXES)
 
 
-def own_samples_only(trial: Trial, wrong: list[Pair]) -> str | None:
-    """The collective ran and its result was dropped: each rank's gradient is a mix of some ranks' samples."""
-    contributing = attribution.contributors(trial)
-    if contributing is None or everyone_contributes(trial, contributing):
-        return None
-    axes = [axis for axis in DATA_AXES if axis in trial.plan.groups]
-    missing = [
-        axis for axis in axes if all(_nothing_from_peers(trial, contributing, rank, axis) for rank in contributing)
-    ]
-    rank = next(iter(contributing))
-    text = f"rank {rank}'s gradient holds the samples of {rank_words(contributing[rank])} only, though collectives ran"
-    over = f" over {' and '.join(missing)}" if missing else ""
-    return f"gradient reduction without effect{over}: {text}"
-
-
-def everyone_contributes(trial: Trial, contributing: dict[int, list[int]] | None) -> bool:
-    return contributing is not None and all(
-        ranks == attribution.ranks_with_labels(trial) for ranks in contributing.values()
+def _and_reported(hypothesis: Hypothesis, reported: Reported, number: Number) -> Hypothesis:
+    return replace(
+        hypothesis,
+        assume=lambda trial: assuming_reports(hypothesis.assume(trial), reported=reported, number=number),
     )
 
 
-def _nothing_from_peers(trial: Trial, contributing: dict[int, list[int]], rank: int, axis: str) -> bool:
-    """Nothing came from the rank's peers along the axis."""
-    return not set(trial.plan.group_of(rank, axis)) - {rank} & set(contributing[rank])
+def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
+    places = {piece.place: seen[number] for number, piece in enumerate(pieces.all)}
+    if len(places) > 1 and np.allclose(seen, [places[piece.place] for piece in pieces.all], rtol=1e-6):
+        shown = ", ".join(f"{places[place]:.4g}" for place in sorted(places))
+        return f"tokens count unequally in the gradient: weights {shown} by cp rank, each should have 1"
+    counted = seen[pieces.tokens(trial.first_step) > 0].round(9)
+    none = int(np.sum(np.abs(counted) < 1e-9))
+    more = f", {none} of {len(counted)} do not count at all" if none else ""
+    span = f"{counted.min():.4g} to {counted.max():.4g}"
+    return f"samples count unequally in the gradient: weights {span}{more}, each should have 1"
 
 
-def contributor_lines(trial: Trial) -> Iterator[tuple[str, str]]:
-    contributing = attribution.contributors(trial)
-    for rank, ranks in list((contributing or {}).items())[:2]:
-        everyone = ranks_text(attribution.ranks_with_labels(trial))
-        yield (
-            "samples",
-            f"rank {rank}'s gradient holds those received by ranks {ranks_text(ranks)}, expected {everyone}",
+# ---- another one on each rank
+
+
+def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture) -> Iterator[Hypothesis]:
+    """Of all microbatches or of some, only those that ranks with the same place along some axes received."""
+    axes = [axis for axis in DATA_AXES if getattr(trial.case.dims, axis) > 1]
+    passes = trial.case.passes
+    choices = [m for count in range(1, passes + 1) for m in itertools.combinations(range(passes), count)]
+    for count in range(1, len(axes) + 1):
+        for missing in itertools.combinations(axes, count):
+            for chosen in choices:
+                table = _own_only(trial, pieces, missing, chosen)
+                factor = _factor(mixture, table, pieces, trial)
+                if factor is not None:
+                    yield from _not_reduced(trial, pieces, mixture, missing, chosen, factor, table)
+
+
+Table = dict[int, tuple[np.ndarray, np.ndarray]]
+"""By rank, the pieces that are not reduced and count there, and those that are not reduced and do not."""
+
+
+def _own_only(trial: Trial, pieces: Pieces, missing: tuple[str, ...], chosen: tuple[int, ...]) -> Table:
+    def place(rank: int) -> tuple[int, ...]:
+        at = coordinate(trial.case.dims, rank)
+        return tuple(at[axis] for axis in missing)
+
+    of_chosen = np.array([piece.row // trial.case.local_batch in chosen for piece in pieces.all])
+    found = {}
+    for rank in trial.ranks:
+        own = np.array([place(piece.rank) == place(rank) for piece in pieces.all])
+        found[rank] = (of_chosen & own, of_chosen & ~own)
+    return found
+
+
+def _factor(mixture: Mixture, table: Table, pieces: Pieces, trial: Trial) -> float | None:
+    """How often what a rank adds of its own counts; None if weights are not so."""
+    counted = pieces.tokens(mixture.step) > 0
+    values = np.concatenate([seen[table[rank][0] & counted] for rank, seen in mixture.weights.items()])
+    factor = float(np.median(values)) if values.size else 0.0
+    if abs(factor - round(factor)) <= mixture.close:
+        factor = float(round(factor))
+    expected = {rank: _weights(table[rank], factor) for rank in mixture.weights}
+    alike = all(mixture.same(seen[counted], expected[rank][counted]) for rank, seen in mixture.weights.items())
+    return factor if alike and factor else None
+
+
+def _weights(sets: tuple[np.ndarray, np.ndarray], factor: float) -> np.ndarray:
+    own, others = sets
+    return np.where(own, factor, np.where(others, 0.0, 1.0))
+
+
+def _not_reduced(
+    trial: Trial,
+    pieces: Pieces,
+    mixture: Mixture,
+    missing: tuple[str, ...],
+    chosen: tuple[int, ...],
+    factor: float,
+    table: Table,
+) -> Iterator[Hypothesis]:
+    passes, over = trial.case.passes, " and ".join(missing)
+    silent = _silent_axes(trial, mixture.step)
+    alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
+    if len(chosen) < passes:
+        which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)} of {passes}"
+        text = f"gradients of {which} are not reduced over {over}{{when}}: each rank adds its own only"
+    elif alone:
+        texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in alone.items()]
+        text = f"gradient reduction missing over {over}{{when}}: {', '.join(texts)}"
+    else:
+        text = (
+            f"gradient reduction without effect over {over}{{when}}: {_holds(trial, missing)}, though collectives ran"
         )
+    text += (
+        "" if factor == 1 else f"; its own counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
+    )
+    weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
+    kind = "gradients not reduced"
+    for when, steps, more in _spans(trial, mixture.step):
+        hypothesis = _hypothesis(
+            trial, pieces, Cause(kind, text.format(when=when)), weights, steps, 1 + more, _lines(trial, missing)
+        )
+        yield hypothesis if not alone else _without_traffic(hypothesis, tuple(alone), steps)
+
+
+def _silent_axes(trial: Trial, step: int) -> dict[str, str]:
+    """Axes over which some rank should reduce gradients in a step and nothing ran, with the collective that should."""
+    missing: dict[str, str] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        seen = observed_traffic(evidence, step)
+        for flow in trial.plan.flows_of(rank, step):
+            if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
+                missing[flow.axis] = flow.op
+    return missing
+
+
+def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Sequence[int]) -> Hypothesis:
+    """What is not reduced does not move."""
+    left_out = frozenset(itertools.product(axes, steps))
+
+    def assume(trial: Trial) -> Trial:
+        other = hypothesis.assume(trial)
+        return replace(other, plan=replace(other.plan, unreduced=other.plan.unreduced | left_out))
+
+    return replace(hypothesis, assume=assume)
+
+
+def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:
+    """The ranks whose samples its gradient holds."""
+    peers = next(group for group in groups(trial.case.dims, *_others(trial, missing)) if rank in group)
+    return [other for other in trial.one_rank_per_share() if other in peers]
+
+
+def _others(trial: Trial, missing: tuple[str, ...]) -> list[str]:
+    return [axis for axis in AXES if axis not in missing]
+
+
+def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
+    rank = min(trial.ranks)
+    return f"rank {rank}'s gradient holds the samples of {rank_words(_reached(trial, rank, missing))} only"
+
+
+def _lines(trial: Trial, missing: tuple[str, ...]) -> Lines:
+    everyone = ranks_text(trial.one_rank_per_share())
+    shown = (
+        (
+            "samples",
+            f"rank {rank}'s gradient holds those received by ranks {ranks_text(_reached(trial, rank, missing))},"
+            f" expected {everyone}",
+        )
+        for rank in sorted(trial.ranks)[:2]
+    )
+    return (*shown, *traffic_lines(trial))

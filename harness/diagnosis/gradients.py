@@ -11,14 +11,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.diagnosis.contributions import (
-    contributor_lines,
-    everyone_contributes,
-    own_samples_only,
-    unequal_parts,
-    unequal_samples,
-    unreduced_microbatches,
-)
 from harness.diagnosis.differences import (
     Pair,
     expected_gradient,
@@ -53,10 +45,6 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _norms_not_summed,
         _untied,
         _lost_before,
-        unequal_parts,
-        unequal_samples,
-        unreduced_microbatches,
-        own_samples_only,
     ):
         cause = explain(trial, wrong)
         if cause:
@@ -128,7 +116,7 @@ def _missing_reduction(trial: Trial, wrong: list[Pair]) -> str | None:
         for flow in trial.plan.flows[rank]:
             if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
                 missing[flow.axis] = flow.op
-    if not missing or everyone_contributes(trial, attribution.contributors(trial)):
+    if not missing:
         return None
     texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
@@ -224,7 +212,6 @@ def _why(cause: str) -> Iterator[tuple[str, str]]:
 
 def _reduction_lines(cause: str, trial: Trial) -> Iterator[tuple[str, str]]:
     if cause.startswith("gradient reduction"):
-        yield from contributor_lines(trial)
         yield from traffic_lines(trial)
 
 

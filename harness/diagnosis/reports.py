@@ -17,12 +17,12 @@ import numpy as np
 from harness.checks.reported_rate import CLOSE
 from harness.checks.update import observed_norm
 from harness.diagnosis.factors import factor_text, times_text, token_factors
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
 from harness.diagnosis.words import finding_line, rank_words
 from harness.evidence.records import RankEvidence
 from harness.judge.losses import global_loss, losses
 from harness.judge.reporting import Read, due, silences
-from harness.judge.result import Cause
+from harness.judge.result import Cause, Verdict
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.plan.grid import groups
@@ -102,6 +102,7 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _what(trial: Trial, law: str, broken: Broken) -> str:
     alone = trial.as_requested and not {"loss", "gradients", "update"} & set(broken)
+    alone = alone and verdict_of(trial, "gradients") is not Verdict.FAIL
     return f"the reported {SHOWN[law]} is wrong{', the training itself is right' * alone}"
 
 

@@ -39,6 +39,7 @@ class Plan:
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
     gradient_spare[rank]: of gradients, beyond those of its parameters.
     torch: the release that ran. quantized: the modules whose matmuls run in 8 bits.
+    unreduced: (axis, step) of gradients that a hypothesis assumes not to be reduced.
     """
 
     dims: ParallelDims
@@ -65,11 +66,13 @@ class Plan:
     padding_after_forward: dict[int, int] = field(default_factory=dict)
     first_step: int = 1
     quantized: tuple[str, ...] = ()
+    unreduced: frozenset[tuple[str, int]] = frozenset()
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
-        return tuple(flow for flow in flows if not (flow.later if step == self.first_step else flow.first))
+        due = (flow for flow in flows if not (flow.later if step == self.first_step else flow.first))
+        return tuple(flow for flow in due if flow.role != "gradients" or (flow.axis, step) not in self.unreduced)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         return next(group for group in self.groups[axis] if rank in group)
