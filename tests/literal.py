@@ -7,15 +7,14 @@ gradients, parameters, claims and groups are made here, the optimizer in closed 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from literal_reference import clip, optimize, recipe_of, reference_of, retrained, sample_loss
+from literal_reference import clip, optimize, recipe_of, reference_of, sample_loss
 
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
@@ -40,6 +39,7 @@ from harness.judge import golden
 from harness.judge.order import as_planned, flattened_reference
 from harness.judge.result import Diagnosis, Result
 from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
 from harness.plan.make_plan import make_plan
 from harness.plan.observed_units import observed_units
 from harness.plan.slices import tp_dim
@@ -343,47 +343,27 @@ def with_step_1_gradients(
 
 
 def with_updates_that_follow(trial: Trial) -> Trial:
-    """What the optimizer makes, rank by rank, of the gradients that are there."""
+    """What the optimizer makes, rank by rank, of the gradients that are there, clipped by the norm of those of its replica."""
     steps, training = range(1, trial.case.training.steps + 1), trial.case.training
-    norms = [observed_norm(trial, step) for step in steps]
+    replicas = {rank: _replica(trial, rank) for rank in trial.ranks}
+    norms = {replica: [observed_norm(trial, step, replica) for step in steps] for replica in set(replicas.values())}
     for rank, evidence in trial.ranks.items():
-        starts = {tensor.fqn: tensor.value for tensor in evidence.parameters}
+        starts, own = {tensor.fqn: tensor.value for tensor in evidence.parameters}, norms[replicas[rank]]
         for step in steps:
-            past = [(clip(norm, training), s.gradients) for norm, s in zip(norms, evidence.steps[:step], strict=False)]
+            past = [(clip(norm, training), s.gradients) for norm, s in zip(own, evidence.steps[:step], strict=False)]
             results = {
                 f: optimize(start, [c * g[f] for c, g in past], recipe_of(f, training)) for f, start in starts.items()
             }
             kept = {f: state for f, (_, state) in results.items()} if step == training.steps else {}
             parameters = {f: value for f, (value, _) in results.items()}
-            changes = {"parameters": parameters, "optimizer_state": kept, "grad_norm": norms[step - 1]}
+            changes = {"parameters": parameters, "optimizer_state": kept, "grad_norm": own[step - 1]}
             trial = with_step(trial, rank, step, **changes)
     return trial
 
 
-def trained_otherwise(
-    trial: Trial, ranks: Sequence[int] = (), training: TrainingConfig | None = None, **otherwise: Any
-) -> Trial:
-    """What these ranks (all) leave if they train as `literal_reference.retrained` does; shown are norm and rate requested."""
-    asked = trial.case.training
-    made = retrained(training or asked, trial.reference, **otherwise)
-    for rank, number in itertools.product(ranks or trial.ranks, range(1, asked.steps + 1)):
-        step, cut = made.steps[number - 1], {f: _cut(part) for f, part in trial.plan.slices[rank].items()}
-        last = number == asked.steps
-        kept = (
-            {f: {k: v[cut[f]] for k, v in of.items()} for f, of in step.optimizer_state.items() if f in cut}
-            if last
-            else {}
-        )
-        changes = {
-            "parameters": {f: v[cut[f]] for f, v in step.parameters.items() if f in cut},
-            "optimizer_state": kept,
-        }
-        changes |= {
-            "gradients": {f: g[cut[f]] for f, g in step.gradients.items() if f in cut},
-            "grad_norm": step.grad_norm,
-        }
-        trial = with_step(trial, rank, number, **changes)
-    return trial
+def _replica(trial: Trial, rank: int) -> tuple[int, ...]:
+    place = coordinate(trial.case.dims, rank)["dp_replicate"]
+    return tuple(other for other in trial.ranks if coordinate(trial.case.dims, other)["dp_replicate"] == place)
 
 
 def sum_of_samples(trial: Trial, fqn: str, weights: dict[int, float]) -> np.ndarray:

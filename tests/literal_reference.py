@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.reference.config import TrainingConfig
+from harness.reference.counterfactual import Batch
 from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
 
@@ -131,6 +132,47 @@ def retrained(training: TrainingConfig, reference: ReferenceRun, **otherwise: An
             replace(step, grad_norm=norm, lr=lr, gradients=gradients, parameters=dict(values), optimizer_state=state)
         )
     return replace(reference, weights=dict(otherwise.get("weights") or reference.weights), steps=tuple(steps))
+
+
+def retrained_apart(
+    training: TrainingConfig, reference: ReferenceRun, otherwise: Any, *, owners: Any, shares: Any, reduce: Any
+) -> tuple[ReferenceRun, ...]:
+    """What reference.counterfactual.retrain_apart gives: gradients of step 1 are the sum of what pieces of the samples
+    contribute, those of later steps are as they are."""
+    first = reference.steps[0]
+    batch = Batch(reference.tokens[: len(reference.samples[0])], reference.labels[: len(reference.samples[0])])
+    parts = [_of_tokens(reference, counts) for counts in shares(1, batch)]
+    reduced = reduce(1, parts)
+    return tuple(
+        retrained(
+            training,
+            replace(reference, steps=(replace(first, gradients=own), *reference.steps[1:])),
+            **of_copy,
+        )
+        for own, of_copy in zip(reduced, otherwise, strict=True)
+    )
+
+
+def _of_tokens(reference: ReferenceRun, counts: np.ndarray) -> dict[str, np.ndarray]:
+    """The gradient of these tokens' losses: of whole samples, or of eighths of the sequence, or of both."""
+    return {
+        fqn: (counts.mean(axis=1) @ _of_rows(reference, fqn) + _of_eighths(reference, fqn, counts)).reshape(full.shape)
+        for fqn, full in reference.steps[0].gradients.items()
+    }
+
+
+def _of_rows(reference: ReferenceRun, fqn: str) -> np.ndarray:
+    return reference.sample_gradients[fqn]
+
+
+def _of_eighths(reference: ReferenceRun, fqn: str, counts: np.ndarray) -> np.ndarray | float:
+    """What is too much or too little in an eighth is divided between the samples that count."""
+    known = reference.part_gradients.get(fqn)
+    if known is None:
+        return 0.0
+    counted = _of_rows(reference, fqn).any(axis=1)
+    eighths = np.stack([part.mean(axis=1) for part in np.split(counts, 8, axis=1)], axis=1)[counted]  # [samples, 8]
+    return eighths.sum(axis=0) @ (known - known.sum(axis=0) / 8) / counted.sum()
 
 
 def _moved(

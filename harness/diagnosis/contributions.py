@@ -88,10 +88,13 @@ def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
     passes, own = trial.case.passes, [piece.row // trial.case.local_batch for piece in pieces.all]
     if passes == 1:
         return
-    each = np.array([np.mean(seen[[m == number for m in own]]) for number in range(passes)])
-    if not mixture.same(seen, each[own]):
+    counted, numbers = pieces.tokens(mixture.step) > 0, np.array(own)
+    if not all(np.any(counted & (numbers == number)) for number in range(passes)):
         return
-    each = np.where(np.abs(each - each.round()) <= mixture.close, each.round(), each)
+    each = np.array([np.mean(seen[counted & (numbers == number)]) for number in range(passes)])
+    if not mixture.same(seen[counted], each[own][counted]):
+        return
+    each = np.where(np.abs(each - each.round()) <= mixture.close, each.round() + 0.0, each)
     shown = ", ".join(f"{weight:.4g}" for weight in each)
     if lost := [number + 1 for number in range(passes) if each[number] == 0]:
         which = f"microbatches {', '.join(map(str, lost))} of {passes}"
@@ -206,7 +209,7 @@ def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
 
 def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture) -> Iterator[Hypothesis]:
     """Of all microbatches or of some, only those that ranks with the same place along some axes received."""
-    axes = [axis for axis in DATA_AXES if getattr(trial.case.dims, axis) > 1]
+    axes = [axis for axis in (*DATA_AXES, "cp") if getattr(trial.case.dims, axis) > 1]
     passes = trial.case.passes
     choices = [m for count in range(1, passes + 1) for m in itertools.combinations(range(passes), count)]
     for count in range(1, len(axes) + 1):
@@ -223,14 +226,14 @@ Table = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 def _own_only(trial: Trial, pieces: Pieces, missing: tuple[str, ...], chosen: tuple[int, ...]) -> Table:
-    def place(rank: int) -> tuple[int, ...]:
-        at = coordinate(trial.case.dims, rank)
+    def place(rank: int, **cp: int) -> tuple[int, ...]:
+        at = coordinate(trial.case.dims, rank) | cp
         return tuple(at[axis] for axis in missing)
 
     of_chosen = np.array([piece.row // trial.case.local_batch in chosen for piece in pieces.all])
     found = {}
     for rank in trial.ranks:
-        own = np.array([place(piece.rank) == place(rank) for piece in pieces.all])
+        own = np.array([place(piece.rank, cp=piece.place) == place(rank) for piece in pieces.all])
         found[rank] = (of_chosen & own, of_chosen & ~own)
     return found
 
@@ -320,6 +323,9 @@ def _others(trial: Trial, missing: tuple[str, ...]) -> list[str]:
 
 def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
     rank = min(trial.ranks)
+    if missing == ("cp",):
+        own = coordinate(trial.case.dims, rank)["cp"]
+        return f"rank {rank}'s gradient holds the tokens of [{own}] of {trial.case.dims.cp} cp ranks only"
     return f"rank {rank}'s gradient holds the samples of {rank_words(_reached(trial, rank, missing))} only"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from literal_reference import retrained
+from literal_reference import retrained, retrained_apart
 
 from harness.diagnosis import assume
 
@@ -15,4 +15,8 @@ def _in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     def retrain(model: Any, training: Any, reference: Any, **otherwise: Any) -> Any:
         return retrained(training, reference, **otherwise)
 
+    def apart(model: Any, training: Any, reference: Any, otherwise: Any, **told: Any) -> Any:
+        return retrained_apart(training, reference, otherwise, **told)
+
     monkeypatch.setattr(assume, "retrain", retrain)
+    monkeypatch.setattr(assume, "retrain_apart", apart)

@@ -38,8 +38,7 @@ def test_gradient_reduction_missing_over_dp_replicate() -> None:
         with_own_samples(trial_of(tiny_case("hsdp_2x2")), heard, ("all_reduce",)),
         """\
 gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]
-  gradients: rank 0, step 1, tok_embeddings.weight: 3.24 times the reference's by best fit
-  gradients: rank 1, step 1, tok_embeddings.weight: 2.528 times the reference's by best fit
+  assuming this: 5 of 5 broken laws hold, and none that held breaks
   samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
   samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
   traffic: gradients: all_reduce over dp_replicate in backward: expected 944 B per step, observed 0 B
@@ -71,8 +70,7 @@ def test_a_reduction_whose_result_is_dropped() -> None:
         with_own_samples(trial_of(tiny_case("hsdp_2x2")), heard, ()),
         """\
 gradient reduction without effect over dp_replicate: rank 0's gradient holds the samples of ranks [0,1] only, though collectives ran
-  gradients: rank 0, step 1, tok_embeddings.weight: 3.24 times the reference's by best fit
-  gradients: rank 1, step 1, tok_embeddings.weight: 2.528 times the reference's by best fit
+  assuming this: 4 of 4 broken laws hold, and none that held breaks
   samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
   samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
   loss: equal to the reference exactly: a loss-curve test passes here""",
