@@ -34,6 +34,7 @@ from harness.evidence.records import (
     Run,
     StepEvidence,
     TensorEvidence,
+    Wrapper,
 )
 from harness.judge import golden
 from harness.judge.order import as_planned, flattened_reference
@@ -173,17 +174,17 @@ def _groups(asked: Case, ran: Case, rank: int) -> tuple[Group, ...]:
     return tuple(Group(str(line), line, "gloo") for line in mine)
 
 
-def _structure(case: Case, rank: int) -> dict[str, dict[str, Any]]:
+def _structure(case: Case, rank: int) -> dict[str, Wrapper]:
     plan = make_plan(case)
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
-    used = {key: list(plan.group_of(rank, axis)) for axis, key in axes.items() if axis in plan.groups}
-    claim: dict[str, Any] = {"kind": case.wrapper, "cpu_offload": case.features.cpu_offload} | used
+    used = {key: plan.group_of(rank, axis) for axis, key in axes.items() if axis in plan.groups}
+    wrapper = Wrapper(case.wrapper, cpu_offload=case.features.cpu_offload, **used)
     ways = {fqn: unit.degree for unit in units_of_rank(case, APART, rank, None) for fqn in unit.parameters}
     units = {
-        ",".join(unit): claim | {"parameters": list(unit), "ranks_after_forward": ways[unit[0]]}
+        ",".join(unit): replace(wrapper, parameters=unit, ranks_after_forward=ways[unit[0]])
         for unit in plan.units[rank]
     }
-    return (units or {"layers.0": claim}) if used else {}
+    return (units or {"layers.0": wrapper}) if used else {}
 
 
 def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:

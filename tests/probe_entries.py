@@ -150,7 +150,7 @@ def seen_from_outside(options: dict[str, Any]) -> None:
             "phases": sorted({(c.op, c.phase) for c in evidence.collectives if c.step == 2 and "float" in c.dtype}),
             "gradient_before_clipping": float((last.gradients["1.weight"] ** 2).sum() ** 0.5),
             "gradient_after_clipping": clipped,
-            "structure": evidence.structure,
+            "structure": {module: dataclasses.asdict(wrapper) for module, wrapper in evidence.structure.items()},
             "patched": torch.nn.functional.cross_entropy.__module__,
         },
     )

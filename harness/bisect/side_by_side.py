@@ -76,10 +76,9 @@ def facts(trial: Trial) -> dict[str, str]:
         return {"rank 0": "left no evidence" if evidence is None else "finished no step"}
     step = evidence.steps[0]
     found = {"process groups of rank 0": " ".join(sorted({ranks_text(g.ranks) for g in evidence.groups}))}
-    root = next(iter(evidence.structure.values()), {})
-    for axis in ("shard", "replicate"):
-        if f"{axis}_ranks" in root:
-            found[f"it {axis}s over"] = ranks_text(tuple(root[f"{axis}_ranks"]))
+    for wrapper in list(evidence.structure.values())[:1]:
+        over = {"it shards over": wrapper.shard_ranks, "it replicates over": wrapper.replicate_ranks}
+        found |= {axis: ranks_text(ranks) for axis, ranks in over.items() if ranks}
     first = evidence.parameters[0]
     part = trial.holdings[0][first.fqn]
     found[f"its {first.fqn}"] = slice_text(part, first.global_shape) if part else "found nowhere"

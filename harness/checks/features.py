@@ -54,12 +54,12 @@ def _expect(rank: int, name: str, expected: object, observed: object, *, step: i
 
 
 def _wrappers(trial: Trial, rank: int) -> Looked:
-    claims = trial.ranks[rank].structure.values()
-    kinds = sorted({claim["kind"] for claim in claims})
+    wrappers = trial.ranks[rank].structure.values()
+    kinds = sorted({wrapper.kind for wrapper in wrappers})
     yield _expect(rank, "data-parallel wrapper", trial.case.wrapper or "none", " and ".join(kinds) or "none")
-    offloading = {bool(claim.get("cpu_offload")) for claim in claims}
+    offloading = {wrapper.cpu_offload for wrapper in wrappers}
     asked = trial.case.features.cpu_offload
-    yield _expect(rank, "CPU offload", {asked} if claims else set(), offloading)
+    yield _expect(rank, "CPU offload", {asked} if wrappers else set(), offloading)
 
 
 def reduced(trial: Trial, rank: int) -> Looked:

@@ -7,11 +7,10 @@ case leaves the units to the trainer, each parameter is in one of them, and rank
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
-from harness.evidence.records import TensorEvidence
+from harness.evidence.records import TensorEvidence, Wrapper
 from harness.evidence.text import ranks_text
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
@@ -29,9 +28,9 @@ def check(trial: Trial) -> Result:
         for tensor in evidence.parameters:
             examined += 1
             findings += _tensor_findings(trial, rank, tensor)
-        for module, claim in evidence.structure.items():
+        for module, wrapper in evidence.structure.items():
             examined += 1
-            findings += _wrapper_findings(trial, rank, module, claim)
+            findings += _wrapper_findings(trial, rank, module, wrapper)
         examined += len(trial.plan.units[rank]) if units_seen(trial, rank) else 0
         findings += _missing_replication(trial, rank) + _wrong_units(trial, rank)
     findings += disagreements(trial)
@@ -114,13 +113,13 @@ def _kind(placement: str) -> str:
     return "dim " + placement.split("(")[1].rstrip(")") if "Shard" in placement else placement.lower()
 
 
-def _wrapper_findings(trial: Trial, rank: int, module: str, claim: dict[str, Any]) -> list[Finding]:
+def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) -> list[Finding]:
     findings = []
-    for key, axis in (("shard_ranks", trial.plan.shard_axis), ("replicate_ranks", "dp_replicate")):
-        wanted = trial.plan.peers(rank, axis)
-        used = tuple(sorted(claim.get(key, (rank,))))
+    claimed = {"shard_ranks": wrapper.shard_ranks, "replicate_ranks": wrapper.replicate_ranks}
+    for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, "dp_replicate"), strict=True):
+        wanted, used = trial.plan.peers(rank, axis), tuple(sorted(ranks or (rank,)))
         if used != wanted:
-            name = f"{claim['kind']} on {module or 'the root'}, {key}"
+            name = f"{wrapper.kind} on {module or 'the root'}, {key}"
             findings.append(Finding.at(rank, ranks_text(wanted), ranks_text(used), name=name))
     return findings
 
@@ -130,7 +129,7 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     if "dp_replicate" not in trial.plan.groups:
         return []
     evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, "dp_replicate")
-    by_wrapper = any(tuple(sorted(c.get("replicate_ranks", ()))) == wanted for c in evidence.structure.values())
+    by_wrapper = any(tuple(sorted(wrapper.replicate_ranks)) == wanted for wrapper in evidence.structure.values())
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
     if by_wrapper or by_tensor:
         return []

@@ -58,8 +58,7 @@ def _kept_text(trial: Trial) -> str:
 
 def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
     """(step before, parameter, bytes of it still there), of those of which the policy keeps less after forward."""
-    kept = trial.plan.after_forward[rank]
-    return [(step, fqn, held) for step, fqn, held in still_gathered(trial, rank) if held > kept[fqn].bytes]
+    return [left for left in still_gathered(trial, rank) if not after_evaluation.keeps(trial, rank, left)]
 
 
 def until(trial: Trial, step: int) -> str:

@@ -1,8 +1,8 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
 Bytes are counted of unsharded tensors, so bucketing does not matter. Of what is moved outside forward and backward (losses,
-norms, counts), and of integers inside (DDP's agreement on parameters and buckets in the first two steps, and which parameters
-were used), there is a most.
+norms, counts), and of integers inside (DDP's agreement on parameters and buckets in the first two steps, and with
+find_unused_parameters which were used in all), there is a most.
 Inside of a pass no rank waits at a barrier.
 """
 
@@ -102,7 +102,9 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
         if call.step == step and "float" not in call.dtype and call.op not in ("send", "recv")
         if call.phase in INSIDE and len(call.ranks) > 1
     )
-    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else trial.plan.used_bytes
+    finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
+    later = trial.plan.used_bytes if finds_unused else 0
+    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
     if moved <= most:
         return []
     text = f"at most {amount(most)}" if most else amount(0)

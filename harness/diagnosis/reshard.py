@@ -22,7 +22,7 @@ from harness.spec.case import Case
 def wrong_wrapper(trial: Trial, broken: Broken) -> Diagnosis | None:
     """By the wrappers' own word. Where a layout explains what ranks hold, that was named before."""
     asked = trial.case.wrapper
-    kinds = {claim["kind"] for evidence in trial.ranks.values() for claim in evidence.structure.values()}
+    kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
     if "features" not in broken or not kinds or kinds == {asked}:
         return None
     ran = " and ".join(sorted(kinds))

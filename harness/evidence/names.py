@@ -35,10 +35,13 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     )
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
     resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
-    left = tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in evidence.after_evaluation)
+    left = tuple(
+        dataclasses.replace(after, bytes=keys(after.bytes), gathered=tuple(map(fqn, after.gathered)))
+        for after in evidence.after_evaluation
+    )
     structure = {
-        fqn(module): claim | {key: [fqn(name) for name in names] for key, names in claim.items() if key == "parameters"}
-        for module, claim in evidence.structure.items()
+        fqn(module): dataclasses.replace(wrapper, parameters=tuple(map(fqn, wrapper.parameters)))
+        for module, wrapper in evidence.structure.items()
     }
     return dataclasses.replace(
         evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure, after_evaluation=left

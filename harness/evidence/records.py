@@ -145,11 +145,16 @@ class AfterForward:
 
 @dataclass(frozen=True)
 class AfterEvaluation:
-    """The same when the next step began, or training ended, after passes that trained nothing. step: the last one before."""
+    """The same when the next step began, or training ended, after passes that trained nothing. step: the last one before.
+
+    gathered: the parameters of which more is there than this rank's own slice. Bytes do not tell it: where FSDP casts to a
+    type of half the size, what two ranks gather is as large as the slice of one.
+    """
 
     step: int
     bytes: dict[str, int]
     storage: int
+    gathered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,11 +219,29 @@ class Resumed:
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """What a data-parallel wrapper says of itself.
+
+    kind: ddp, replicate, fsdp1, fsdp2. shard_ranks, replicate_ranks: those that it shards and replicates over; empty if it
+    does not. parameters: those that an FSDP unit gathers together. ranks_after_forward: of FSDP2, over how many ranks they
+    stay sharded after forward, 1 if they stay whole. find_unused_parameters: of DDP, in a graph that
+    is not static.
+    """
+
+    kind: str
+    shard_ranks: tuple[int, ...] = ()
+    replicate_ranks: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    ranks_after_forward: int = 1
+    cpu_offload: bool = False
+    find_unused_parameters: bool = False
+
+
+@dataclass(frozen=True)
 class RankEvidence:
     """All that one rank saw. `parameters` is the state before the first step, and before a checkpoint is read.
 
-    structure: what the parallel wrappers claim, by module ({"kind": "fsdp2", "shard_ranks": [...], ...});
-    "parameters": those that an FSDP unit gathers together.
+    structure: the parallel wrappers, by the module that each is put on; "" is the root.
     compiler: graphs that torch.compile made ("graphs"), its graph breaks ("graph break: why"), and limits at which it left code
     to run eagerly ("gave up: why").
     fault: None, or whether the deliberate fault's code ran on this rank.
@@ -236,7 +259,7 @@ class RankEvidence:
     groups: tuple[Group, ...]
     collectives: tuple[Collective, ...]
     steps: tuple[StepEvidence, ...]
-    structure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    structure: dict[str, Wrapper] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     compiler: dict[str, int] = field(default_factory=dict)
     fault: bool | None = None

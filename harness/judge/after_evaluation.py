@@ -27,8 +27,8 @@ def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
 def _ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
     """The unit whose modules' forward ends last, by the model's order; empty if that is the root module's."""
     last = list(trial.plan.slices[rank])[-1]
-    root = trial.ranks[rank].structure.get("", {}).get("parameters", ())
-    return () if root else next((unit for unit in trial.plan.units[rank] if last in unit), ())
+    root = trial.ranks[rank].structure.get("")
+    return () if root and root.parameters else next((unit for unit in trial.plan.units[rank] if last in unit), ())
 
 
 def gathered_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
@@ -45,7 +45,8 @@ def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:
     """By how many bytes each collective of the next forward differs: a unit that evaluation left as the policy keeps it after
     forward is not gathered; one that lies over some of the ranks is gathered over these instead."""
     kept, differing = trial.plan.after_forward[rank], Counter[Key]()
-    left = {fqn for before, fqn, held in still_gathered(trial, rank) if before == step - 1 and held <= kept[fqn].bytes}
+    found = (each for each in still_gathered(trial, rank) if each[0] == step - 1 and keeps(trial, rank, each))
+    left = {fqn for _, fqn, _ in found}
     for unit in trial.plan.units[rank]:
         if left & {*unit}:
             size = gathered_bytes(trial, rank, unit)
@@ -53,6 +54,13 @@ def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:
             if axis := gathered_over(trial.case, kept[unit[0]].degree):
                 differing[trial.plan.peers(rank, axis), "all_gather", "forward"] += size
     return dict(differing)
+
+
+def keeps(trial: Trial, rank: int, left: tuple[int, str, int]) -> bool:
+    """Whether as much stays after forward of what evaluation left: (step before, parameter, bytes)."""
+    _, fqn, held = left
+    kept = trial.plan.after_forward[rank][fqn]
+    return kept.degree < trial.case.shards and held <= kept.bytes
 
 
 def _shards(trial: Trial, rank: int) -> tuple[int, ...]:

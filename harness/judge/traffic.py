@@ -26,10 +26,10 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
 def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
     """(step before, parameter, bytes of it still there) of what evaluation left, beyond the rank's own slices."""
     return [
-        (record.step, fqn, held)
+        (record.step, fqn, record.bytes[fqn])
         for record in trial.ranks[rank].after_evaluation
-        for fqn, held in record.bytes.items()
-        if fqn in trial.plan.after_forward[rank] and held > own_bytes(trial, rank, fqn)
+        for fqn in record.gathered
+        if fqn in trial.plan.after_forward[rank]
     ]
 
 

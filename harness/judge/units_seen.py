@@ -17,5 +17,4 @@ def untold_rank(rank: int) -> str:
 
 def units_seen(trial: Trial, rank: int) -> set[frozenset[str]]:
     """Modules that were wrapped as one claim the same unit."""
-    claims_of_units = (claim.get("parameters", ()) for claim in trial.ranks[rank].structure.values())
-    return {frozenset(names) for names in claims_of_units if names}
+    return {frozenset(wrapper.parameters) for wrapper in trial.ranks[rank].structure.values() if wrapper.parameters}

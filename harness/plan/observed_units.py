@@ -7,7 +7,7 @@ policy that the case requests is planned all the same, whatever the wrappers say
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.evidence.records import RankEvidence
 from harness.spec.case import Case
@@ -36,16 +36,10 @@ def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEv
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
     """Modules that were wrapped as one claim the same unit."""
     found = {}
-    for claim in evidence.structure.values():
-        if claim["kind"] == "fsdp2" and claim.get("parameters"):
-            found[frozenset(claim["parameters"])] = Unit(tuple(claim["parameters"]), _ways(claim))
+    for wrapper in evidence.structure.values():
+        if wrapper.kind == "fsdp2" and wrapper.parameters:
+            found[frozenset(wrapper.parameters)] = Unit(wrapper.parameters, wrapper.ranks_after_forward)
     return tuple(found.values())
-
-
-def _ways(claim: Mapping[str, Any]) -> int:
-    if "ranks_after_forward" in claim:
-        return int(claim["ranks_after_forward"])
-    return len(claim.get("shard_ranks", [0])) if claim.get("reshard_after_forward") else 1
 
 
 def as_requested(case: Case, unit: Unit) -> Unit:

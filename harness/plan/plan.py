@@ -32,7 +32,7 @@ class Plan:
     it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
-    used_bytes: later.
+    used_bytes: later, with find_unused_parameters.
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
     wrappers claim, for case and traits leave them open.
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.

@@ -60,8 +60,8 @@ class GatheredRecorder:
     def see_what_was_left(self, parts: Iterable[nn.Module]) -> None:
         """Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
         for part in parts if self._clock.evaluated else ():
-            left = after_forward(part)
-            self.after_evaluation.append(AfterEvaluation(self._clock.finished, left.bytes, left.storage))
+            left, step = after_forward(part), self._clock.finished
+            self.after_evaluation.append(AfterEvaluation(step, left.bytes, left.storage, tuple(_gathered(part))))
 
     def note_again(self) -> None:
         if self._last is not None and self._seen and self._clock.of_last_pass.kind != "evaluation":
@@ -88,6 +88,20 @@ def _in_memory(part: nn.Module) -> Iterator[Found]:
     for module in names:
         yield from _kept_by_fsdp1(module, names)
         yield from _kept_by_fsdp2(module, names)
+
+
+def _gathered(part: nn.Module) -> Iterator[str]:
+    """Parameters of which memory holds what FSDP gathered, whole or over some of the ranks."""
+    names = {module: plain_fqn(name) for name, module in part.named_modules()}
+    for module in names:
+        whole = {
+            name for name, size, vector in _kept_by_fsdp1(module, names) if size and vector.untyped_storage().nbytes()
+        }
+        yield from sorted(whole)
+        for parameter in (each for group in fsdp2_groups(module) for each in group.fsdp_params):
+            outputs = any(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
+            if outputs or parameter.sharded_state.name == "SHARDED_POST_FORWARD":
+                yield joined(names[parameter._module_info.module], parameter._module_info.param_name)
 
 
 def _kept_by_fsdp1(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from harness.evidence.records import Group, TensorEvidence
+from harness.evidence.records import Group, TensorEvidence, Wrapper
 from harness.probe.collectives import members
 
 WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -101,68 +102,72 @@ def groups() -> tuple[Group, ...]:
     return tuple(found)
 
 
-def wrappers(parts: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
+def wrappers(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
     """What the data-parallel wrappers say of themselves, by module name ("" is the root)."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Wrapper] = {}
     for part in parts:
         for name, module in part.named_modules():
-            claim = _ddp_claim(module) or _replicate_claim(module) or _fsdp1_claim(module) or _fsdp2_claim(module)
-            if claim:
-                found[plain_fqn(name)] = claim | _gathered_together(module, part)
+            wrapper = _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
+            if wrapper:
+                together = _gathered_together(module, part)
+                found[plain_fqn(name)] = dataclasses.replace(wrapper, parameters=together)
     return found
 
 
-def _ddp_claim(module: nn.Module) -> dict[str, Any] | None:
+def _ddp(module: nn.Module) -> Wrapper | None:
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return None
-    return {"kind": "ddp", "replicate_ranks": list(members(module.process_group))}
+    return _ddp_of_kind("ddp", module)
 
 
-def _replicate_claim(module: nn.Module) -> dict[str, Any] | None:
+def _replicate(module: nn.Module) -> Wrapper | None:
     """The composable DDP keeps its DistributedDataParallel aside, from the first forward pass on."""
     for state in vars(module).get(STATE_KEY, {}).values():
         ddp = state._ddp_weakref() if hasattr(state, "_ddp_weakref") else None
         if ddp is not None:
-            return {"kind": "replicate", "replicate_ranks": list(members(ddp.process_group))}
+            return _ddp_of_kind("replicate", ddp)
     return None
 
 
-def _fsdp1_claim(module: nn.Module) -> dict[str, Any] | None:
+def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel) -> Wrapper:
+    ranks, unused = members(ddp.process_group), bool(ddp.find_unused_parameters and not ddp.static_graph)
+    return Wrapper(kind, replicate_ranks=ranks, find_unused_parameters=unused)
+
+
+def _fsdp1(module: nn.Module) -> Wrapper | None:
     """NO_SHARD reduces over the group that the other strategies shard over; the hybrid ones have one for each."""
     if not isinstance(module, FullyShardedDataParallel):
         return None
     unit: Any = module
-    strategy, ranks = unit.sharding_strategy.name, list(members(unit.process_group))
-    claim: dict[str, Any] = {"kind": "fsdp1", "strategy": strategy}
-    claim["replicate_ranks" if strategy == "NO_SHARD" else "shard_ranks"] = ranks
-    if "HYBRID" in strategy:
-        claim["replicate_ranks"] = list(members(unit._inter_node_pg))
-    return claim
+    strategy, ranks = unit.sharding_strategy.name, members(unit.process_group)
+    if strategy == "NO_SHARD":
+        return Wrapper("fsdp1", replicate_ranks=ranks)
+    return Wrapper("fsdp1", ranks, members(unit._inter_node_pg) if "HYBRID" in strategy else ())
 
 
-def _fsdp2_claim(module: nn.Module) -> dict[str, Any] | None:
+def _fsdp2(module: nn.Module) -> Wrapper | None:
     group = next(fsdp2_groups(module), None)
     if group is None:
         return None
-    after = group.post_forward_mesh_info
-    claim: dict[str, Any] = {"kind": "fsdp2", "reshard_after_forward": bool(after)}
-    claim["ranks_after_forward"] = getattr(after, "shard_mesh_size", 1)
-    claim["cpu_offload"] = any(parameter.offload_to_cpu for parameter in group.fsdp_params)
-    for axis in ("shard", "replicate"):
-        process_group = getattr(group.mesh_info, f"{axis}_process_group", None)
-        if process_group is not None:
-            claim[f"{axis}_ranks"] = list(members(process_group))
-    return claim
+    meshes = [getattr(group.mesh_info, f"{axis}_process_group", None) for axis in ("shard", "replicate")]
+    shard_ranks, replicate_ranks = (() if mesh is None else members(mesh) for mesh in meshes)
+    return Wrapper(
+        "fsdp2",
+        shard_ranks,
+        replicate_ranks,
+        ranks_after_forward=getattr(group.post_forward_mesh_info, "shard_mesh_size", 1),
+        cpu_offload=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
+    )
 
 
-def _gathered_together(module: nn.Module, part: nn.Module) -> dict[str, list[str]]:
-    """The parameters of an FSDP unit."""
+def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
+    """The parameters of an FSDP unit; of another wrapper none."""
     names = {other: plain_fqn(name) for name, other in part.named_modules()}
     flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
     if flat is not None:
-        return {"parameters": [joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns]}
+        return tuple(joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns)
     owners = [parameter._module_info for group in fsdp2_groups(module) for parameter in group.fsdp_params]
-    return {"parameters": [joined(names[owner.module], owner.param_name) for owner in owners]} if owners else {}
+    return tuple(joined(names[owner.module], owner.param_name) for owner in owners)
 
 
 def fsdp2_groups(module: nn.Module) -> Iterator[Any]:

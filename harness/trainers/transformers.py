@@ -43,7 +43,7 @@ class Transformers(Adapter):
 
     def traits(self, case: Case) -> TrainerTraits:
         """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged. So is attention."""
-        return TrainerTraits(fsdp_units="apart", attention="fused")
+        return TrainerTraits(fsdp_units="apart", attention="fused", own_model=True)
 
     def unsupported(self, case: Case) -> str | None:
         if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):

@@ -130,7 +130,7 @@ def test_compiled_recomputation_is_known_by_its_products() -> None:
 
 def test_another_wrapper_than_the_one_asked_for_is_named() -> None:
     trial = trial_of(tiny_case("ddp_2"))
-    structure = {"": trial.ranks[1].structure["layers.0"] | {"kind": "replicate"}}
+    structure = {"": replace(trial.ranks[1].structure["layers.0"], kind="replicate")}
     assert found(with_rank(trial, 1, structure=structure)) == [
         Finding("rank 1, data-parallel wrapper", "ddp", "replicate")
     ]

@@ -57,7 +57,7 @@ def after_evaluation(held: dict[str, int], left: int = 0) -> Trial:
     less = replace(key, bytes=key.bytes - left)
     collectives = tuple(less if call is key else call for call in evidence.collectives)
     return with_rank(
-        trial, 0, after_evaluation=(AfterEvaluation(1, held, sum(held.values())),), collectives=collectives
+        trial, 0, after_evaluation=(AfterEvaluation(1, held, sum(held.values()), tuple(held)),), collectives=collectives
     )
 
 

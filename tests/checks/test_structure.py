@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from checked import EMBEDDING, findings
@@ -18,7 +20,7 @@ from literal import (
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.evidence.records import Collective, Group
+from harness.evidence.records import Collective, Group, Wrapper
 from harness.judge.contents import locate
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
@@ -89,7 +91,7 @@ def test_a_mesh_axis_of_one_rank_claims_nothing() -> None:
 
 def test_a_wrapper_that_replicates_over_nothing_is_named() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
-    trial = with_rank(trial, 2, structure={"layers.0": {"kind": "fsdp2", "shard_ranks": [2, 3]}})
+    trial = with_rank(trial, 2, structure={"layers.0": Wrapper("fsdp2", (2, 3))})
     assert findings("placements", trial) == (Finding("rank 2, fsdp2 on layers.0, replicate_ranks", "[0,2]", "[2]"),)
 
 
@@ -172,8 +174,8 @@ def test_ranks_that_rightly_hold_nothing_pass() -> None:
 
 
 def gathering(trial: Trial, rank: int, *units: tuple[str, ...]) -> Trial:
-    claim = next(iter(trial.ranks[rank].structure.values()))
-    return with_rank(trial, rank, structure={unit[0]: claim | {"parameters": list(unit)} for unit in units})
+    wrapper = next(iter(trial.ranks[rank].structure.values()))
+    return with_rank(trial, rank, structure={unit[0]: replace(wrapper, parameters=unit) for unit in units})
 
 
 def test_units_that_are_finer_than_asked_for_are_found_and_named() -> None:
@@ -227,9 +229,7 @@ def test_ranks_do_not_wait_for_each_other_inside_of_a_pass(op: str, size: int, p
 
 def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
-    mute = {
-        fqn: {k: v for k, v in claim.items() if k != "parameters"} for fqn, claim in trial.ranks[1].structure.items()
-    }
+    mute = {fqn: replace(wrapper, parameters=()) for fqn, wrapper in trial.ranks[1].structure.items()}
     result = judged("placements", with_rank(trial, 1, structure=mute))
     told = "no wrapper of rank 1 claims which parameters it gathers"
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)

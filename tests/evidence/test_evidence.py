@@ -30,6 +30,7 @@ from harness.evidence.records import (
     Run,
     StepEvidence,
     TensorEvidence,
+    Wrapper,
 )
 from harness.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
 from harness.reference.record import ReferenceRun
@@ -82,7 +83,7 @@ def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
             Collective("barrier", (0,), "g", "none", 0, "other", 0, 1),
         ),
         steps=(step,),
-        structure={"": {"kind": "ddp", "replicate_ranks": [0, 1], "flag": True, "none": None}},
+        structure={"": Wrapper("ddp", replicate_ranks=(0, 1), parameters=("w",), find_unused_parameters=True)},
         environment={"torch": "2", "umlaut": "ü"},
         fault=False,
     )

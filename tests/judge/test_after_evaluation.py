@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from literal import judged, tiny_case, trial_of, with_rank
 
+from harness.checks.reshard import left_by_evaluation
 from harness.evidence.records import AfterEvaluation
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.reference.config import TrainingConfig
 from harness.spec.dims import ParallelDims
 
 LAST, EMBEDDING = 8 * (4 + 8 * 4), 8 * 8 * 4
@@ -18,7 +20,7 @@ UNEVEN = ParallelDims(dp_shard=8)  # of a norm's 4 numbers each rank gathers 8
 
 def evaluated(trial: Trial, held: dict[str, int]) -> Trial:
     """On rank 0, after step 1."""
-    return with_rank(trial, 0, after_evaluation=(AfterEvaluation(1, held, sum(held.values())),))
+    return with_rank(trial, 0, after_evaluation=(AfterEvaluation(1, held, sum(held.values()), tuple(held)),))
 
 
 def moving(trial: Trial, phase: str, more: int) -> Trial:
@@ -49,7 +51,7 @@ def test_the_roots_unit_is_freed_too_late_to_be_gathered_once_more() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     structure = trial.ranks[0].structure
     last = next(module for module in structure if "output.weight" in module)
-    structure = {"" if module == last else module: claim for module, claim in structure.items()}
+    structure = {"" if module == last else module: wrapper for module, wrapper in structure.items()}
     trial = with_rank(trial, 0, structure=structure)
     assert verdicts(moving(evaluated(trial, {}), "backward", LAST)) == {Verdict.FAIL}
 
@@ -71,3 +73,11 @@ def test_what_evaluation_leaves_over_some_ranks_is_gathered_over_these() -> None
     over = replace(call, ranks=(0, 1), bytes=LAST)
     trial = with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, over))
     assert judged("traffic", trial).verdict is Verdict.PASS
+
+
+def test_what_is_gathered_in_a_narrower_type_is_as_large_as_a_slice_and_gathered_all_the_same() -> None:
+    trial = trial_of(tiny_case("fsdp_2", training=TrainingConfig(dtype="float32", compute_dtype="bfloat16")))
+    left = {"norm.weight": 2 * 4, "output.weight": 2 * 8 * 4}
+    assert judged("traffic", moving(evaluated(trial, left), "forward", -LAST // 4)).verdict is Verdict.PASS
+    found = left_by_evaluation(evaluated(trial, left | {"tok_embeddings.weight": EMBEDDING // 4}), 0)
+    assert found == [(1, "tok_embeddings.weight", EMBEDDING // 4)]

@@ -285,14 +285,19 @@ def test_integers_that_are_gathered_inside_of_forward_are_named(dtype: str) -> N
     assert judged("traffic", trial).findings == (told,)
 
 
-def test_ddp_may_agree_on_its_buckets_in_two_steps_and_on_what_was_used_in_all() -> None:
+def test_ddp_may_agree_on_its_buckets_in_two_steps_and_with_find_unused_parameters_on_what_was_used_in_all() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     most = trial.plan.integer_bytes
     assert most == (4 * 12 + 2 * 2 + 8) * 8
     used = trial.plan.used_bytes
     assert used == 4 * 12 + 8
-    for count, step, verdict in ((most, 2, "PASS"), (most + 1, 2, "FAIL"), (used, 3, "PASS"), (used + 1, 3, "FAIL")):
+    told = (most, 2, "PASS"), (most + 1, 2, "FAIL"), (used, 3, "FAIL"), (1, 3, "FAIL")
+    for count, step, verdict in told:
         assert judged("traffic", calling(trial, "broadcast", "int32", count, step)).verdict == verdict
+    finding = {module: replace(it, find_unused_parameters=True) for module, it in trial.ranks[0].structure.items()}
+    for count, verdict in ((used, "PASS"), (used + 1, "FAIL")):
+        unused = with_rank(trial, 0, structure=finding)
+        assert judged("traffic", calling(unused, "broadcast", "int32", count, 3)).verdict == verdict
 
 
 @pytest.mark.parametrize("op", ["send", "recv"])

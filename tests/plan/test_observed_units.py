@@ -146,7 +146,7 @@ def test_replicas_that_keep_different_units_are_found_and_named() -> None:
 def with_structure(trial: Trial, change) -> Trial:
     """The claims of every rank, and the plan that follows from them."""
     for rank, evidence in trial.ranks.items():
-        structure = {module: change(claim) for module, claim in evidence.structure.items()}
+        structure = {module: change(wrapper) for module, wrapper in evidence.structure.items()}
         trial = with_rank(trial, rank, structure=structure)
     return replace(
         trial, plan=make_plan(trial.case, trial.traits, observed_units(trial.case, trial.traits, trial.ranks))
@@ -154,26 +154,18 @@ def with_structure(trial: Trial, change) -> Trial:
 
 
 def test_a_parameter_of_no_unit_is_found() -> None:
-    def without_norm(claim):
-        return claim | {"parameters": [fqn for fqn in claim["parameters"] if fqn != "norm.weight"]}
+    def without_norm(wrapper):
+        return replace(wrapper, parameters=tuple(fqn for fqn in wrapper.parameters if fqn != "norm.weight"))
 
     trial = with_structure(open_trial(), without_norm)
     assert judged("placements", trial).findings[0] == Finding("rank 0, norm.weight", "in one FSDP unit", "in none")
 
 
 def test_units_left_open_of_which_no_wrapper_tells_are_unknown() -> None:
-    trial = with_structure(open_trial(), lambda claim: {k: v for k, v in claim.items() if k != "parameters"})
+    trial = with_structure(open_trial(), lambda wrapper: replace(wrapper, parameters=()))
     note = "no wrapper of rank 0 claims which parameters it gathers"
     for law in ("placements", "reshard", "traffic"):
         assert (judged(law, trial).verdict, judged(law, trial).note) == (Verdict.UNKNOWN, note)
-
-
-def test_wrappers_that_do_not_count_the_ranks_after_forward_are_taken_at_their_word() -> None:
-    def shorter(claim):
-        freed = claim["ranks_after_forward"] > 1
-        return {k: v for k, v in claim.items() if k != "ranks_after_forward"} | {"reshard_after_forward": freed}
-
-    assert with_structure(open_trial(), shorter).plan == open_trial().plan
 
 
 # ---- on real ranks

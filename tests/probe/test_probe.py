@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.evidence.records import Wrapper
 from harness.launch import Job, launch
 from harness.probe.values import add_states
 from harness.spec.case import to_json
@@ -104,5 +106,5 @@ def test_a_trainer_it_knows_nothing_of_is_seen_from_outside(tmp_path: Path) -> N
         assert (seen["labels"], seen["valid"], seen["lr"]) == ([[2, 3, -100]], 2, 0.5)
         assert seen["phases"] == [["all_reduce", "backward"]]
         assert seen["gradient_after_clipping"] < 1e-3 < seen["gradient_before_clipping"]
-        assert seen["structure"] == {"": {"kind": "ddp", "replicate_ranks": [0, 1]}}
+        assert seen["structure"] == {"": json.loads(json.dumps(asdict(Wrapper("ddp", replicate_ranks=(0, 1)))))}
         assert seen["patched"] == "torch.nn.functional"

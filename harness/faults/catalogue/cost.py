@@ -42,6 +42,13 @@ def activations_saved_on_the_host(original: Any, *args: Any, **kwargs: Any) -> A
         return original(*args, **kwargs)
 
 
+def _add_up_a_count(*_: Any, **__: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones((), dtype=torch.int64))
+
+
 bare_model_runs_again = fault(
     breaks="after backward the model inside DDP runs forward once more, with gradients recorded and thrown away",
     bug="L-class: a metric is computed by a second pass of the model",
@@ -57,6 +64,14 @@ barrier_before_each_block = fault(
     caught_by="traffic",
     named="ranks wait for each other in forward",
     does=op.before_call(BLOCK, op.call("torch.distributed:barrier")),
+)
+counts_added_up_before_each_block = fault(
+    breaks="before each block DDP's ranks add up a number of tokens that nobody reads",
+    bug="Z-class: a count for a log, exchanged inside of forward",
+    case="ddp_2",
+    caught_by="traffic",
+    named="integers in forward and backward",
+    does=op.before_call(BLOCK, _add_up_a_count),
 )
 anomaly_detection_left_on = fault(
     breaks="autograd's anomaly detection is left on: every operator of backward is checked for NaN and notes its stack",

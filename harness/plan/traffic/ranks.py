@@ -64,8 +64,8 @@ def integer_bytes(case: Case) -> int:
 
 
 def used_bytes(case: Case) -> int:
-    """With find_unused_parameters or static_graph DDP's ranks tell each other which parameters they used, whenever they reduce:
-    an int32 each, and one number."""
+    """With find_unused_parameters DDP's ranks tell each other which parameters they used, whenever they reduce: an int32 each,
+    and one number. In a static graph they do so in the first step only."""
     if case.wrapper not in ("ddp", "replicate"):
         return 0
     return (4 * len(parameter_shapes(case.model)) + 8) * case.passes
