@@ -5,8 +5,9 @@ and a backward pass need. A compiled block calls none of its modules from Python
 precision by the dtype of matmuls and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
 there is the wrapper's word; where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once.
 Fused attention is done once a layer and pass, in context parallel once for each part that a rank may look at, and beside it
-there are no batched matmuls but that of a table of angles. Matmuls outside of passes are a second pass that nobody
-requested, hooks on tensors saved for backward are recomputation's only, and blocks are compiled once for each length.
+there are no batched matmuls but that of a table of angles. Matmuls outside of passes, beyond those allowed, are a
+second pass that nobody requested, hooks on tensors saved for backward are recomputation's only, and blocks are
+compiled once for each length.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from harness.evidence.records import Attention, QuantizedMatmul, StepEvidence
@@ -23,6 +24,7 @@ from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage, recomputed_layers
+from harness.spec.allowance import allowed_matmuls
 
 STAGE = "structure"
 
@@ -43,7 +45,8 @@ def check(trial: Trial) -> Result:
             looked += [*_beside(trial, rank, step), *_hooks(trial, rank, step)]
             looked += _random_numbers(trial, rank, step)
         looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
-    return verdict_of("features", [finding for finding in looked if finding], len(looked))
+    found = [finding for finding in looked if finding]
+    return verdict_of("features", found, len(looked), note=_allowances_text(trial))
 
 
 def _expect(rank: int, name: str, expected: object, observed: object, *, step: int | None = None) -> Finding | None:
@@ -185,7 +188,7 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     yield expect("attention in forward", forward, seen.get(FUSED, 0))
     yield expect("attention recomputed", again, seen.get(Attention("backward", "attention"), 0))
     yield expect("attention's gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
-    batched, most = batched_matmuls(step), case.passes * len(trial.plan.stages[rank])
+    batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
     yield None if batched <= most else expect("batched matmuls", f"at most {most}", batched)
 
 
@@ -193,8 +196,16 @@ def fused_in_forward(trial: Trial, rank: int) -> int:
     return trial.case.passes * parts_attended(trial, rank) * len(layers_of(trial, rank))
 
 
-def batched_matmuls(step: StepEvidence) -> int:
-    return sum(count for key, count in step.activity.attention.items() if key.kind == "batched matmul")
+def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
+    """Of all phases where none are given."""
+    kinds = step.activity.attention.items()
+    return sum(n for key, n in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
+
+
+def batched_in_training(trial: Trial, step: StepEvidence) -> int:
+    """Without those that are allowed besides."""
+    besides = batched_matmuls(step, BESIDE)
+    return batched_matmuls(step) - (besides if 0 < _computed(step) <= most_computed(trial, step) else 0)
 
 
 def attention_is_fused(trial: Trial) -> bool:
@@ -226,9 +237,28 @@ BESIDE = ("pipeline", "optimizer", "other")
 
 
 def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
-    """Matmuls outside of forward and backward. Of a loss that projects to the vocabulary itself, which forward then lacks,
-    those are right that no block does."""
+    """Matmuls outside of forward and backward, where they are more than is allowed. Of a loss that projects to the vocabulary
+    itself, which forward then lacks, those are right that no block does."""
+    if 0 < _computed(step) <= most_computed(trial, step):
+        return 0
     return matmuls_beside(step) if projects_inside(trial, rank, step) or blocks_beside(step) else 0
+
+
+def _computed(step: StepEvidence) -> int:
+    """Matmuls besides training passes, batched ones among them."""
+    return matmuls_beside(step) + batched_matmuls(step, BESIDE)
+
+
+def most_computed(trial: Trial, step: StepEvidence) -> int:
+    """Of these, those that the case or the trainer allows."""
+    forward = matmuls(step, "forward").total() + batched_matmuls(step, ("forward",))
+    return allowed_matmuls(trial.allow, forward)
+
+
+def _allowances_text(trial: Trial) -> str:
+    stale = "" if any(_computed(step) for _, step, _ in trial.steps()) else ", not used"
+    computed = (one for one in trial.allow if one.what == "computed")
+    return "; ".join(f"allowed: computed {one.matmuls} ({one.reason}){stale}" for one in computed)
 
 
 def matmuls_beside(step: StepEvidence) -> int:
@@ -254,7 +284,9 @@ def outputs(trial: Trial, rank: int) -> int:
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    yield _expect(rank, "matmuls besides training passes", 0, beside(trial, rank, step), step=step.step)
+    seen, most = beside(trial, rank, step), most_computed(trial, step)
+    wanted = f"at most {most}" if most and seen else 0
+    yield _expect(rank, "matmuls besides training passes", wanted, seen, step=step.step)
 
 
 # ---- tensors saved for backward

@@ -60,7 +60,7 @@ class Case:
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
     last_step: of an earlier launch alone; saves_after: of one that saves before its last step; never written in a file.
-    allow: what the trainer may keep, copy or move besides what the plan knows, each with its reason.
+    allow: what the trainer may keep, copy, move or compute besides what the plan knows, each with its reason.
     tier: when it runs. "default": before every push. "nightly": more of the same, and combinations that no smaller case
     has. "compiled": what waits for a compiler.
     """

@@ -238,7 +238,7 @@ def _allowances(value: Any, where: str) -> tuple[Allowance, ...]:
         here, entry = f"{where}: entry {number}", as_mapping(entry, f"{where}: entry {number}")
         _refuse_unknown(entry, [f.name for f in dataclasses.fields(Allowance)], here)
         for key, given in entry.items():
-            _check_type(given, "", "int | str" if key == "bytes" else "str", f"{here}: {key}")
+            _check_type(given, "", "int | str" if key in ("bytes", "matmuls") else "str", f"{here}: {key}")
         try:
             found.append(Allowance(**entry))
         except ValueError as error:

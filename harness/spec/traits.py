@@ -29,7 +29,7 @@ class TrainerTraits:
     parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
     last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
     the next forward pass.
-    allow: what it keeps, copies or moves besides what the plan knows, in every case, each with its reason.
+    allow: what it keeps, copies, moves or computes besides what the plan knows, in every case, each with its reason.
     """
 
     wrapper: str | None = None

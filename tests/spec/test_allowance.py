@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from checked import with_activity
 from literal import APART, judged, tiny_case, trial_of, with_rank, with_step
 
-from harness.evidence.records import Collective, HeldTensor
+from harness import trainers
+from harness.evidence.records import Attention, Collective, HeldTensor, Matmul
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.spec.allowance import Allowance
-from harness.spec.case import CaseError, to_json
+from harness.spec.case import Case, CaseError, to_json
 from harness.spec.loading import from_json
+from harness.spec.traits import TrainerTraits
 
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
+AVERAGED = Allowance("computed", matmuls="1 x forward", reason="the average is evaluated")
 LOGGED = Allowance("moved", 8, "the loss is logged", op="all_reduce", phase="forward", axis="world")
 
 
@@ -73,6 +78,48 @@ def test_a_logging_all_reduce_inside_forward_is_moved_where_that_is_allowed_and_
     assert judged("traffic", allowing(logging(8), replace(LOGGED, phase="backward"))).verdict is Verdict.FAIL
 
 
+def averaged_model(matmuls: int, batched: int = 0) -> Trial:
+    """On rank 1 another model computes after step 2."""
+    trial = trial_of(tiny_case("fsdp_2"))
+    known = trial.ranks[1].steps[1].activity
+    attention = known.attention | ({Attention("other", "batched matmul"): batched} if batched else {})
+    more = known.matmuls | {Matmul("other", "float64"): matmuls}
+    return with_activity(trial, 1, 2, matmuls=more, attention=attention)
+
+
+def test_what_another_model_computes_is_allowed_in_matmuls_and_no_more() -> None:
+    forward = trial_of(tiny_case("fsdp_2")).ranks[1].steps[1].activity.matmuls[Matmul("forward", "float64")]
+    assert judged("features", averaged_model(forward)).findings[0].name == "matmuls besides training passes"
+    for allow in (AVERAGED, replace(AVERAGED, matmuls=forward)):
+        passed = judged("features", allowing(averaged_model(forward), allow))
+        assert (passed.verdict, passed.note) == (
+            Verdict.PASS,
+            f"allowed: computed {allow.matmuls} (the average is evaluated)",
+        )
+        (finding,) = judged("features", allowing(averaged_model(forward + 1), allow)).findings
+        assert (finding.expected, finding.observed) == (f"at most {forward}", f"{forward + 1}")
+    unused = judged("features", allowing(trial_of(tiny_case("fsdp_2")), AVERAGED))
+    assert (unused.verdict, unused.note.endswith(", not used")) == (Verdict.PASS, True)
+
+
+def test_batched_matmuls_of_another_model_count_with_its_others() -> None:
+    allow = replace(AVERAGED, matmuls=8)
+    assert judged("features", allowing(averaged_model(4, batched=4), allow)).verdict is Verdict.PASS
+    assert judged("features", allowing(averaged_model(4, batched=5), allow)).verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("name", ["llama3", "transformers"])
+def test_an_adapter_made_of_one_that_is_here_adds_its_allowance(name: str) -> None:
+    theirs: Any = type(trainers.load(name))
+
+    class Mine(theirs):
+        def traits(self, case: Case) -> TrainerTraits:
+            return replace(super().traits(case), allow=(AVERAGED,))
+
+    case = tiny_case("fsdp_2")
+    assert trial_of(case, traits=Mine().traits(case)).allow == (AVERAGED,)
+
+
 def test_an_adapter_declares_its_own_beside_those_of_the_case() -> None:
     trial = trial_of(replace(tiny_case("fsdp_2"), allow=(LOGGED,)), traits=replace(APART, allow=(AVERAGE,)))
     assert trial.allow == (LOGGED, AVERAGE)
@@ -92,7 +139,10 @@ def test_allowances_are_stored_with_the_case() -> None:
         ({"what": "kept", "reason": "why"}, "entry 1: bytes 0: a number above 0, or 'N x parameters'"),
         ({"what": "kept", "bytes": "all", "reason": "why"}, "entry 1: bytes 'all': a number above 0"),
         ({"what": "kept", "bytes": True, "reason": "why"}, "entry 1: bytes: expected int | str, got True"),
-        ({"what": "any", "bytes": 8, "reason": "why"}, "what 'any': choose one of kept, copied, moved"),
+        ({"what": "any", "bytes": 8, "reason": "why"}, "what 'any': choose one of kept, copied, moved, computed"),
+        ({"what": "computed", "bytes": 8, "reason": "why"}, "entry 1: computed has no bytes: say matmuls"),
+        ({"what": "kept", "bytes": 8, "matmuls": 8, "reason": "why"}, "entry 1: kept has no matmuls: say bytes"),
+        ({"what": "computed", "matmuls": "all", "reason": "why"}, "matmuls 'all': a number above 0, or 'N x forward'"),
         ({"what": "moved", "bytes": 8, "reason": "why", "op": "all_reduce"}, "moved needs op, phase and axis"),
         (
             {"what": "moved", "bytes": 8, "reason": "why", "op": "all_gather", "phase": "outside", "axis": "dp_shard"},
