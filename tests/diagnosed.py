@@ -22,6 +22,7 @@ from noisy import with_noise
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.diagnosis.hypothesis import Fact, Facts, Suspects
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -111,6 +112,21 @@ def in_noise(trial: Trial) -> Trial:
 
 def broken(*laws: str) -> dict[str, Result]:
     return {law: Result(law, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for law in laws}
+
+
+def seen(facts: Facts, trial: Trial, *laws: str) -> Fact | None:
+    """The first fact of these, where these laws are broken."""
+    return next(facts(trial, broken(*laws)), None)
+
+
+def seen_text(facts: Facts, trial: Trial, *laws: str) -> str:
+    found = seen(facts, trial, *laws)
+    return found.cause.text if found else ""
+
+
+def proposed(suspects: Suspects, trial: Trial, *laws: str) -> list[str]:
+    """What hypotheses say that are put to the test where these laws are broken."""
+    return [one.cause.text for one in suspects(trial, broken(*laws))]
 
 
 def gradients_of(trial: Trial) -> dict[str, np.ndarray]:

@@ -16,7 +16,6 @@ from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen, untold_rank
 from harness.plan.observed_units import Unit, units_text
-from harness.plan.slices import tp_dim
 
 STAGE = "structure"
 Claim = set[tuple[str, tuple[int, ...]]]
@@ -83,13 +82,14 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
 
 
 def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
-    dims, plan = trial.plan.dims, trial.plan
+    """The groups whose members hold other parts, by the dim in which these differ. FSDP1's slices look like plain tensors: its
+    wrapper claims them."""
+    plan = trial.plan
     shards: Claim = set()
-    dim = tp_dim(fqn)
-    if dims.tp > 1 and dim is not None:
-        shards.add((f"dim {dim}", plan.group_of(rank, "tp")))
-    if plan.shard_axis in plan.groups and not plan.flat:  # FSDP1's slices look like plain tensors: its wrapper claims
-        shards.add(("dim 0", plan.group_of(rank, plan.shard_axis)))
+    for axis in () if plan.flat else ("tp", plan.shard_axis):
+        parts = [plan.slices[peer][fqn] for peer in plan.peers(rank, axis)]
+        cut = (dim for dim, intervals in enumerate(zip(*parts, strict=True)) if len(set(intervals)) > 1)
+        shards |= {(f"dim {dim}", plan.peers(rank, axis)) for dim in cut}
     return shards
 
 

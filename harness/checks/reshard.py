@@ -98,13 +98,13 @@ def _kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterFo
 def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
     """Of a parameter: what is kept, and the rank's own slice beside it if that is something else."""
     kept, own = trial.plan.after_forward[rank][fqn], own_bytes(trial, rank, fqn)
-    return kept.bytes if kept.degree == trial.case.shards else kept.bytes + own
+    return kept.bytes if kept.degree == trial.plan.shards else kept.bytes + own
 
 
 def kept_text(trial: Trial, degree: int) -> str:
     if degree == 1:
         return "gathered"
-    return "freed" if degree == trial.case.shards else f"sharded over {degree} ranks"
+    return "freed" if degree == trial.plan.shards else f"sharded over {degree} ranks"
 
 
 def observed_text(trial: Trial, rank: int, fqn: str, held: int) -> str:

@@ -17,33 +17,31 @@ from harness.checks import all_checks, judge, run_check
 from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
-from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
-from harness.diagnosis.engine import Explanation, explain
-from harness.diagnosis.features import attended_too_often, wrong_features, wrong_masks
-from harness.diagnosis.gradients import wrong_gradients
-from harness.diagnosis.hypothesis import Facts, Suspects
-from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
-from harness.diagnosis.layout import wrong_contents, wrong_layout
-from harness.diagnosis.localise import KIND, localise
-from harness.diagnosis.memory import copies_made, growing
-from harness.diagnosis.not_zeroed import gradients_not_zeroed
-from harness.diagnosis.optimizer import not_finite, wrong_optimizer
-from harness.diagnosis.other_causes import (
-    copies_kept,
+from harness.diagnosis.costs import (
+    memory_kept,
     not_deterministic,
+    of_no_plan,
+    other_settings,
     out_of_order,
     ranks_wait,
     reference_moved,
     replicas_drift,
-    wrong_structure,
 )
-from harness.diagnosis.pipeline import wrong_schedule
-from harness.diagnosis.processes import incomplete, process_failed
+from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
+from harness.diagnosis.engine import Explanation, explain
+from harness.diagnosis.features import odd_traces, other_actions, other_features, other_masks
+from harness.diagnosis.gradients import wrong_gradients
+from harness.diagnosis.hypothesis import Facts, Suspects
+from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
+from harness.diagnosis.layout import other_layouts, other_slices, reduction_missing
+from harness.diagnosis.localise import KIND, localise
+from harness.diagnosis.not_zeroed import gradients_not_zeroed
+from harness.diagnosis.optimizer import not_finite, wrong_optimizer
+from harness.diagnosis.processes import incomplete, not_trained, process_failed
 from harness.diagnosis.reports import odd_reports, wrong_reports
-from harness.diagnosis.reshard import left_by_evaluation, wrong_resharding, wrong_units, wrong_wrapper
 from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
 from harness.diagnosis.scaled import scaled_gradients
-from harness.diagnosis.settings import wrong_precision, wrong_settings
+from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
 from harness.diagnosis.updates import changed_afterwards
 from harness.diagnosis.weights import other_weights, seen_weights
 from harness.diagnosis.words import Broken, finding_line
@@ -53,6 +51,10 @@ from harness.judge.trial import Trial, launch_label
 Rule = Callable[[Trial, Broken], Diagnosis | None]
 
 SUSPECTS: tuple[Suspects, ...] = (
+    not_trained,
+    other_layouts,
+    other_features,
+    other_units,
     wrong_optimizer,
     wrong_clipping,
     wrong_reports,
@@ -63,41 +65,42 @@ SUSPECTS: tuple[Suspects, ...] = (
     gradients_not_zeroed,
     unequal_contributions,
 )
-FACTS: tuple[Facts, ...] = (not_finite, seen_weights, seen_samples, seen_positions, odd_reports)
+FACTS: tuple[Facts, ...] = (
+    process_failed,
+    incomplete,
+    wrong_checkpoint,
+    not_finite,
+    seen_weights,
+    seen_samples,
+    seen_positions,
+    odd_reports,
+    other_slices,
+    reduction_missing,
+    left_by_evaluation,
+    kept_otherwise,
+    units_disagree,
+    odd_traces,
+    other_actions,
+    other_masks,
+    other_settings,
+    out_of_order,
+    memory_kept,
+    ranks_wait,
+    of_no_plan,
+    replicas_drift,
+    not_deterministic,
+    reference_moved,
+)
 
 NUMBERS = {"grad_norm", "gradients", "loss", "reported_loss", "update"}
 
 RULES: tuple[Rule, ...] = (
-    process_failed,
     started_elsewhere,
-    incomplete,
-    left_by_evaluation,
-    wrong_layout,
-    wrong_wrapper,
-    wrong_contents,
     resumed_wrongly,
-    wrong_schedule,
-    wrong_precision,
-    wrong_features,
-    wrong_resharding,
-    wrong_units,
-    wrong_masks,
-    out_of_order,
     changed_afterwards,
     wrong_gradients,
     wrong_loss,
     wrong_later_gradients,
-    replicas_drift,
-    growing,
-    copies_kept,
-    wrong_checkpoint,
-    copies_made,
-    attended_too_often,
-    ranks_wait,
-    wrong_settings,
-    wrong_structure,
-    not_deterministic,
-    reference_moved,
 )
 
 
@@ -115,9 +118,12 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
     skipped: Lines = ()
     explained = explain(trial, results, SUSPECTS, FACTS)
     found = _told(trial, results, explained)
-    if explained.left and next(iter(broken)) in explained.left and not _numbers_explained(explained):
+    if explained.left and not _numbers_explained(explained):
         answer, skipped = _first_answer(trial, broken, rules)
-        found = answer or found
+        if next(iter(broken)) in explained.left:
+            found = answer or found
+        elif answer:
+            found = Diagnosis((*found.causes, *answer.causes), (*found.evidence, *answer.evidence))
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.checks.checkpoint import PARAMETER, may_be, saved, unknown, wanted
-from harness.diagnosis.words import Broken, finding_line, in_parameters
+from harness.diagnosis.hypothesis import Broken, Fact
+from harness.diagnosis.words import finding_line, in_parameters
 from harness.evidence.checkpoint_index import Checkpoint
-from harness.judge.result import Diagnosis, one_cause
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
 
-def wrong_checkpoint(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Only where training itself is right so far: what is wrong in the ranks is wrong in what they save."""
+def wrong_checkpoint(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What is more, of another type or lacking; that is wrong in ranks already is another law's."""
     held = trial.run.checkpoint
-    if set(broken) != {"checkpoint"} or held is None:
-        return None
+    if "checkpoint" not in broken or held is None:
+        return
     texts = [*_more(trial, held), *_other_types(trial, held), *_lacking(trial, held)]
     line = finding_line("checkpoint", broken["checkpoint"])
     first = texts[0] if texts else f"holds something else than what trained: {line[1]}"
-    where = f"the checkpoint of step {trial.case.saved_step}"
-    return one_cause(f"{where} {first}", (*(("also", f"it {more}") for more in texts[1:]), line))
+    text = f"the checkpoint of step {trial.case.saved_step} {first}"
+    yield Fact(Cause("checkpoint", text), ("checkpoint",), (*(("also", f"it {more}") for more in texts[1:]), line))
 
 
 def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
@@ -28,7 +29,9 @@ def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
     kinds: dict[tuple[str, ...], list[str]] = {}
     for key, tensors in saved(trial, held).items():
         if len(tensors) > max(may_be(trial, key), 1) or not may_be(trial, key):
-            names = tuple(sorted(_around(tensor.name, tensor.fqn) for tensor in tensors))
+            names = tuple(
+                sorted(tensor.name.replace(tensor.fqn, "*") if tensor.fqn else tensor.name for tensor in tensors)
+            )
             kinds.setdefault(names, []).append(key[1])
     for names, fqns in kinds.items():
         most = "one" if len(names) > 1 else "none"
@@ -37,18 +40,13 @@ def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
         yield f"holds {len(strange)} tensors that are about no parameter: {strange[0].name}"
 
 
-def _around(name: str, fqn: str) -> str:
-    return name.replace(fqn, "*") if fqn in name else name
-
-
 def _other_types(trial: Trial, held: Checkpoint) -> Iterator[str]:
     types = wanted(trial)
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for (name, fqn), tensors in saved(trial, held).items():
-        for tensor in tensors if len(tensors) == 1 else ():
-            trained = types.get((name, fqn), {tensor.dtype})
-            if tensor.dtype not in trained:
-                kinds.setdefault((name, tensor.dtype, " or ".join(sorted(trained))), []).append(fqn)
+        trained = types.get((name, fqn), set())
+        if len(tensors) == 1 and trained and tensors[0].dtype not in trained:
+            kinds.setdefault((name, tensors[0].dtype, " or ".join(sorted(trained))), []).append(fqn)
     for (name, dtype, wide), fqns in kinds.items():
         yield f"holds {_plural(name)} in {dtype}, trained in {wide}, {in_parameters(trial, fqns)}"
 

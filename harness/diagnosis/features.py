@@ -1,36 +1,178 @@
-"""A feature requested did not take place, or one that nobody requested did. Told by its traces alone; numbers may be right."""
+"""A feature has another value than the one requested; and what its traces alone tell, where no value would leave these."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from harness.checks import features
-from harness.diagnosis.words import Broken, finding_line, on_ranks, some
-from harness.judge.result import Diagnosis, Verdict, one_cause
+from harness.diagnosis.assume import another_case, another_recipe
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
+from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
+from harness.judge.order import as_planned
+from harness.judge.result import Cause, Finding, Verdict
 from harness.judge.trial import Trial
+from harness.plan.stages import actions_of_rank
+from harness.spec import schedule
+from harness.spec.case import Case, CaseError
+from harness.spec.features import FEATURE_CHOICES, LOOPED
+
+DTYPES = ("float64", "float32", "bfloat16", None)
+CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("sequence_parallel", "traffic", (True, False)),
+    ("loss_parallel", "traffic", (True, False)),
+    ("cp_rotation", "traffic", FEATURE_CHOICES["cp_rotation"]),
+    ("cp_load_balance", "samples", (True, False)),
+    ("defer_sync", "traffic", (True, False)),
+    ("activation_checkpointing", "features", FEATURE_CHOICES["activation_checkpointing"]),
+    ("reduce_dtype", "features", DTYPES),
+)
+"""Of features: the law that is broken where another value is in force, and the values."""
 
 
-def wrong_masks(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Random numbers of a recomputation that are not those of forward. Told by the generator's state, seen from step 2 on."""
-    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
-    drawn = any(step.activity.random.get("backward") for step in steps)
-    other = {fqn for step in steps for fqn in step.activity.other_states}
-    if not (drawn and other and "gradients" in broken):
+@dataclass(frozen=True)
+class Choice:
+    """law: the one that is broken where this is so. text: how it is said. fitted: how many features differ."""
+
+    law: str
+    text: str
+    case: Case
+    fitted: int = 1
+
+
+def other_features(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Those under which the law that knows the feature's traces holds. Another recipe is another reference too."""
+    kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
+    choices = (*CHOICES, ("wrapper", "features", tuple(kinds) if len(kinds) == 1 else ()))
+    for choice in (*_other_features(trial.case, choices), *_other_recipes(trial.case), *_other_schedules(trial)):
+        if choice.law in broken and verdict_of(_with(trial, choice.case), choice.law) is Verdict.PASS:
+            lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
+            cause = Cause("another feature", choice.text)
+            yield Hypothesis(cause, lambda t, c=choice.case: _with(t, c, whole=True), choice.fitted, lines)  # type: ignore[misc]
+
+
+def _with(trial: Trial, case: Case, *, whole: bool = False) -> Trial:
+    """whole: with the reference of the recipe, and the bounds of the one requested where nobody measured others. Traffic and
+    traces need neither."""
+    assumed = another_case(trial, replace(trial.case, features=case.features, training=case.training))
+    if bool(assumed.plan.flat) != bool(trial.plan.flat):
+        assumed = as_planned(assumed)
+    if not whole:
+        return assumed
+    if case.training != trial.case.training:
+        assumed = replace(assumed, reference=another_recipe(trial, case.training).reference)
+    return replace(assumed, reference=replace(assumed.reference, noise=_noise(trial, assumed)))
+
+
+def _noise(trial: Trial, assumed: Trial) -> Any:
+    noise = trial.reference.noise or (trial.golden.noise if trial.golden else {})
+    own = noise.get(trial.traits.noise_key(trial.case))
+    return noise if own is None else {trial.traits.noise_key(assumed.case): own, **noise}
+
+
+def _other_features(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[Choice]:
+    for key, law, values in choices:
+        asked = case.wrapper if key == "wrapper" else getattr(case.features, key)
+        for value in values:
+            if value != asked and (other := _changed(case, **{key: value})):
+                yield Choice(law, _in_words(case, key, asked, value), other)
+
+
+def _changed(case: Case, **features: Any) -> Case | None:
+    """None where there is no such case."""
+    try:
+        return replace(case, features=replace(case.features, **features))
+    except (CaseError, ValueError):
         return None
-    blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
-    lost = "its masks are not those that the loss was computed with"
-    cause = f"recomputation of {some(blocks, 4)} began with another random state than forward: {lost}"
-    return one_cause(cause, (finding_line("gradients", broken["gradients"]),))
 
 
-def wrong_features(trial: Trial, broken: Broken) -> Diagnosis | None:
+def _in_words(case: Case, key: str, asked: Any, value: Any) -> str:
+    if key == "defer_sync" and asked:
+        times = f"{case.features.accumulation} times a step"
+        return f"gradients are reduced after every microbatch ({times}), once a step is requested"
+    if key == "reduce_dtype":
+        wanted = asked or case.training.compute_dtype or case.training.dtype
+        return f"gradients are reduced in {value}, requested {wanted}"
+    name = "activation checkpointing" if key == "activation_checkpointing" else key
+    return f"{name} {asked} is requested, {'none took place' if value == 'none' else f'{value} is observed'}"
+
+
+def _other_recipes(case: Case) -> Iterator[Choice]:
+    training = case.training
+    for dtype in DTYPES:
+        if (dtype or training.dtype) != (asked := training.compute_dtype or training.dtype):
+            text = f"compute_dtype {asked} is requested, {dtype or training.dtype} is observed"
+            yield Choice("features", text, replace(case, training=replace(training, compute_dtype=dtype)))
+    for recipe in (None, *features.QUANTIZED_PRODUCTS):
+        if training.quantize and recipe != training.quantize:
+            ran = f"{recipe} is observed" if recipe else "no matmul ran in that format"
+            text = f"{training.quantize} is requested, {ran}"
+            yield Choice("features", text, replace(case, training=replace(training, quantize=recipe)))
+
+
+def _other_schedules(trial: Trial) -> Iterator[Choice]:
+    """Another schedule, another number of microbatches, or both."""
+    case = trial.case
+    for number in range(1, case.training.global_batch + 1) if case.dims.pp > 1 else ():
+        for name in ("GPipe", "1F1B", *LOOPED):
+            chunks = case.stages_per_rank
+            if schedule.refusal(name, case.dims.pp, chunks, number) is None:
+                other = _changed(case, schedule=name, microbatches=number, stages_per_rank=chunks)
+                if other and all(
+                    evidence.steps[0].actions == _actions(other, r) for r, evidence in trial.ranks.items()
+                ):
+                    differences = (name != case.features.schedule) + (number != case.microbatches)
+                    yield Choice("schedule", _schedule_text(case, other), other, differences)
+
+
+def _actions(case: Case, rank: int) -> tuple[str, ...]:
+    return tuple(map(str, actions_of_rank(case, rank))) * case.features.accumulation
+
+
+def _schedule_text(asked: Case, ran: Case) -> str:
+    other = ran.features.schedule != asked.features.schedule
+    found = [f"schedule {ran.features.schedule} ran, {asked.features.schedule} is requested"] if other else []
+    if ran.microbatches != asked.microbatches:
+        found.append(f"{ran.microbatches} microbatches went through the pipeline, {asked.microbatches} are requested")
+    return "; ".join(found)
+
+
+# ---- what its traces tell
+
+
+def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """The first that is seen, in the order in which one follows from another."""
     if "features" not in broken:
-        return None
-    cause = _compile(trial) or _quantization(trial) or _reduction(trial) or _buckets(trial)
-    cause = (
-        cause or _checkpointing(trial) or _compiled_again(trial) or _hooks(trial) or _beside(trial) or _fallback(trial)
+        return
+    seen: tuple[Callable[[Trial], str | None], ...] = (
+        _wrapper,
+        _compile,
+        _quantization,
+        _reduction,
+        _buckets,
+        _checkpointing,
+        _compiled_again,
+        _hooks,
+        _beside,
+        _fallback,
     )
-    return one_cause(cause, (finding_line("features", broken["features"]),)) if cause else None
+    text = next((text for look in seen if (text := look(trial))), None)
+    if text := text or (None if {"loss", "samples"} & set(broken) else attended_too_often(trial)):
+        others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
+        yield Fact(Cause("odd traces", text), ("features", *others), (finding_line("features", broken["features"]),))
+
+
+def _wrapper(trial: Trial) -> str | None:
+    kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
+    asked = trial.case.wrapper
+    if kinds == ({asked} if asked else set()):
+        return None
+    return f"wrapper {asked or 'none'} is requested, {' and '.join(sorted(kinds)) or 'none'} is observed"
+
+
+def _first(findings: Iterator[Finding | None]) -> Finding | None:
+    return next(filter(None, findings), None)
 
 
 def _quantization(trial: Trial) -> str | None:
@@ -49,37 +191,32 @@ def _quantization(trial: Trial) -> str | None:
 
 def _buckets(trial: Trial) -> str | None:
     """Larger ones than requested, or all gradients at once."""
-    wrong = [finding for rank in sorted(trial.ranks) for finding in features.buckets_in_force(trial, rank) if finding]
+    found = _first(one for rank in sorted(trial.ranks) for one in features.buckets_in_force(trial, rank))
     asked = f"bucket_mb {trial.case.features.bucket_mb} is requested"
-    return f"{asked}, {wrong[0].observed} bytes are reduced at once" if wrong else None
+    return None if found is None else f"{asked}, {found.observed} bytes are reduced at once"
 
 
 def _reduction(trial: Trial) -> str | None:
     """Gradients added over the data ranks in another dtype."""
-    wrong = [finding for rank in sorted(trial.ranks) for finding in features.reduced(trial, rank) if finding]
-    return f"gradients are reduced in {wrong[0].observed}, requested {wrong[0].expected}" if wrong else None
+    found = _first(one for rank in sorted(trial.ranks) for one in features.reduced(trial, rank))
+    return None if found is None else f"gradients are reduced in {found.observed}, requested {found.expected}"
 
 
-def attended_too_often(trial: Trial, broken: Broken) -> Diagnosis | None:
+def attended_too_often(trial: Trial) -> str | None:
     """Attention is done more or less often in forward, and recomputation is right. In context parallel that follows from
-    what else is wrong there, so this is asked last."""
-    if "features" not in broken:
-        return None
+    what else is wrong there."""
     for rank, step, _ in trial.steps():
         seen = step.activity.attention.get(features.FUSED, 0)
         layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
         if seen not in (0, layers):
             often = f"{seen / layers:.4g} times in forward (rank {rank}, step {step.step})"
-            cause = f"attention is computed {often}, once is needed"
-            return one_cause(cause, (finding_line("features", broken["features"]),))
+            return f"attention is computed {often}, once is needed"
     return None
 
 
 def _fallback(trial: Trial) -> str | None:
     """Fewer fused kernels than layers, and batched matmuls in their place."""
-    if not features.attention_is_fused(trial):
-        return None
-    for rank, step, _ in trial.steps():
+    for rank, step, _ in trial.steps() if features.attention_is_fused(trial) else ():
         seen, wanted = step.activity.attention.get(features.FUSED, 0), features.fused_in_forward(trial, rank)
         if seen < wanted and (batched := features.batched_matmuls(step)):
             text = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
@@ -99,20 +236,15 @@ def _beside(trial: Trial) -> str | None:
 
 def _hooks(trial: Trial) -> str | None:
     owners = {rank: owner for rank, step, _ in trial.steps() for owner in features.foreign_hooks(step)}
-    if not owners:
-        return None
-    what = "activations saved for backward go through"
-    return f"{what} {some(sorted(set(owners.values())))}, which nobody requested{on_ranks(trial, owners)}"
+    who = f"{some(sorted(set(owners.values())))}, which nobody requested{on_ranks(trial, owners)}"
+    return f"activations saved for backward go through {who}" if owners else None
 
 
 def _compiled_again(trial: Trial) -> str | None:
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.compiled_again(trial, rank) if finding]
-    if not wrong:
-        return None
-    steps = sorted({finding.where.split(", ")[1] for finding in wrong}, key=lambda step: int(step.split()[1]))
-    return (
-        f"blocks are compiled anew in {some(steps, 3)} (graphs on {wrong[0].where.split(',')[0]}: {wrong[0].observed})"
-    )
+    steps = [f"step {step}" for step in sorted({finding.step or 0 for finding in wrong})]
+    graphs = f"graphs on rank {wrong[0].rank}: {wrong[0].observed}" if wrong else ""
+    return f"blocks are compiled anew in {some(steps, 3)} ({graphs})" if wrong else None
 
 
 def _compile(trial: Trial) -> str | None:
@@ -132,35 +264,43 @@ def _compile(trial: Trial) -> str | None:
 
 
 def _checkpointing(trial: Trial) -> str | None:
-    """Another kind of checkpointing whose traces are those seen; else the blocks it is on."""
-    asked, blocks = trial.case.features.activation_checkpointing, _recomputed(trial)
-    for kind in ("none", "full", "layer", "op"):
-        other = replace(trial.case, features=replace(trial.case.features, activation_checkpointing=kind))
-        fits = features.check(replace(trial, case=other)).verdict is Verdict.PASS
-        if fits and kind == "none":
-            return f"activation checkpointing {asked} is requested, none took place"
-        if fits:
-            return f"activation checkpointing {asked} is requested, {kind} is observed"
-    wanted = {rank: _asked(trial, rank) for rank in trial.ranks}
-    wrong = [rank for rank in trial.ranks if blocks[rank] != wanted[rank]]
-    if not wrong or trial.case.features.compile:
-        return None
-    found = some(sorted(blocks[wrong[0]]), 4) or "none"
-    meant = some(sorted(wanted[wrong[0]]), 4) or "none"
-    return (
-        f"activation checkpointing {asked} is in the wrong place{on_ranks(trial, wrong)}:"
-        f" recomputed are {found}, requested {meant}"
-    )
-
-
-def _recomputed(trial: Trial) -> dict[int, set[str]]:
     """The blocks that each rank called, or called a part of, inside backward, in any step."""
-    found: dict[int, set[str]] = {}
+    found, kind = {}, trial.case.features.activation_checkpointing
     for rank, evidence in trial.ranks.items():
         called = {fqn for step in evidence.steps for fqn in features.recomputations(step)}
         found[rank] = {".".join(fqn.split(".")[:2]) for fqn in called if fqn.startswith("layers.")}
-    return found
+    wanted = {rank: {f"layers.{layer}" for layer in features.recomputed_layers(trial.case, rank)} for rank in found}
+    wrong = [rank for rank in found if found[rank] != wanted[rank]]
+    if not wrong or trial.case.features.compile:
+        return None
+    seen, meant = (some(sorted(blocks[wrong[0]]), 4) or "none" for blocks in (found, wanted))
+    where = f"activation checkpointing {kind} is in the wrong place{on_ranks(trial, wrong)}"
+    return f"{where}: recomputed are {seen}, requested {meant}"
 
 
-def _asked(trial: Trial, rank: int) -> set[str]:
-    return {f"layers.{layer}" for layer in features.recomputed_layers(trial.case, rank)}
+def other_masks(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Random numbers of a recomputation that are not those of forward. Told by the generator's state, seen from step 2 on."""
+    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
+    drawn = any(step.activity.random.get("backward") for step in steps)
+    other = {fqn for step in steps for fqn in step.activity.other_states}
+    if drawn and other and "gradients" in broken:
+        blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
+        lost = "its masks are not those that the loss was computed with"
+        text = f"recomputation of {some(blocks, 4)} began with another random state than forward: {lost}"
+        laws = ("gradients", "grad_norm", "loss", "reported_loss")
+        yield Fact(Cause("other masks", text), laws, (finding_line("gradients", broken["gradients"]),))
+
+
+def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """A pipeline that did what no schedule prescribes."""
+    if "schedule" not in broken:
+        return
+    asked, first = trial.case.features.schedule, finding_line("schedule", broken["schedule"])[1]
+    idle = [rank for rank, evidence in sorted(trial.ranks.items()) if not evidence.steps[0].actions]
+    text = f"the pipeline's order is not that of {asked}: {first}"
+    if idle:
+        text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {asked} is requested"
+    yield Fact(Cause("other actions", text), ("schedule",), (finding_line("schedule", broken["schedule"]),))
+
+
+__all__ = ["odd_traces", "other_actions", "other_features", "other_masks"]

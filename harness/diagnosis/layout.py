@@ -1,110 +1,151 @@
-"""Ranks hold other slices than planned: the strategy that runs, or the order of axes, is another one.
+"""Ranks hold other slices than planned: other degrees, axes in another order, or an axis that nothing is cut along.
 
-Found from contents: every layout that one mistake could lead to is worked out and compared with what each rank holds.
+Fitted to the slices that ranks hold, where a plan is a grid of ranks and what of it the wrappers know. Then groups, claims,
+bytes and memory are judged by the plan of that.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from harness.diagnosis.words import Broken, groups_text, in_parameters, on_ranks, some, traffic_lines
-from harness.judge.result import Diagnosis, one_cause
+from harness.diagnosis.assume import another_case, another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.renamed_ranks import renamed
+from harness.diagnosis.words import finding_line, groups_text, in_parameters, on_ranks, some, traffic_lines
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.plan.grid import coordinate, shard_place
+from harness.plan.make_plan import make_plan
+from harness.plan.memory import parameter_bytes
 from harness.plan.plan import Plan
-from harness.plan.slices import Slice, flat_slices, numel, slice_of, slice_text
+from harness.plan.slices import Slice, chunk, flat_slices, numel, slice_text, slices_of_rank, tp_dim
 from harness.spec.dims import AXES, ParallelDims
 
-SHARD_AXES = ("dp_shard", "cp")  # FSDP shards over cp as well: its ranks hold equal parameters
-DATA_AXES = ("dp_replicate", *SHARD_AXES)
+BY_RANK = (
+    *("stages", "slices", "flows", "even_flows", "parameter_bytes", "spare_bytes", "units", "gradient_spare"),
+    *("after_forward", "padding_after_forward"),
+)
+"""What a plan says of each rank."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way the ranks could hold the parameters: degrees, order of axes in the rank grid, which axes shard, if tp cuts."""
+    """A way to hold parameters. dims: of the grid of ranks. order: of its axes, outermost first. without: an axis whose ranks
+    all hold the same, for nothing is cut along it; `folded`: or FSDP shards over that as well, in the place of what it does."""
 
     dims: ParallelDims
     order: tuple[str, ...] = AXES
-    sharded_by: tuple[str, ...] = SHARD_AXES
-    tensor_parallel: bool = True
+    without: str = ""
+    folded: bool = False
 
     @property
-    def shard_degree(self) -> int:
-        return self.degree(self.sharded_by)
+    def known(self) -> ParallelDims:
+        """The degrees that the wrappers know of."""
+        if not self.without:
+            return self.dims
+        inner = "cp" if self.dims.cp > 1 else "dp_shard"
+        folded = {inner: getattr(self.dims, inner) * self.dims.tp} if self.folded else {}
+        return replace(self.dims, **{self.without: 1}, **folded)
 
-    def degree(self, axes: Sequence[str]) -> int:
-        return math.prod(getattr(self.dims, axis) for axis in axes)
+    def place(self, rank: int) -> int:
+        """Which rank of the usual order stands there."""
+        at = np.unravel_index(rank, [getattr(self.dims, axis) for axis in self.order])
+        index = dict(zip(self.order, at, strict=True))
+        return int(np.ravel_multi_index([index[axis] for axis in AXES], self.dims.degrees))
 
-    def slices(self, rank: int, wanted: Plan) -> dict[str, Slice]:
-        place = np.unravel_index(rank, [getattr(self.dims, axis) for axis in self.order])
-        at = dict(zip(self.order, map(int, place), strict=True))
-        index = 0
-        for axis in self.sharded_by:
-            index = index * getattr(self.dims, axis) + at[axis]
-        if wanted.flat:
-            return flat_slices(wanted.flat, wanted.shapes, self.shard_degree, index)
-        tp = (self.dims.tp, at["tp"]) if self.tensor_parallel else (1, 0)
-        return {fqn: slice_of(fqn, shape, tp, (self.shard_degree, index)) for fqn, shape in wanted.shapes.items()}
+    def known_place(self, rank: int) -> int:
+        """Which rank holds the same where only the known axes are."""
+        if self.folded or not self.without:
+            return rank
+        at = coordinate(self.dims, rank) | {self.without: 0}
+        return int(np.ravel_multi_index([at[axis] for axis in AXES], self.known.degrees))
 
-    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ranks that differ only along `axes`, if this is how the ranks are laid out."""
-        grid = np.arange(self.dims.world_size).reshape([getattr(self.dims, axis) for axis in self.order])
-        lines = np.moveaxis(grid, [self.order.index(axis) for axis in axes], range(-len(axes), 0))
-        return sorted(tuple(sorted(map(int, line))) for line in lines.reshape(-1, self.degree(axes)))
+    def slices(self, rank: int, plan: Plan) -> dict[str, Slice]:
+        there = self.known_place(self.place(rank))
+        if plan.flat:
+            return flat_slices(plan.flat, plan.shapes, *shard_place(self.known, there))
+        return slices_of_rank(self.known, there, plan.shapes)
+
+    def assume(self, trial: Trial) -> Trial:
+        if self.order != AXES:
+            trial = renamed(trial, {rank: self.place(rank) for rank in range(self.dims.world_size)})
+        if self.dims != trial.case.dims:
+            trial = another_case(trial, replace(trial.case, dims=self.dims))
+        return replace(trial, plan=self._plan(trial)) if self.without else trial
+
+    def _plan(self, trial: Trial) -> Plan:
+        """That of the known axes, once for each place along the other one, along which only keys and values go."""
+        case, own = replace(trial.case, dims=self.known), trial.plan
+        small = make_plan(case, trial.traits, own.observed, torch=own.torch)
+        ranks = range(self.dims.world_size)
+        places = {rank: (self.known_place(rank), coordinate(self.dims, rank)[self.without]) for rank in ranks}
+        places = {rank: (rank, 0) for rank in ranks} if self.folded else places
+        groups = {axis: own.groups[axis] for axis in (self.without,) if axis in own.groups}
+        for axis, lines in small.groups.items():
+            copies = itertools.product(sorted({along for _, along in places.values()}), lines)
+            groups[axis] = tuple(tuple(r for r in ranks if places[r] in {(p, a) for p in line}) for a, line in copies)
+        mine: dict[str, Any] = {
+            key: {rank: getattr(small, key).get(places[rank][0]) for rank in ranks} for key in BY_RANK
+        }
+        for key in ("flows", "even_flows"):
+            between = {r: tuple(f for f in getattr(own, key)[r] if "keys and values" in f.role) for r in ranks}
+            mine[key] = {r: (*(f for f in mine[key][r] if "keys" not in f.role), *between[r]) for r in ranks}
+        return replace(small, dims=own.dims, groups=groups, outside_bytes=own.outside_bytes, **mine)
 
 
-def wrong_layout(trial: Trial, broken: Broken) -> Diagnosis | None:
-    if "shard_contents" not in broken:
-        return None
-    parts = wrong_parts(trial)
-    wrong = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn, _ in parts}]
+def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """The simplest whose slices are those that ranks hold; else what only some parameters lack."""
+    wrong = wrong_parameters(trial) if "shard_contents" in broken else []
     if not wrong:
-        return None  # parameters that no plan knows
-    explaining = [layout for layout in _layouts(trial.case.dims) if _explains(layout, trial, set(wrong))]
-    for layout in explaining:
-        if _would_change(trial, layout) == set(wrong):
-            causes = [*_causes(layout, trial.case.dims), *_unreduced(trial, broken)]
-            return one_cause("; ".join(causes), tuple(_layout_lines(trial, layout)))
-    return _name_partial(explaining[0], trial, wrong) if explaining else None
+        return
+    found = [(count, layout) for count, layout in _layouts(trial.case.dims) if _holds(layout, trial, wrong)]
+    whole = [(count, layout) for count, layout in found if _holds(layout, trial, trial.plan.shapes)]
+    for count, layout in whole[:4]:
+        cause = Cause("another layout", "; ".join(_differences(layout, trial.case.dims)))
+        yield Hypothesis(cause, layout.assume, count, tuple(_lines(trial, layout)))
+    if not whole:
+        yield from _strided(trial, wrong)
+        yield from (_partial(layout, trial, wrong) for _, layout in found[:1])
 
 
-def _layouts(dims: ParallelDims) -> Iterator[Layout]:
-    """One mistake at a time, then two: which axes shard, exchanged axes or degrees, tensor parallel left out."""
-    subsets = [(), DATA_AXES, (*SHARD_AXES, "tp"), (*DATA_AXES, "tp"), *_parts_of_the_fold(dims)]
-    yield from (Layout(dims, sharded_by=subset) for subset in subsets)
-    yield Layout(dims, tensor_parallel=False)
-    axes = [axis for axis in (*DATA_AXES, "tp") if getattr(dims, axis) > 1]
-    rest = tuple(axis for axis in AXES if axis not in axes)
-    yield from (Layout(dims, order=(*rest, *order)) for order in itertools.permutations(axes))
-    yield Layout(dims, sharded_by=("dp_replicate", "cp"))
-    for shard in range(2, dims.dp):
-        if dims.dp % shard == 0:
-            yield Layout(replace(dims, dp_replicate=dims.dp // shard, dp_shard=shard))
-    yield from (Layout(dims, sharded_by=subset, tensor_parallel=False) for subset in [*subsets, ("dp_replicate", "cp")])
+def _layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
+    """Of how many choices it is made: another axis left out, order or degrees; then two of them."""
+    axes = [axis for axis in ("dp_replicate", "dp_shard", "tp") if getattr(dims, axis) > 1]
+    rest = [axis for axis in AXES if axis not in axes]
+    orders = [tuple(_ordered(order, rest)) for order in itertools.permutations(axes)][1:]
+    degrees = [replace(dims, dp_replicate=dims.dp // n, dp_shard=n) for n in range(1, dims.dp + 1) if dims.dp % n == 0]
+    degrees.remove(replace(dims))
+    without: list[dict[str, Any]] = [{"without": axis} for axis in ("tp", "cp") if getattr(dims, axis) > 1]
+    without += [{"without": "tp", "folded": True}] if dims.tp > 1 else []
+    yield from ((1, Layout(other)) for other in degrees)
+    yield from ((1, Layout(dims, **choice)) for choice in without)
+    yield from ((1, Layout(dims, order)) for order in orders)
+    yield from ((2, Layout(other, **choice)) for choice in without for other in degrees)
+    yield from ((2, Layout(other, order)) for order in orders for other in degrees)
 
 
-def _parts_of_the_fold(dims: ParallelDims) -> list[tuple[str, ...]]:
-    """Sharded over some axes that are not folded with cp as requested."""
-    if dims.cp == 1:
-        return []
-    return [("dp_shard",), ("cp",), ("dp_replicate", "dp_shard"), ("dp_replicate",)]
+def _ordered(order: Iterable[str], rest: Iterable[str]) -> Iterator[str]:
+    """Axes of degree 1 and those that are not exchanged keep their places."""
+    there = iter(order)
+    yield from (axis if axis in rest else next(there) for axis in AXES)
 
 
-def _explains(layout: Layout, trial: Trial, fqns: set[str]) -> bool:
+def _holds(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
     """Whether every rank holds of these parameters what the layout gives it."""
     for rank, held in trial.holdings.items():
         wanted = layout.slices(rank, trial.plan)
-        if any(part is None or not _same(part, wanted[fqn]) for fqn, part in held.items() if fqn in fqns):
+        if any(not _same(held[fqn], wanted[fqn]) for fqn in fqns if fqn in held):
             return False
     return True
 
 
-def _same(one: Slice, other: Slice) -> bool:
-    return one == other or numel(one) == 0 == numel(other)
+def _same(one: Slice | None, other: Slice) -> bool:
+    return one is not None and (one == other or numel(one) == 0 == numel(other))
 
 
 def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
@@ -113,119 +154,163 @@ def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
         (rank, fqn, part)
         for rank, held in sorted(trial.holdings.items())
         for fqn, part in held.items()
-        if fqn in trial.plan.shapes and (part is None or not _same(part, trial.plan.slices[rank][fqn]))
+        if fqn in trial.plan.slices[rank] and not _same(part, trial.plan.slices[rank][fqn])
     ]
 
 
-def _would_change(trial: Trial, layout: Layout) -> set[str]:
-    """Parameters that some rank would hold otherwise than planned if the layout were everybody's."""
-    found = set()
-    for rank in trial.ranks:
-        wanted = layout.slices(rank, trial.plan)
-        found |= {fqn for fqn, part in wanted.items() if not _same(part, trial.plan.slices[rank][fqn])}
-    return found
+def wrong_parameters(trial: Trial) -> list[str]:
+    wrong = {fqn for _, fqn, _ in wrong_parts(trial)}
+    return [fqn for fqn in trial.plan.shapes if fqn in wrong]
 
 
-def _name_partial(layout: Layout, trial: Trial, wrong: list[str]) -> Diagnosis:
-    """Only some parameters are held otherwise: a module that was left out of what was applied to all others."""
-    left_out = "FSDP" if not layout.sharded_by else "TP" if not layout.tensor_parallel else ""
-    where = f"{len(wrong)} of {len(trial.plan.shapes)} parameters"
-    if not left_out and layout.order != AXES and min(trial.case.dims.tp, trial.case.dims.dp_shard) > 1:
-        cause = (
-            f"{where} ({some(wrong)}) are cut by dp_shard first and by tp inside, requested tp first (strided shards)"
-        )
-    elif left_out:
-        cause = f"{left_out} is not applied to {where} ({some(wrong)}): every rank of a group holds them whole"
-    else:
-        cause = f"{where} ({some(wrong)}) are sharded otherwise than all others"
-    return one_cause(cause, tuple(contents_line(trial)))
+# ---- some parameters only
 
 
-def _causes(layout: Layout, dims: ParallelDims) -> Iterator[str]:
-    if "tp" in layout.sharded_by and dims.tp > 1:
-        yield _fsdp_over_tp(layout)
+def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
+    """A module that was left out of what was applied to all others."""
+    where = f"to {len(wrong)} of {len(trial.plan.shapes)} parameters ({some(wrong)})"
+    left_out = "TP" if layout.without == "tp" else "FSDP" if layout.known.dp_shard * layout.known.cp == 1 else ""
+    text = f"{left_out} is not applied {where}: every rank of a group holds them whole"
+    text = text if left_out else f"another layout is applied {where} than to all others"
+
+    def assume(trial: Trial) -> Trial:
+        other = {rank: layout.slices(rank, trial.plan) for rank in trial.plan.slices}
+        return with_slices(trial, {rank: {fqn: held[fqn] for fqn in wrong} for rank, held in other.items()})
+
+    return Hypothesis(Cause("left out of a wrapper", text), assume, 2, tuple(contents_line(trial)))
+
+
+def with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Trial:
+    """As if the plan had some ranks hold these."""
+    plan = trial.plan
+    slices = {
+        rank: held | {f: s for f, s in other.get(rank, {}).items() if f in held} for rank, held in plan.slices.items()
+    }
+    size = {rank: parameter_bytes(trial.case, rank, held, plan.flat) for rank, held in slices.items()}
+    return replace(trial, plan=replace(plan, slices=slices, parameter_bytes=size))
+
+
+def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
+    """Rows dealt out over dp_shard first and tp inside, so that what a tp rank gathers are not its rows in a row."""
+    dims, plan, rows = trial.case.dims, trial.plan, {}
+    if min(dims.tp, trial.case.shards) == 1 or plan.flat or any(tp_dim(fqn) != 0 for fqn in wrong):
         return
-    if dims.tp > 1 and not layout.tensor_parallel:
+    for rank in plan.slices:
+        (shards, index), tp = shard_place(dims, rank), coordinate(dims, rank)["tp"]
+        rows[rank] = {f: chunk(chunk((0, plan.shapes[f][0]), shards, index), dims.tp, tp) for f in wrong}
+    firsts = {r: {f: part[0] for f, part in held.items() if f in wrong and part} for r, held in trial.holdings.items()}
+    if any(first != rows[rank] for rank, first in firsts.items()):
+        return
+
+    def assume(trial: Trial) -> Trial:
+        weights = {fqn: np.array(value) for fqn, value in trial.reference.weights.items()}
+        for rank, held in trial.plan.slices.items():
+            for fqn in wrong:
+                (start, stop), (first, last) = held[fqn][0], rows[rank][fqn]
+                weights[fqn][start:stop] = trial.reference.weights[fqn][first:last]
+        return another_reference(trial, weights=weights)
+
+    where = f"{len(wrong)} of {len(plan.shapes)} parameters ({some(wrong)})"
+    text = f"{where} are cut by dp_shard first and by tp inside, requested tp first (strided shards)"
+    yield Hypothesis(Cause("strided shards", text), assume, 1, tuple(contents_line(trial)))
+
+
+def other_slices(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Slices of the seed weights, but of no layout that one mistake leads to."""
+    wrong = wrong_parts(trial) if "shard_contents" in broken and "initial_weights" not in broken else []
+    if wrong:
+        where = f"{in_parameters(trial, wrong_parameters(trial))}{on_ranks(trial, [rank for rank, _, _ in wrong])}"
+        cause = Cause("other slices", "ranks hold other slices than planned", where)
+        yield Fact(cause, ("shard_contents", "placements"), tuple(contents_line(trial)))
+
+
+def reduction_missing(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Axes between whose ranks nothing that runs in backward sums gradients."""
+    used = {
+        call.ranks
+        for call in trial.ranks[min(trial.ranks)].collectives
+        if call.phase in ("backward", "pipeline")
+        and call.op in ("all_reduce", "reduce_scatter")
+        and "float" in call.dtype
+    }
+    axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in trial.plan.groups]
+    lines = {axis: {*trial.plan.group_of(min(trial.ranks), axis)} for axis in axes}
+    missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
+    if missing and "gradients" in broken and wrong_parts(trial):
+        laws = ("gradients", "grad_norm", "loss", "reported_loss", "replica_agreement", "update")
+        text = f"gradient reduction missing over {' and '.join(missing)}"
+        yield Fact(Cause("reduction missing", text), laws, (finding_line("gradients", broken["gradients"]),))
+
+
+# ---- words
+
+
+def _differences(layout: Layout, dims: ParallelDims) -> Iterator[str]:
+    if layout.folded:
+        yield _fsdp_over_tp(layout, dims)
+        return
+    if layout.without == "tp":
         yield f"TP not applied: every rank of a tp group holds whole weights, requested tp {dims.tp}"
-    if layout.order != AXES:
+    replicate, shard = layout.dims.dp_replicate, layout.dims.dp_shard
+    exchanged = (replicate, shard) == (dims.dp_shard, dims.dp_replicate) != (dims.dp_replicate, dims.dp_shard)
+    if layout.order != AXES and not exchanged:
         shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
         wanted = [axis for axis in AXES if axis in shown]
         yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
-    shard_degree = dims.dp_shard * dims.cp
-    as_degrees = dims.cp == 1 and (layout.shard_degree, dims.dp // layout.shard_degree) == (
-        dims.dp_replicate,
-        dims.dp_shard,
-    )
-    exchanged = as_degrees or layout.sharded_by == ("dp_replicate", "cp")
-    if exchanged and min(dims.dp_replicate, dims.dp_shard) > 1 and layout.shard_degree != shard_degree:
-        held = f"parameters are sharded over {layout.shard_degree} ranks and replicated {dims.dp_shard} times"
+    if exchanged and min(replicate, shard) > 1:
+        held = f"parameters are sharded over {shard * dims.cp} ranks and replicated {replicate} times"
         yield f"dp_replicate and dp_shard exchanged: {held}, requested {_asked(dims)}"
-    elif layout.shard_degree != shard_degree:
+    elif _shards(layout.known) != _shards(dims):
         yield _other_strategy(layout, dims)
 
 
+def _shards(dims: ParallelDims) -> int:
+    return dims.dp_shard * dims.cp
+
+
 def _asked(dims: ParallelDims) -> str:
-    if dims.dp_shard * dims.cp == 1:
+    if _shards(dims) == 1:
         return f"whole parameters on each of {dims.dp_replicate} ranks"
-    return f"{dims.dp_shard * dims.cp}" + (f", replicated {dims.dp_replicate} times" if dims.dp_replicate > 1 else "")
+    return f"{_shards(dims)}" + (f", replicated {dims.dp_replicate} times" if dims.dp_replicate > 1 else "")
 
 
-def _fsdp_over_tp(layout: Layout) -> str:
-    axes = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
-    held = f"parameters are sharded over {layout.shard_degree} ranks"
-    if layout.tensor_parallel:
-        return f"FSDP also over tp: {held} on top of TP, requested {_asked(layout.dims)}"
-    asked = (
-        f"{_asked(layout.dims)} and tp {layout.dims.tp}"
-        if layout.dims.dp * layout.dims.cp > 1
-        else f"tp {layout.dims.tp}"
-    )
+def _fsdp_over_tp(layout: Layout, dims: ParallelDims) -> str:
+    axes = " x ".join(axis for axis in ("dp_shard", "cp", "tp") if getattr(layout.dims, axis) > 1)
+    asked = f"{_asked(dims)} and tp {dims.tp}" if dims.dp * dims.cp > 1 else f"tp {dims.tp}"
+    held = f"parameters are sharded over {_shards(layout.known)} ranks"
     return f"TP not applied, FSDP over {axes} in its place: {held}, requested {asked}"
 
 
 def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     """The degree of sharding that is observed, and what that is called."""
-    ranks = dims.dp * dims.cp
-    if layout.shard_degree == 1:
-        held = f"every {'dp' if dims.cp == 1 else 'cp' if dims.dp == 1 else 'dp and cp'} rank holds whole parameters"
-    else:
-        along = " x ".join(axis for axis in layout.sharded_by if getattr(layout.dims, axis) > 1)
-        times = f" and replicated {ranks // layout.shard_degree} times" if layout.shard_degree < ranks else ""
-        held = (
-            f"parameters are sharded over {layout.shard_degree} ranks{f' along {along}' if dims.cp > 1 else ''}{times}"
-        )
-    asked, ran = strategy_name(ranks, dims.dp_shard * dims.cp), strategy_name(ranks, layout.shard_degree)
+    ranks, degree = dims.dp * dims.cp, _shards(layout.known)
+    times = f" and replicated {ranks // degree} times" if degree < ranks else ""
+    along = " x ".join(axis for axis in ("dp_shard", "cp") if getattr(layout.known, axis) > 1)
+    held = f"parameters are sharded over {degree} ranks{f' along {along}' if dims.cp > 1 else ''}{times}"
+    if degree == 1:
+        kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
+        held = f"every {kind} rank holds whole parameters"
+    asked, ran = (_strategy(ranks, n) for n in (_shards(dims), degree))
     return f"{asked} ran as {ran}: {held}, requested {_asked(dims)}"
 
 
-def _unreduced(trial: Trial, broken: Broken) -> Iterator[str]:
-    """Data-parallel axes and cp, if nothing in backward runs between the ranks along them and gradients are wrong."""
-    used = {
-        call.ranks
-        for call in trial.ranks[0].collectives
-        if call.phase == "backward" and call.op in ("all_reduce", "reduce_scatter") and "float" in call.dtype
-    }
-    axes = [axis for axis in DATA_AXES if axis in trial.plan.groups]
-    missing = [axis for axis in axes if not any(len({*trial.plan.group_of(0, axis)} & {*line}) > 1 for line in used)]
-    if missing and "gradients" in broken:
-        yield f"gradient reduction missing over {' and '.join(missing)}"
-
-
-def strategy_name(dp: int, shard_degree: int) -> str:
+def _strategy(dp: int, shard_degree: int) -> str:
     return "DDP" if shard_degree == 1 else "FSDP" if shard_degree == dp else "HSDP"
 
 
-def _layout_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
+def _lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
     """Groups that really carried traffic, contents, bytes: expected and observed."""
-    used = _groups_in_use(trial)
-    for label, axis, ran in (
-        ("shard groups", trial.plan.shard_axis, layout.sharded_by),
-        ("replicate groups", "dp_replicate", [axis for axis in DATA_AXES if axis not in layout.sharded_by]),
-        ("tp groups", "tp", ["tp"]),
+    used, ran = _groups_in_use(trial), layout.assume(trial).plan
+    there = {layout.place(rank): rank for rank in range(layout.dims.world_size)}
+    for label, axis, other in (
+        ("shard groups", trial.plan.shard_axis, ran.shard_axis),
+        ("replicate groups", "dp_replicate", "dp_replicate"),
+        ("tp groups", "tp", "tp"),
     ):
         if axis in trial.plan.groups:
-            lines = [group for group in layout.groups(ran) if len(group) > 1 and group in used] if ran else []
-            yield label, f"expected {groups_text(trial.plan.groups[axis])}   observed {_use_text(trial, axis, lines)}"
+            lines = [tuple(sorted(there[rank] for rank in line)) for line in ran.groups.get(other, ())]
+            seen = _use_text(trial, axis, [line for line in sorted(lines) if line in used])
+            yield label, f"expected {groups_text(trial.plan.groups[axis])}   observed {seen}"
     yield from contents_line(trial)
     yield from traffic_lines(trial)
 
@@ -265,11 +350,12 @@ def _use_text(trial: Trial, axis: str, used: list[tuple[int, ...]]) -> str:
     return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")
 
 
-def wrong_contents(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Slices of the seed weights, but of no layout we know."""
-    if "shard_contents" not in broken:
-        return None
-    wrong = wrong_parts(trial)
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn, _ in wrong}]
-    where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _, _ in wrong])}"
-    return one_cause(f"ranks hold other slices than planned {where}", tuple(contents_line(trial)))
+__all__ = [
+    "Layout",
+    "contents_line",
+    "other_layouts",
+    "other_slices",
+    "reduction_missing",
+    "with_slices",
+    "wrong_parts",
+]

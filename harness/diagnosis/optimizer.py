@@ -42,10 +42,12 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
     bad = [
         (rank, fqn)
         for rank, evidence in sorted(trial.ranks.items())
-        for fqn, value in evidence.steps[0].parameters.items()
+        for fqn, value in (evidence.steps[0].parameters.items() if evidence.steps else ())
         if not np.isfinite(value).all()
     ]
-    finite = all(np.isfinite(g).all() for e in trial.ranks.values() for g in e.steps[0].gradients.values())
+    finite = all(
+        np.isfinite(g).all() for e in trial.ranks.values() for step in e.steps[:1] for g in step.gradients.values()
+    )
     if bad and finite and "update" in broken:
         fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in bad}]
         where = in_parameters(trial, fqns) + on_ranks(trial, [rank for rank, _ in bad])

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
-from harness.diagnosis.words import Broken, rank_words, some
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.words import finding_line, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
-from harness.judge.result import Diagnosis, one_cause
+from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
+from harness.spec.dims import AXES
 
 ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
+FOLLOWING = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
+"""Laws of what a parameter or a step leaves, which breaks where there is none of it."""
 
 
-def process_failed(trial: Trial, broken: Broken) -> Diagnosis | None:
+def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Parameters without a gradient, or out of the optimizer's reach: they stay, and without a gradient they are in no norm."""
+    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
+    held = {tensor.fqn for evidence in trial.ranks.values() for tensor in evidence.parameters}
+    without = {fqn for fqn in held if not any(fqn in step.gradients for step in steps)}
+    left = {fqn for fqn in held if not any(fqn in step.parameters for step in steps)} | without
+    if "completed" not in broken or not steps or not left or held - set(trial.plan.shapes):
+        return
+
+    def assume(trial: Trial) -> Trial:
+        weights = trial.reference.weights
+        return another_reference(
+            trial,
+            gradients=lambda step, seen: seen | {fqn: 0 * seen[fqn] for fqn in without},
+            left=lambda step, seen: seen | {fqn: weights[fqn].astype(seen[fqn].dtype) for fqn in left},
+        )
+
+    yield Hypothesis(Cause("incomplete", missing_parameters(trial)), assume)
+
+
+def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     blamed = [exit for exit in trial.run.exits if exit.blamed]
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
-        return _nobody_to_blame(others) if others else None
+        yield from _nobody_to_blame(others) if others else ()
+        return
     alike: dict[str, list[int]] = defaultdict(list)
     for exit in blamed:
         alike[_how_it_ended(exit)].append(exit.rank)
@@ -24,10 +51,10 @@ def process_failed(trial: Trial, broken: Broken) -> Diagnosis | None:
     lines = [
         (f"rank {exit.rank}", f"last collective {exit.last_collective}") for exit in blamed[:2] if exit.last_collective
     ]
-    lines += [("" if i else "stack", line.strip()) for i, line in enumerate(blamed[0].stack.splitlines()[:4])]
+    lines += _stack(blamed[0])
     if others:
         lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
-    return one_cause("; ".join(texts[:3]), tuple(lines))
+    yield Fact(Cause("a process failed", "; ".join(texts[:3])), ("completed",), tuple(lines))
 
 
 def _how_it_ended(exit: Exit) -> str:
@@ -39,69 +66,89 @@ def _how_it_ended(exit: Exit) -> str:
     return f"{ended}: {text}" if text else ended
 
 
-def _nobody_to_blame(failed: list[Exit]) -> Diagnosis:
-    first = failed[0]
+def _stack(exit: Exit) -> Lines:
+    return tuple(("" if i else "stack", line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
+
+
+def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
+    first, ranks = failed[0], rank_words([exit.rank for exit in failed])
     if AT_WORK in first.error:
-        return one_cause(f"too slow: {rank_words([exit.rank for exit in failed])} {first.error}")
-    cause = f"{rank_words([exit.rank for exit in failed])} did not finish, and nothing tells which of them is the cause"
+        yield Fact(Cause("too slow", f"too slow: {ranks} {first.error}"), ("completed",))
+        return
+    text = f"{ranks} did not finish, and nothing tells which of them is the cause"
     lines = [(f"rank {exit.rank}", _how_it_ended(exit).replace("hung", "killed")) for exit in failed[:4]]
-    lines += [("" if i else "stack", line.strip()) for i, line in enumerate(first.stack.splitlines()[:4])]
-    return one_cause(cause, tuple(lines))
+    yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
 
 
-def incomplete(trial: Trial, broken: Broken) -> Diagnosis | None:
+def incomplete(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """All processes ended well, and still something that should have been recorded was not."""
-    if "completed" not in broken:
-        return None
-    asked, ran = trial.plan.dims.world_size, trial.run.world_size
-    if asked != ran:
-        return one_cause(f"{ran} ranks were launched, requested {asked} ({_degrees(trial)})")
-    strangers = [(rank, e) for rank, e in sorted(trial.ranks.items()) if (e.rank, e.world_size) != (rank, ran)]
-    if strangers:
-        ranks, first = [rank for rank, _ in strangers], strangers[0][1]
-        met = "ranks did not find each other" if first.world_size < ran else "ranks do not know who they are"
-        return one_cause(
-            f"{met}: {rank_words(ranks)} ran as rank {first.rank} of {first.world_size}, requested {ran} ranks"
-        )
-    silent = [rank for rank in range(ran) if rank not in trial.ranks and rank not in trial.run.unreadable]
-    if silent:
-        return one_cause(f"{rank_words(silent)} left no evidence: its process ended with code 0 and wrote no file")
+    everything = (_wrong_world, _strangers, _silent)
+    for look in (*everything, _left_behind, _missing_steps, missing_parameters):
+        if "completed" in broken and (text := look(trial)):
+            line = finding_line("completed", broken["completed"])
+            yield Fact(Cause("incomplete", text), tuple(broken) if look in everything else FOLLOWING, (line,))
+            return
+
+
+def _wrong_world(trial: Trial) -> str:
+    dims, ran = trial.plan.dims, trial.run.world_size
+    degrees = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in AXES if axis in trial.plan.groups)
+    return f"{ran} ranks were launched, requested {dims.world_size} ({degrees})" if ran != dims.world_size else ""
+
+
+def _strangers(trial: Trial) -> str:
+    ran = trial.run.world_size
+    strangers = {rank: e for rank, e in sorted(trial.ranks.items()) if (e.rank, e.world_size) != (rank, ran)}
+    if not strangers:
+        return ""
+    first = next(iter(strangers.values()))
+    met = "ranks did not find each other" if first.world_size < ran else "ranks do not know who they are"
+    return f"{met}: {rank_words([*strangers])} ran as rank {first.rank} of {first.world_size}, requested {ran} ranks"
+
+
+def _silent(trial: Trial) -> str:
+    there = {*trial.ranks, *trial.run.unreadable}
+    silent = [rank for rank in range(trial.run.world_size) if rank not in there]
+    return f"{rank_words(silent)} left no evidence: its process ended with code 0 and wrote no file" if silent else ""
+
+
+def _left_behind(trial: Trial) -> str:
     leaving = [exit for exit in trial.run.exits if exit.left]
-    if leaving:
-        text = f"{rank_words([exit.rank for exit in leaving])} left a process behind: {'; '.join(leaving[0].left)}"
-        return one_cause(text, (("ended", "by the harness, which looks for what ranks started and did not end"),))
-    return _missing_steps(trial) or _missing_parameters(trial)
+    ranks = [exit.rank for exit in leaving]
+    ended = "which the harness ended"
+    return f"{rank_words(ranks)} left a process behind: {'; '.join(leaving[0].left)}, {ended}" if leaving else ""
 
 
-def _degrees(trial: Trial) -> str:
-    return " x ".join(f"{axis} {getattr(trial.plan.dims, axis)}" for axis in trial.plan.groups)
-
-
-def _missing_steps(trial: Trial) -> Diagnosis | None:
+def _missing_steps(trial: Trial) -> str:
     wanted = list(trial.case.steps)
     seen = {rank: [step.step for step in evidence.steps] for rank, evidence in sorted(trial.ranks.items())}
-    odd = [rank for rank, steps in seen.items() if steps != wanted]
-    if not odd:
-        return None
+    if not (odd := [rank for rank, steps in seen.items() if steps != wanted]):
+        return ""
     steps = seen[odd[0]]
-    text = f"trained steps {', '.join(map(str, steps))} only" if steps else "trained no step"
+    only = " only" * (set(steps) < set(wanted))
+    text = f"trained steps {', '.join(map(str, steps))}{only}" if steps else "trained no step"
     asked = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
-    return one_cause(f"{rank_words(odd)} {text}, requested {asked}")
+    return f"{rank_words(odd)} {text}, requested {asked}"
 
 
-def _missing_parameters(trial: Trial) -> Diagnosis | None:
+def missing_parameters(trial: Trial) -> str:
     """Parameters, gradients or updates that a rank does not have, or that the model should not have."""
     for rank, evidence in sorted(trial.ranks.items()):
         wanted, held = set(trial.plan.slices[rank]), {tensor.fqn for tensor in evidence.parameters}
         if wanted - held:
-            return one_cause(
-                f"rank {rank} does not hold {some(sorted(wanted - held))}, requested {len(wanted)} parameters"
-            )
+            where = _holders(trial, wanted - held)
+            return f"rank {rank} does not hold {some(sorted(wanted - held))}{where}, requested {len(wanted)} parameters"
         if held - wanted:
-            return one_cause(f"rank {rank} holds {some(sorted(held - wanted))}, which the model does not have")
+            return f"rank {rank} holds {some(sorted(held - wanted))}, which the model does not have"
         for step in evidence.steps:
             for what, names in (("has no gradient of", set(step.gradients)), ("does not update", set(step.parameters))):
                 if held - names:
-                    cause = f"rank {rank} {what} {some(sorted(held - names))} in step {step.step}"
-                    return one_cause(f"{cause}: frozen, unused or not in the optimizer")
-    return None
+                    text = f"rank {rank} {what} {some(sorted(held - names))} in step {step.step}"
+                    return f"{text}: frozen, unused or not in the optimizer"
+    return ""
+
+
+def _holders(trial: Trial, fqns: set[str]) -> str:
+    """Of a pipeline: who has them in its place."""
+    there = [rank for rank, evidence in trial.ranks.items() if fqns <= {tensor.fqn for tensor in evidence.parameters}]
+    return f", which {rank_words(there)} hold{'s' * (len(there) == 1)}" if there and trial.case.dims.pp > 1 else ""

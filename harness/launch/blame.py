@@ -82,8 +82,16 @@ GLOO_PADDING = re.compile(r"\[(enforce fail at )?\S+/(gloo/\S+?:\d+)\]|This is t
 
 def one_line(text: str) -> str:
     """At most 300 characters, without the builder's paths and the good wishes of gloo."""
-    line = " ".join(GLOO_PADDING.sub(r"\2", " ".join(text.split())).split())
+    line = " ".join(GLOO_PADDING.sub(r"\2", " ".join(without_tracebacks(text).split())).split())
     return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+def without_tracebacks(text: str) -> str:
+    """Of a message that quotes tracebacks, as torch's about a checkpoint quotes those of all ranks: what each one raised."""
+    if "Traceback (most recent call last)" not in text:
+        return text
+    lines = (line for line in text.splitlines() if line.strip() and not line[0].isspace())
+    return ": ".join(dict.fromkeys(line for line in lines if not line.startswith("Traceback")))
 
 
 def last_words(fate: Fate) -> str:

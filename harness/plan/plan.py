@@ -68,6 +68,11 @@ class Plan:
     quantized: tuple[str, ...] = ()
     unreduced: frozenset[tuple[str, int]] = frozenset()
 
+    @property
+    def shards(self) -> int:
+        """Over how many ranks FSDP cuts a parameter."""
+        return len(self.peers(0, self.shard_axis))
+
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from literal import cause_of, judged, tiny_case
+from literal import judged, tiny_case
 from literal_reference import reference_of
 
 from harness.checks import schedule
+from harness.diagnosis.engine import explain
+from harness.diagnosis.features import other_actions, other_features
 from harness.diagnosis.gradients import _scaled_by_stage
-from harness.diagnosis.pipeline import wrong_schedule
 from harness.evidence.records import RankEvidence, Run, StepEvidence
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.stages import actions_of_rank
-from harness.spec.case import Case
+from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
 
 
@@ -44,8 +45,9 @@ def with_actions(trial: Trial, rank: int, actions: tuple[str, ...]) -> Trial:
 
 
 def named(trial: Trial) -> str:
-    found = wrong_schedule(trial, {"schedule": schedule.check(trial)})
-    return cause_of(found)
+    found = explain(trial, [schedule.check(trial)], (other_features,), (other_actions,))
+    proven = [one.cause.text for proof in found.proofs for one in proof.hypotheses]
+    return "; or as well ".join(proven or [fact.cause.text for fact in found.facts])
 
 
 def test_what_the_schedule_prescribes_passes() -> None:
@@ -85,7 +87,10 @@ def test_an_action_left_out_is_named() -> None:
     assert schedule.check(trial).findings[0] == Finding(
         "rank 1, step 1, action 7", "1B3 (8 in all)", "nothing more (7 in all)"
     )
-    assert named(trial) == "rank 1 left out 1 actions of its schedule (1B3)"
+    assert named(trial) == (
+        "the pipeline's order is not that of 1F1B: rank 1, step 1, action 7: expected 1B3 (8 in all), observed nothing"
+        " more (7 in all)"
+    )
 
 
 def test_two_actions_exchanged_are_shown() -> None:
@@ -129,7 +134,7 @@ def test_accumulation_repeats_the_schedule() -> None:
 
 
 def test_a_resumed_launch_is_told_by_its_own_first_step() -> None:
-    trial = trial_of(pp_2(), ran=pp_2("GPipe"))
+    trial = trial_of(*(pp_2(name, resume=(Saved(2),)) for name in ("1F1B", "GPipe")))
     for rank in trial.ranks:
         (last,) = trial.ranks[rank].steps[2:]
         trial = replace(

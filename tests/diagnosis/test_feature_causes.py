@@ -7,19 +7,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from diagnosed import DDP_2, broken, expect_first, first_line
+from diagnosed import DDP_2, expect_first, first_line, proposed, seen_text
 from literal import (
     TINY,
-    cause_of,
     tiny_case,
     trial_of,
     with_rank,
     with_step,
 )
 
-from harness.diagnosis.features import _compile, wrong_features, wrong_masks
-from harness.diagnosis.pipeline import _others
-from harness.diagnosis.reshard import _other_policies, wrong_resharding, wrong_wrapper
+from harness.diagnosis.features import _compile, odd_traces, other_masks
+from harness.diagnosis.units import _other_policies, other_units
 from harness.evidence.records import Call, HeldTensor
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -38,7 +36,7 @@ from harness.spec.dims import ParallelDims
 )
 def test_a_feature_that_is_not_in_force(layout, key, asked, ran) -> None:
     trial = trial_of(tiny_case(layout, **{key: asked}), tiny_case(layout, **{key: ran}))
-    assert first_line(trial) == f"{key} {asked} is requested, {ran} is observed: its traffic is what was seen"
+    assert first_line(trial) == f"{key} {asked} is requested, {ran} is observed"
 
 
 @pytest.mark.parametrize(
@@ -82,17 +80,14 @@ def recomputing(*blocks: int, asked: str = "layer") -> Trial:
 
 def test_blocks_recomputed_in_the_place_of_others_are_named_beside_those_asked_for() -> None:
     told = "activation checkpointing layer is in the wrong place: recomputed are"
-    assert (
-        cause_of(wrong_features(recomputing(0, 2), broken("features")))
-        == f"{told} layers.0, layers.2, requested layers.1"
-    )
-    assert cause_of(wrong_features(recomputing(2), broken("features"))) == f"{told} layers.2, requested layers.1"
+    assert seen_text(odd_traces, recomputing(0, 2), "features") == f"{told} layers.0, layers.2, requested layers.1"
+    assert seen_text(odd_traces, recomputing(2), "features") == f"{told} layers.2, requested layers.1"
 
 
 def test_a_rank_that_recomputes_other_blocks_than_its_peers_is_named() -> None:
     trial, odd = recomputing(1), recomputing(0)
     trial = with_rank(trial, 1, steps=odd.ranks[1].steps)
-    assert cause_of(wrong_features(trial, broken("features"))) == (
+    assert seen_text(odd_traces, trial, "features") == (
         "activation checkpointing layer is in the wrong place on rank 1: recomputed are layers.0, requested layers.1"
     )
 
@@ -108,10 +103,10 @@ def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradien
 
     other = drawing({"forward": 2, "backward": 2}, "layers.0", "layers.0.attention")
     told = "recomputation of layers.0 began with another random state than forward: its masks are not those that the loss was computed with"
-    assert cause_of(wrong_masks(other, broken("gradients"))) == told
-    assert wrong_masks(other, broken("features")) is None
-    assert wrong_masks(drawing({"forward": 2}, "layers.0"), broken("gradients")) is None
-    assert wrong_masks(drawing({"forward": 2, "backward": 2}), broken("gradients")) is None
+    assert seen_text(other_masks, other, "gradients") == told
+    assert not seen_text(other_masks, other, "features")
+    assert not seen_text(other_masks, drawing({"forward": 2}, "layers.0"), "gradients")
+    assert not seen_text(other_masks, drawing({"forward": 2, "backward": 2}), "gradients")
 
 
 def test_what_was_compiled_as_asked_is_not_blamed() -> None:
@@ -129,12 +124,12 @@ def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
             calls = {key: 1 for key in step.activity.calls if key.phase == "forward"}
             again = {Call("backward", f"layers.{block}.ffn_norm"): 1 for block in (0, 2, 4, 6, 8)}
             five = with_step(five, rank, step.step, activity=replace(step.activity, calls=calls | again))
-    told = cause_of(wrong_features(five, broken("features"))).partition("recomputed are ")[2]
+    told = seen_text(odd_traces, five, "features").partition("recomputed are ")[2]
     assert told == (
         "layers.0, layers.2, layers.4, layers.6 and 1 more, requested layers.1, layers.11, layers.3, layers.5 and 2 more"
     )
     nothing = with_rank(recomputing(1), 1, steps=recomputing().ranks[1].steps)
-    told = cause_of(wrong_features(nothing, broken("features"))).partition("recomputed are ")[2]
+    told = seen_text(odd_traces, nothing, "features").partition("recomputed are ")[2]
     assert told == "none, requested layers.1"
 
 
@@ -144,38 +139,81 @@ def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
 def test_a_wrapper_is_blamed_only_where_one_is_there_and_features_are_wrong() -> None:
     asked = tiny_case("fsdp_2", wrapper="fsdp1")
     other = replace(trial_of(tiny_case("fsdp_2")), case=asked)
-    assert cause_of(wrong_wrapper(other, broken("features"))) == "wrapper fsdp1 is requested, fsdp2 is observed"
-    assert wrong_wrapper(other, broken("traffic")) is None
-    assert wrong_wrapper(trial_of(tiny_case("fsdp_2")), broken("features")) is None
-    bare = trial_of(tiny_case("single"))
-    assert wrong_wrapper(bare, broken("features")) is None
+    assert seen_text(odd_traces, other, "features") == "wrapper fsdp1 is requested, fsdp2 is observed"
+    assert not seen_text(odd_traces, other, "traffic")
+    assert not seen_text(odd_traces, trial_of(tiny_case("fsdp_2")), "features")
+    assert not seen_text(odd_traces, trial_of(tiny_case("single")), "features")
+
+
+def test_another_wrapper_is_named() -> None:
+    trial = trial_of(*(tiny_case("ddp_2", wrapper=wrapper) for wrapper in ("ddp", "replicate")))
+    assert first_line(trial) == "wrapper ddp is requested, replicate is observed"
 
 
 def test_other_policies_are_the_three_words_and_what_divides_the_shards() -> None:
     shards = ParallelDims(dp_shard=8)
-    assert list(_other_policies(tiny_case(shards))) == ["always", "never", 2, 4]
-    assert list(_other_policies(tiny_case(shards, reshard_after_forward=2))) == ["default", "always", "never", 4]
-    assert list(_other_policies(tiny_case(shards, wrapper="fsdp1"))) == ["always", "never"]
+    assert list(_other_policies(trial_of(tiny_case(shards)))) == ["always", "never", 2, 4]
+    assert list(_other_policies(trial_of(tiny_case(shards, reshard_after_forward=2)))) == [
+        "default",
+        "always",
+        "never",
+        4,
+    ]
+    assert list(_other_policies(trial_of(tiny_case(shards, wrapper="fsdp1")))) == ["always", "never"]
+
+
+def with_units(trial: Trial, *units: tuple[str, ...]) -> Trial:
+    """Claimed by every rank, each with what is kept of its first parameter by the plan."""
+    for rank, evidence in trial.ranks.items():
+        wrappers = {fqn: wrapper for wrapper in evidence.structure.values() for fqn in wrapper.parameters}
+        structure = {unit[0]: replace(wrappers[unit[0]], parameters=unit) for unit in units}
+        trial = with_rank(trial, rank, structure=structure)
+    return trial
 
 
 def test_a_model_that_is_one_unit_is_told_as_such() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="never"))
-    for rank, evidence in trial.ranks.items():
-        trial = with_rank(trial, rank, structure={"": next(iter(evidence.structure.values()))})
-    assert cause_of(wrong_resharding(trial, broken("reshard"))) == (
-        "after forward: tok_embeddings, layers.0 still gathered, should be freed: the whole model is one fsdp2 unit,"
-        " no block is one of its own; reshard_after_forward default is requested, never is observed"
+    names = tuple(trial.plan.shapes)
+    assert first_line(with_units(trial, names)) == (
+        "the whole model is one fsdp2 unit, no block is one of its own: parameters are gathered in 1 piece, requested 3"
     )
 
 
-# ---- pipeline
+def test_a_block_that_is_no_unit_of_its_own_is_named_with_what_it_is_gathered_with() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    first, block, last = trial.plan.units[0]
+    assert first_line(with_units(trial, (*first, *block), last)).startswith(
+        "fsdp2 units are others than requested: tok_embeddings, layers.0 are gathered together,"
+        " parameters are gathered in 2 pieces, requested 3"
+    )
 
 
-def test_other_schedules_are_tried_with_any_number_of_microbatches_the_right_one_first() -> None:
-    case = tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4, model=replace(TINY, n_layers=2))
-    tried = [(other.features.schedule, other.microbatches) for other in _others(case)]
-    assert tried[:2] == [("GPipe", 4), ("1F1B", 4)]
-    assert {number for name, number in tried if name == "GPipe"} == set(range(1, 9))
+def test_a_block_that_is_left_to_the_root_is_named() -> None:
+    trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=policy) for policy in ("default", "never")))
+    first, block, last = trial.plan.units[0]
+    for rank, evidence in trial.ranks.items():
+        claims = {wrapper.parameters: wrapper for wrapper in evidence.structure.values()}
+        structure = {"tok_embeddings": claims[first], "": claims[block], "norm": claims[last]}
+        trial = with_rank(trial, rank, structure=structure)
+    found = proposed(other_units, trial, "placements")
+    assert found == ["layers.0 is no unit of its own, it is gathered with the root"]
+
+
+def test_units_that_are_finer_are_counted() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    assert first_line(with_units(trial, *((fqn,) for fqn in trial.plan.shapes))).startswith(
+        "fsdp2 units are finer than requested: parameters are gathered in 12 pieces, requested 3"
+    )
+
+
+def test_what_no_policy_and_no_claim_explains_is_told_as_seen() -> None:
+    trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=policy) for policy in ("always", "never")))
+    alone = trial_of(tiny_case("fsdp_2", reshard_after_forward="always"))
+    mixed = with_rank(alone, 1, steps=trial.ranks[1].steps)
+    assert first_line(mixed) == (
+        "after forward: tok_embeddings, layers.0, norm and 1 more still gathered, should be freed on rank 1;"
+        " reshard_after_forward always is requested"
+    )
 
 
 # ---- what is kept
@@ -195,4 +233,4 @@ def test_copies_are_told_by_whose_shapes_they_have(shapes: tuple[tuple[int, ...]
     line = first_line(with_rank(trial, 1, held=held))
     size = "600 B" if len(shapes) == 1 else "1.2 kB"
     kept = f"{size} of float32 are retained in unaccounted tensors on rank 1"
-    assert line.startswith(kept) and line.endswith(told)
+    assert line.startswith(kept) and f"{told} (where that is by choice, `allow`" in line

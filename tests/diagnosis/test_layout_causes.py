@@ -8,15 +8,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from diagnosed import DDP_2, EMBEDDING, NORM, broken, dims, expect, expect_first, first_line, fsdp_4
+from diagnosed import EMBEDDING, NORM, broken, dims, expect, expect_first, first_line, fsdp_4, proposed, seen, seen_text
 from literal import (
     ADAMW,
     TINY,
     UNEVEN,
-    cause_of,
     tiny_case,
     trial_of,
-    with_collectives,
     with_parameter,
     with_rank,
     with_step,
@@ -24,7 +22,10 @@ from literal import (
     without_rank,
 )
 
-from harness.diagnosis.layout import Layout, _fsdp_over_tp, _name_partial, _part_text, _unreduced, wrong_contents
+from harness.checks import shard_contents
+from harness.diagnosis.layout import Layout, _fsdp_over_tp, _part_text, other_layouts, other_slices
+from harness.diagnosis.renamed_ranks import renamed
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.slices import slices_of_rank
 from harness.spec.dims import ParallelDims
@@ -54,6 +55,13 @@ def cut_as(asked: ParallelDims, ran: ParallelDims, rank_of: list[int]) -> Trial:
     return with_updates_that_follow(trial)
 
 
+def named(trial: Trial) -> str:
+    """The first layout that is put to the test; under it every rank holds what it should."""
+    first = next(other_layouts(trial, broken("shard_contents")))
+    assert shard_contents.check(first.assume(trial)).verdict is Verdict.PASS
+    return first.cause.text
+
+
 def cut(part) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in part)
 
@@ -63,6 +71,7 @@ def test_hsdp_that_ran_as_fsdp() -> None:
         ran_as(dims(2, 2), dims(1, 4)),
         """\
 HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
+  assuming this: 5 of 5 broken laws hold, and none that held breaks
   shard groups: expected [0,1] [2,3]   observed [0-3]
   replicate groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed 1/4 of dim 0 [0:4]
@@ -80,6 +89,7 @@ def test_hsdp_that_ran_as_fsdp_over_16_ranks() -> None:
         ran_as(dims(2, 8), dims(1, 16)),
         """\
 HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times
+  assuming this: 5 of 5 broken laws hold, and none that held breaks
   shard groups: expected [0-7] [8-15]   observed [0-15]
   replicate groups: expected [0,8] [1,9] .. [7,15]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/8 of dim 0 [0:2], observed 1/16 of dim 0 [0:1]
@@ -104,6 +114,7 @@ def test_fsdp_that_ran_as_ddp() -> None:
         ran_as(dims(1, 2), dims(2, 1)),
         """\
 FSDP ran as DDP: every dp rank holds whole parameters, requested 2
+  assuming this: 6 of 6 broken laws hold, and none that held breaks
   shard groups: expected [0,1]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed all
   traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B
@@ -135,58 +146,44 @@ def test_degrees_of_replicate_and_shard_exchanged() -> None:
     )
 
 
-def test_parameters_sharded_along_the_axis_that_should_replicate() -> None:
-    expect_first(
-        cut_as(dims(2, 4), dims(4, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
-        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
-    )
-
-
-def test_fsdp_over_tp_too() -> None:
-    expect(
-        cut_as(dims(1, 2, 2), dims(1, 4), [0, 1, 2, 3]),
-        """\
-TP not applied, FSDP over dp_shard x tp in its place: parameters are sharded over 4 ranks, requested 2 and tp 2
-  shard groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
-  tp groups: expected [0,1] [2,3]   observed [0,1] [2,3]
-  contents: 12 of 12 parameters; layers.0.attention.wo.weight on rank 0: expected 1/2 of dim 0 [0:8], 1/2 of dim 1 [0:8], observed 1/4 of dim 0 [0:4]
-  loss, gradients: equal to the reference exactly: a loss-curve test passes here
-  groups: every group of the plan exists: a listing of process groups passes here""",
-    )
-
-
-def test_tp_not_applied() -> None:
-    expect_first(
-        cut_as(dims(tp=2), dims(), [0, 0]),
-        """TP not applied: every rank of a tp group holds whole weights, requested tp 2""",
-    )
-
-
-def test_tp_not_applied_under_fsdp() -> None:
-    expect(
-        cut_as(dims(1, 2, 2), dims(1, 2), [0, 0, 1, 1]),
-        """\
-TP not applied: every rank of a tp group holds whole weights, requested tp 2
-  shard groups: expected [0,2] [1,3]   observed [0,2] [1,3]
-  tp groups: expected [0,1] [2,3]   observed [0,1] [2,3]
-  contents: 9 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/4 of dim 0 [0:4], observed 1/2 of dim 0 [0:8]
-  loss, gradients: equal to the reference exactly: a loss-curve test passes here
-  groups: every group of the plan exists: a listing of process groups passes here""",
-    )
-
-
-def test_neither_tp_nor_fsdp_applied() -> None:
-    expect_first(
-        cut_as(dims(1, 2, 2), dims(), [0, 0, 0, 0]),
-        """TP not applied: every rank of a tp group holds whole weights, requested tp 2; FSDP ran as DDP: every dp rank holds whole parameters, requested 2""",
-    )
-
-
-def test_fsdp_left_out_under_tp() -> None:
-    expect_first(
-        cut_as(dims(1, 2, 2), dims(tp=2), [0, 1, 0, 1]),
-        """FSDP ran as DDP: every dp rank holds whole parameters, requested 2""",
-    )
+@pytest.mark.parametrize(
+    ("asked", "ran", "rank_of", "told"),
+    [
+        (
+            dims(2, 4),
+            dims(4, 2),
+            [0, 0, 0, 0, 1, 1, 1, 1],
+            "dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times",
+        ),
+        (
+            dims(1, 2, 2),
+            dims(1, 4),
+            [0, 1, 2, 3],
+            "TP not applied, FSDP over dp_shard x tp in its place: parameters are sharded over 4 ranks, requested 2 and tp 2",
+        ),
+        (dims(tp=2), dims(), [0, 0], "TP not applied: every rank of a tp group holds whole weights, requested tp 2"),
+        (
+            dims(1, 2, 2),
+            dims(1, 2),
+            [0, 0, 1, 1],
+            "TP not applied: every rank of a tp group holds whole weights, requested tp 2",
+        ),
+        (
+            dims(1, 2, 2),
+            dims(),
+            [0, 0, 0, 0],
+            "TP not applied: every rank of a tp group holds whole weights, requested tp 2; FSDP ran as DDP: every dp rank holds whole parameters, requested 2",
+        ),
+        (
+            dims(1, 2, 2),
+            dims(tp=2),
+            [0, 1, 0, 1],
+            "FSDP ran as DDP: every dp rank holds whole parameters, requested 2",
+        ),
+    ],
+)
+def test_what_ranks_hold_is_fitted_by_a_layout(asked, ran, rank_of: list[int], told: str) -> None:
+    assert named(cut_as(asked, ran, rank_of)) == told
 
 
 def place_in(order: tuple[str, ...], asked: ParallelDims) -> list[int]:
@@ -208,8 +205,11 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], asked: ParallelDims) ->
     wanted = [axis for axis in ("dp_replicate", "dp_shard", "tp") if axis in shown]
     if shown == wanted or "dp_shard" not in shown and "tp" not in shown:
         return
-    trial = cut_as(asked, asked, place_in(order, asked))
-    assert first_line(trial) == (
+    trial = trial_of(tiny_case(asked, model=WIDE))
+    places = place_in(order, asked)
+    other = renamed(trial, {place: rank for rank, place in enumerate(places)})
+    assert other.ranks[1].rank == 1 and len(other.ranks) == len(trial.ranks)
+    assert first_line(other) == (
         f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
     )
 
@@ -218,8 +218,28 @@ def test_a_module_that_fsdp_left_out() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     for rank in (0, 1):
         trial = with_parameter(trial, rank, NORM, value=trial.reference.weights[NORM])
-    expect_first(
-        trial, """FSDP is not applied to 1 of 12 parameters (norm.weight): every rank of a group holds them whole"""
+    assert named(trial) == (
+        "FSDP is not applied to 1 of 12 parameters (norm.weight): every rank of a group holds them whole"
+    )
+
+
+def test_a_module_that_tp_left_out() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    for rank in (0, 1):
+        trial = with_parameter(trial, rank, "output.weight", value=trial.reference.weights["output.weight"])
+    assert named(trial) == (
+        "TP is not applied to 1 of 12 parameters (output.weight): every rank of a group holds them whole"
+    )
+
+
+def test_rows_dealt_out_over_dp_shard_first_are_strided_shards() -> None:
+    trial = trial_of(tiny_case("fsdp_2_tp_2", model=WIDE))
+    full = trial.reference.weights["output.weight"]
+    for rank in range(4):  # rank = 2 * dp_shard + tp
+        trial = with_parameter(trial, rank, "output.weight", value=full[4 * rank : 4 * rank + 4])
+    first = next(other_layouts(trial, broken("shard_contents")))
+    assert first.cause.text == (
+        "1 of 12 parameters (output.weight) are cut by dp_shard first and by tp inside, requested tp first (strided shards)"
     )
 
 
@@ -248,22 +268,26 @@ def test_slices_of_no_known_layout_are_told_with_their_ranks_and_the_first_of_th
     trial = fsdp_4()
     full = trial.reference.weights["output.weight"]
     trial = with_parameter(trial, 2, "output.weight", value=full[1:3])
-    found = wrong_contents(trial, broken("shard_contents"))
-    assert cause_of(found) == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
-    assert found.evidence == (
+    found = seen(other_slices, trial, "shard_contents")
+    assert (
+        found is not None
+        and found.cause.text == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
+    )
+    assert found.lines == (
         (
             "contents",
             "1 of 12 parameters; output.weight on rank 2: expected 1/4 of dim 0 [4:6], observed 1/4 of dim 0 [1:3]",
         ),
     )
-    assert wrong_contents(trial, broken("traffic")) is None
+    assert not proposed(other_layouts, trial, "shard_contents")
+    assert not seen_text(other_slices, trial, "traffic")
 
 
 def test_flattened_slices_are_told_in_elements() -> None:
     trial = trial_of(tiny_case(dims(shard=4), wrapper="fsdp1"))
     value = next(t.value for t in trial.ranks[2].parameters if t.fqn == NORM)
-    found = wrong_contents(with_parameter(trial, 1, NORM, value=value), broken("shard_contents"))
-    assert cause_of(found) and found.evidence[0][1].endswith(
+    found = seen(other_slices, with_parameter(trial, 1, NORM, value=value), "shard_contents")
+    assert found is not None and found.lines[0][1].endswith(
         "expected 1/2 of its elements [0:2], observed 1/2 of its elements [2:4]"
     )
 
@@ -284,23 +308,6 @@ def test_a_part_that_is_nothing_or_all_is_told_as_such() -> None:
     assert _part_text(trial, NORM, None) == "bytes that are nowhere in it"
 
 
-def test_what_is_held_otherwise_by_some_parameters_only_is_named_by_what_was_left_out() -> None:
-    trial, asked = ran_as(dims(shard=2, tp=2), dims(shard=2, tp=2)), dims(shard=2, tp=2)
-    two = ["norm.weight", "output.weight"]
-    where = "2 of 12 parameters (norm.weight, output.weight)"
-    whole = "every rank of a group holds them whole"
-    for layout, told in (
-        (Layout(asked, sharded_by=()), f"FSDP is not applied to {where}: {whole}"),
-        (Layout(asked, tensor_parallel=False), f"TP is not applied to {where}: {whole}"),
-        (Layout(asked, sharded_by=("dp_shard", "tp")), f"{where} are sharded otherwise than all others"),
-        (
-            Layout(asked, order=("pp", "dp_replicate", "tp", "cp", "dp_shard")),
-            f"{where} are cut by dp_shard first and by tp inside, requested tp first (strided shards)",
-        ),
-    ):
-        assert _name_partial(layout, trial, two).cause == told
-
-
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
@@ -312,13 +319,5 @@ def test_what_is_held_otherwise_by_some_parameters_only_is_named_by_what_was_lef
     ],
 )
 def test_what_was_asked_for_in_place_of_fsdp_over_tp(asked: ParallelDims, told: str) -> None:
-    text = _fsdp_over_tp(Layout(asked, sharded_by=("dp_shard", "cp", "tp"), tensor_parallel=False))
+    text = _fsdp_over_tp(Layout(asked, without="tp", folded=True), asked)
     assert text.endswith(f", requested {told}")
-
-
-def test_only_sums_of_gradients_in_backward_are_reductions() -> None:
-    assert list(_unreduced(DDP_2, broken("gradients"))) == []
-    for change in ({"phase": "forward"}, {"op": "all_gather"}, {"dtype": "int64"}):
-        other = with_collectives(DDP_2, 0, lambda call, change=change: [replace(call, **change)])
-        assert list(_unreduced(other, broken("gradients"))) == ["gradient reduction missing over dp_replicate"]
-        assert list(_unreduced(other, broken("loss"))) == []

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diagnosed import DDP_2, EMBEDDING, NORM, broken, expect, expect_first, first_line, fsdp_4
+from diagnosed import DDP_2, EMBEDDING, NORM, expect, expect_first, first_line, fsdp_4, seen, seen_text
 from literal import (
-    cause_of,
     tiny_case,
     trial_of,
     with_every_rank,
@@ -126,11 +125,21 @@ ranks [0-3] did not finish, and nothing tells which of them is the cause
 
 
 def test_a_rank_that_left_nothing() -> None:
-    expect(without_rank(fsdp_4(), 1), """rank 1 left no evidence: its process ended with code 0 and wrote no file""")
+    expect(
+        without_rank(fsdp_4(), 1),
+        """\
+rank 1 left no evidence: its process ended with code 0 and wrote no file
+  completed: rank 1: expected an evidence file, observed none""",
+    )
 
 
 def test_a_rank_without_steps() -> None:
-    expect(with_rank(fsdp_4(), 1, steps=()), """rank 1 trained no step, requested 3 steps""")
+    expect(
+        with_rank(fsdp_4(), 1, steps=()),
+        """\
+rank 1 trained no step, requested 3 steps
+  completed: rank 1: expected steps [1, 2, 3], observed steps []""",
+    )
 
 
 def test_a_rank_that_stopped_a_step_early() -> None:
@@ -163,7 +172,9 @@ def test_a_parameter_that_is_frozen() -> None:
         for step in (1, 2, 3):
             rest = {f: g for f, g in trial.ranks[rank].steps[step - 1].gradients.items() if f != NORM}
             trial = with_step(trial, rank, step, gradients=rest)
-    expect_first(trial, """rank 0 has no gradient of norm.weight in step 1: frozen, unused or not in the optimizer""")
+    assert "rank 0 has no gradient of norm.weight in step 1: frozen, unused or not in the optimizer" in first_line(
+        trial
+    )
 
 
 def test_a_rank_that_issues_another_collective_is_named_by_it_and_not_by_its_exception() -> None:
@@ -193,16 +204,18 @@ def test_where_nobody_can_be_blamed_the_first_ones_stack_is_shown() -> None:
     killed = [
         Exit(rank, "killed", signal="SIGKILL", error="no answer", stack=f"{rank}:1\n {rank}:2") for rank in (1, 2)
     ]
-    found = process_failed(with_exits(fsdp_4(), *killed), {})
-    assert cause_of(found) == "ranks [1,2] did not finish, and nothing tells which of them is the cause"
-    assert found.evidence == (
+    found = seen(process_failed, with_exits(fsdp_4(), *killed))
+    assert (
+        found is not None
+        and found.cause.text == "ranks [1,2] did not finish, and nothing tells which of them is the cause"
+    )
+    assert found.lines == (
         ("rank 1", "killed: no answer"),
         ("rank 2", "killed: no answer"),
         ("stack", "1:1"),
         ("", "1:2"),
     )
-    alone = process_failed(with_exits(fsdp_4(), killed[0]), {})
-    assert cause_of(alone).startswith("rank 1 did not finish")
+    assert seen_text(process_failed, with_exits(fsdp_4(), killed[0])).startswith("rank 1 did not finish")
 
 
 def test_ranks_that_take_themselves_for_others_are_not_said_to_be_alone() -> None:
@@ -224,22 +237,22 @@ def test_of_many_that_failed_four_are_told_and_of_a_stack_four_lines() -> None:
     stack = "\n".join(f"line {number}" for number in range(6))
     exits = tuple(Exit(rank, "killed", signal="SIGKILL", error="no answer", stack=stack) for rank in range(6))
     trial = fsdp_4()
-    found = process_failed(replace(trial, run=replace(trial.run, exits=exits)), {})
+    found = seen(process_failed, replace(trial, run=replace(trial.run, exits=exits)))
     assert found is not None
-    assert [label for label, _ in found.evidence] == [*(f"rank {rank}" for rank in range(4)), "stack", "", "", ""]
-    assert [text for _, text in found.evidence[4:]] == [f"line {number}" for number in range(4)]
+    assert [label for label, _ in found.lines] == [*(f"rank {rank}" for rank in range(4)), "stack", "", "", ""]
+    assert [text for _, text in found.lines[4:]] == [f"line {number}" for number in range(4)]
 
 
 def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_asked_for() -> None:
     trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
     short = with_rank(trial, 1, steps=trial.ranks[1].steps[:1])
-    assert cause_of(incomplete(short, broken("completed"))) == "rank 1 trained steps 2 only, requested steps 2 to 3"
+    assert seen_text(incomplete, short, "completed") == "rank 1 trained steps 2 only, requested steps 2 to 3"
 
 
 def test_how_a_rank_ended_is_told_without_its_full_stop_and_first_what_it_issued() -> None:
     def ended(error: str) -> str:
         exits = (Exit(0, "raised", 1, error=error, blamed=True), *DDP_2.run.exits[1:])
-        return cause_of(process_failed(replace(DDP_2, run=replace(DDP_2.run, exits=exits)), {}))
+        return seen_text(process_failed, replace(DDP_2, run=replace(DDP_2.run, exits=exits)))
 
     assert ended("ValueError: X.") == "rank 0 raised: ValueError: X"
     assert ended("lost; issued a; issued b") == "rank 0 issued a; issued b, then raised: lost"
@@ -247,8 +260,14 @@ def test_how_a_rank_ended_is_told_without_its_full_stop_and_first_what_it_issued
 
 def test_the_last_collectives_of_two_culprits_are_told() -> None:
     blamed = tuple(Exit(rank, "raised", 1, error="x", blamed=True, last_collective="all_gather") for rank in range(4))
-    found = process_failed(replace(fsdp_4(), run=replace(fsdp_4().run, exits=blamed)), {})
-    assert found is not None and found.evidence == (
+    found = seen(process_failed, replace(fsdp_4(), run=replace(fsdp_4().run, exits=blamed)))
+    assert found is not None and found.lines == (
         ("rank 0", "last collective all_gather"),
         ("rank 1", "last collective all_gather"),
     )
+
+
+def test_steps_beyond_those_requested_are_told_without_only() -> None:
+    trial = fsdp_4()
+    longer = with_rank(trial, 1, steps=(*trial.ranks[1].steps, replace(trial.ranks[1].steps[-1], step=4)))
+    assert first_line(longer) == "rank 1 trained steps 1, 2, 3, 4, requested 3 steps"

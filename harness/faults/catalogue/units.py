@@ -139,7 +139,7 @@ whole_model_is_one_unit = fault(
     bug="H03 huggingface/accelerate #3999",
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
-    named="reshard_after_forward always is requested, never is observed",
+    named="the whole model is one fsdp2 unit, no block is one of its own",
     does=op.skip_call(SHARD, when=lambda unit, **_: not _is_root(unit)),
 )
 

@@ -1,0 +1,180 @@
+"""What is seen where numbers are right: memory, waits, copies, switches, bytes and calls of no plan, repeats, the golden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.checks import memory, settings
+from harness.checks.traffic import waits
+from harness.diagnosis.hypothesis import Broken, Fact
+from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
+from harness.evidence.records import RankEvidence
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.result import Cause, Finding
+from harness.judge.traffic import INSIDE
+from harness.judge.trial import Trial
+
+NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
+
+
+def _fact(kind: str, text: str, law: str, broken: Broken) -> Fact:
+    return Fact(Cause(kind, text), (law,), (finding_line(law, broken[law]),))
+
+
+# ---- memory
+
+
+def memory_kept(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What grows from step to step, what is retained, what is copied within a step; the remedy where that is by choice."""
+    if "memory" not in broken:
+        return
+    ranks, looks = sorted(trial.ranks), (_growing, _retained, _copied)
+    for look in looks:
+        found = {rank: text for rank in ranks if (text := look(trial, rank))}
+        if found:
+            (first, more), kind = next(iter(found.values())), look.__name__.strip("_")
+            yield _fact(kind, f"{first}{on_ranks(trial, found)}{more}", "memory", broken)
+
+
+def _growing(trial: Trial, rank: int) -> tuple[str, str] | None:
+    if (rate := memory.growth(trial.ranks[rank])) <= trial.plan.table_bytes:
+        return None
+    kinds = ", ".join(list(memory.grown(trial.ranks[rank]))[:3])
+    return f"{bytes_text(rate)} more are kept after every step", f": {kinds}"
+
+
+def _retained(trial: Trial, rank: int) -> tuple[str, str] | None:
+    """Matrices as large as weights are, which are none, nor gradients, nor the optimizer's."""
+    if not memory.kept_beside(trial, rank):
+        return None
+    held = memory.copies_kept(trial, rank)
+    size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
+    kept = f": {_as_large_as(trial, rank)} (where that is by choice, `allow` in the case or the adapter says so)"
+    return f"{size} of {dtypes} are retained in unaccounted tensors", kept
+
+
+def _as_large_as(trial: Trial, rank: int) -> str:
+    """Whole or as this rank holds them, shapes of how many parameters are found among what is kept."""
+    shapes = [tensor.shape for tensor in memory.copies_kept(trial, rank)]
+    whole = [fqn for fqn, shape in trial.case.model.parameter_shapes().items() if shape in shapes]
+    own = [tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.shape in shapes]
+    if not whole and not own:
+        return f"{len(shapes)} tensors of no parameter's shape"
+    return f"{len(shapes)} tensors of the shapes of {'whole parameters' if len(whole) >= len(own) else 'its slices'}"
+
+
+def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
+    if not (found := memory.copied_too_much(trial, rank)):
+        return None
+    size, step, phase = found[0]
+    where = "outside of forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
+    return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}, and are given up again", ""
+
+
+# ---- switches
+
+
+def other_settings(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Switches that change numbers are named first."""
+    numbers = (*settings.FLOAT32, "default dtype")
+    found = sorted(settings.findings(trial) if "settings" in broken else (), key=lambda one: one.name not in numbers)
+    if found:
+        first, ranks = found[0], [one.rank for one in found if one.name == found[0].name and one.rank is not None]
+        verb = "are" if first.name.endswith("s") else "is"
+        where = f"{on_ranks(trial, ranks)} from step {first.step} on"
+        yield _fact(
+            "another setting",
+            f"{first.name} {verb} {first.observed}{where}, requested {first.expected}",
+            "settings",
+            broken,
+        )
+
+
+# ---- collectives
+
+
+def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Collectives that move nothing, where that is all that is wrong with traffic: ranks that wait compute the right thing."""
+    phases = (*INSIDE, "optimizer")
+    if "traffic" in broken and all(finding.name in phases for finding in broken["traffic"].findings):
+        rank, step, (key, count) = next((r, s.step, w) for r, s, _ in trial.steps() for w in _waits(trial, r, s.step))
+        text = f"{count} x {key[1]} of no bytes over {ranks_text(key[0])} (rank {rank}, step {step})"
+        yield _fact("ranks wait", f"ranks wait for each other in {key[2]}: {text}", "traffic", broken)
+
+
+def _waits(trial: Trial, rank: int, step: int) -> list[tuple[tuple[tuple[int, ...], str, str], int]]:
+    return sorted(waits(trial.ranks[rank], step).items())
+
+
+def out_of_order(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """gloo pairs what is of equal size, so that numbers may be wrong for it."""
+    if "collective_order" in broken:
+        first = broken["collective_order"].findings[0]
+        text = f"ranks of a group do not issue the same collectives: {first.where}: {first.observed}, {first.expected}"
+        yield _fact("collectives out of order", text, "collective_order", broken)
+
+
+STRUCTURE = {
+    "process_groups": "process groups are not the plan's",
+    "traffic": "bytes moved are not the plan's",
+    "placements": "wrappers or placements claim something else than the plan",
+    "memory": "memory held between steps is not the plan's",
+}
+
+
+def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Numbers are right, the way to them is not: what a law of structure first found, of which no plan is known."""
+    for law, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
+        if law in broken:
+            line = finding_line(law, broken[law])[1]
+            lines = tuple(traffic_lines(trial)) if law == "traffic" else ()
+            yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines)
+
+
+# ---- replicas, repeats, the golden
+
+
+def replicas_drift(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Within the bounds of all other laws."""
+    if "replica_agreement" in broken and not NUMBERS & set(broken):
+        first = broken["replica_agreement"].findings[0]
+        text = f"replicas drift apart: {first.where}: {first.observed}"
+        why = "within rounding of the reference, but replicas that differ in one bit drift on: they must be equal"
+        yield Fact(Cause("replicas drift", text), ("replica_agreement",), (("why", why),))
+
+
+def not_deterministic(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if "determinism" in broken:
+        first, fed = broken["determinism"].findings[0], _fed_otherwise(trial)
+        text = f"the same case run twice gives different bytes{fed}, first on {first.where}: {first.observed}"
+        yield _fact("not deterministic", text, "determinism", broken)
+
+
+def _fed_otherwise(trial: Trial) -> str:
+    """Where the repeat first received other rows, or the same ones in another order: each run by itself may be right."""
+    assert trial.repeat is not None
+    again = _fed_by_step(trial.repeat.ranks)
+    for (step, rank), rows in sorted(_fed_by_step(trial.ranks).items()):
+        if rows != (others := again.get((step, rank), [])):
+            how = "the same samples in another order" if sorted(rows) == sorted(others) else "other samples"
+            return f": the repeat received {how} (rank {rank}, step {step})"
+    return ""
+
+
+def _fed_by_step(ranks: dict[int, RankEvidence]) -> dict[tuple[int, int], list[bytes]]:
+    """By step and rank, the rows of tokens in order."""
+    return {
+        (step.step, rank): [row.tobytes() for m in step.microbatches if m.tokens is not None for row in m.tokens]
+        for rank, evidence in sorted(ranks.items())
+        for step in evidence.steps
+    }
+
+
+def reference_moved(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if set(broken) == {"golden"}:
+        first: Finding = broken["golden"].findings[0]
+        text = (
+            "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
+        )
+        line = f"{first.where}: {first.expected} -> {first.observed}, bound {first.bound}"
+        yield Fact(Cause("reference moved", text), ("golden",), (("golden", line),))

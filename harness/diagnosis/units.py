@@ -1,0 +1,153 @@
+"""FSDP's units are others than requested, or other ones are freed after forward; and what evaluation left gathered.
+
+Shows in no number: found from what wrappers claim, and judged by memory and by what is gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.checks import reshard
+from harness.checks.placements import disagreements
+from harness.diagnosis.assume import another_feature
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
+from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
+from harness.judge.result import Cause, Verdict
+from harness.judge.trial import Trial
+from harness.judge.units_seen import units_seen
+from harness.plan.make_plan import make_plan
+from harness.plan.observed_units import claimed_units, modules_text
+
+
+def other_units(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Another policy for the units requested; else the units and what is kept of them as the wrappers claim it."""
+    lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
+    if "reshard" in broken:
+        for policy in _other_policies(trial):
+            if verdict_of(another_feature(trial, reshard_after_forward=policy), "reshard") is Verdict.PASS:
+                cause = Cause("another policy after forward", _kept_text(trial), hint="", expected="")
+                cause = replace(cause, observed=f"{cause.observed}, {policy} is observed")
+                yield Hypothesis(cause, lambda t, p=policy: another_feature(t, reshard_after_forward=p), 1, lines)  # type: ignore[misc]
+    if {"reshard", "placements"} & set(broken) and _claims(trial):
+        yield Hypothesis(Cause("other units", _units_text(trial)), _as_claimed, 2, lines)
+
+
+def _other_policies(trial: Trial) -> Iterator[str | int]:
+    """Where units are the trainer's choice the default is whatever it does, and explains nothing."""
+    case, shards = trial.case, trial.case.shards
+    policies: list[str | int] = (
+        ["always", "never"] if trial.plan.observed is not None else ["default", "always", "never"]
+    )
+    if case.wrapper == "fsdp2":
+        policies += [degree for degree in range(2, shards) if shards % degree == 0]
+    yield from (policy for policy in policies if policy != case.features.reshard_after_forward)
+
+
+def _claims(trial: Trial) -> bool:
+    return trial.case.wrapper == "fsdp2" and all(claimed_units(evidence) for evidence in trial.ranks.values())
+
+
+def _as_claimed(trial: Trial) -> Trial:
+    """What a unit keeps is the claim's as well, not the policy's."""
+    case = replace(trial.case, features=replace(trial.case.features, reshard_after_forward="default"))
+    observed = {rank: claimed_units(evidence) for rank, evidence in trial.ranks.items()}
+    return replace(trial, plan=make_plan(case, trial.traits, observed, torch=trial.plan.torch))
+
+
+def _units_text(trial: Trial) -> str:
+    """How the units claimed by the first rank that has others differ from those requested; else what is kept of them."""
+    wrapper, wanted = (
+        trial.case.wrapper,
+        {rank: [frozenset(unit) for unit in trial.plan.units[rank]] for rank in trial.ranks},
+    )
+    wrong = [rank for rank in sorted(trial.ranks) if units_seen(trial, rank) != set(wanted[rank])]
+    if not wrong:
+        return _with_the_root(trial) or _kept_text(trial)
+    seen, asked, ranks = units_seen(trial, wrong[0]), wanted[wrong[0]], on_ranks(trial, wrong)
+    counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(asked)}{ranks}"
+    if len(seen) == 1 < len(asked):
+        return f"the whole model is one {wrapper} unit, no block is one of its own{ranks}: {counts}"
+    if all(any(unit <= whole for whole in asked) for unit in seen):
+        return f"{wrapper} units are finer than requested: {counts}"
+    together = next(
+        (modules_text(fqn for fqn in trial.plan.shapes if fqn in unit) for unit in seen if unit not in asked), ""
+    )
+    return f"{wrapper} units are others than requested: {together} are gathered together, {counts}"
+
+
+def _with_the_root(trial: Trial) -> str:
+    """What the root gathers has no wrapper of its own."""
+    wrappers = {rank: evidence.structure.get("") for rank, evidence in sorted(trial.ranks.items())}
+    roots = {rank: wrapper.parameters if wrapper else () for rank, wrapper in wrappers.items()}
+    blocks = sorted({unit_of(fqn) for names in roots.values() for fqn in names if fqn.startswith("layers.")})
+    text = "is no unit of its own, it is" if len(blocks) == 1 else "are no units of their own, they are"
+    ranks = on_ranks(trial, [rank for rank, names in roots.items() if names])
+    return f"{some(blocks, 3)} {text} gathered with the root{ranks}" if blocks else ""
+
+
+# ---- what is seen of memory
+
+
+def kept_otherwise(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Of no policy and no claim: freed on paper only, or by some ranks."""
+    if "reshard" in broken and (text := _kept_text(trial)):
+        lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
+        yield Fact(Cause("another policy after forward", text), ("reshard", "traffic"), lines)
+
+
+def _kept_text(trial: Trial) -> str:
+    """By what should be and what is, the blocks and other modules of which something else is kept than planned."""
+    units: dict[tuple[str, str], list[str]] = {}
+    wrong = {rank: _kept_by(trial, rank) for rank in sorted(trial.ranks)}
+    for found in wrong.values():
+        for fqn, states in found.items():
+            units.setdefault(states, []).append(unit_of(fqn))
+    texts = [
+        f"{some([*dict.fromkeys(names)], 3)} {state}, should be {wanted}" for (wanted, state), names in units.items()
+    ]
+    ranks = on_ranks(trial, [rank for rank, found in wrong.items() if found])
+    policy = f"reshard_after_forward {trial.case.features.reshard_after_forward} is requested"
+    return f"after forward: {'; '.join(texts)}{ranks}; {policy}" if texts else ""
+
+
+def unit_of(fqn: str) -> str:
+    """layers.0 of layers.0.attention.wq.weight, norm of norm.weight."""
+    return ".".join(fqn.split(".")[: 2 if fqn.startswith("layers.") else 1])
+
+
+def _kept_by(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
+    """In the first forward pass of each model part: what should be, and what is."""
+    steps, wanted = trial.ranks[rank].steps, trial.plan.after_forward[rank]
+    found: dict[str, tuple[str, str]] = {}
+    for record in steps[0].after_forward if steps else ():
+        for fqn, held in record.bytes.items():
+            if fqn in wanted and held != wanted[fqn].bytes and fqn not in found:
+                seen = reshard.observed_text(trial, rank, fqn, held)
+                found[fqn] = (reshard.kept_text(trial, wanted[fqn].degree), seen.replace("gathered", "still gathered"))
+    return found
+
+
+def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Where units are the trainer's choice, ranks that hold the same parameters must still agree on them. Elsewhere they are
+    claimed otherwise than memory and bytes are."""
+    if "placements" in broken and (apart := disagreements(trial)):
+        text = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
+        cause = Cause("ranks disagree on units", f"ranks wrap different {trial.case.wrapper} units: {text}")
+        yield Fact(cause, ("placements",), (finding_line("placements", broken["placements"]),))
+    elif "placements" in broken and any(
+        units_seen(trial, r) - set(map(frozenset, trial.plan.units[r])) for r in trial.ranks
+    ):
+        line = finding_line("placements", broken["placements"])
+        yield Fact(Cause("other units", _units_text(trial)), ("placements",), (line,))
+
+
+def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What a pass that trains nothing gathered and nobody freed: the next step does not gather it, or there it stays."""
+    left = {rank: found for rank in sorted(trial.ranks) if (found := reshard.left_by_evaluation(trial, rank))}
+    if "reshard" in broken and left:
+        first = next(iter(left.values()))
+        names, when = sorted({fqn for _, fqn, _ in first}), reshard.until(trial, first[0][0])
+        text = f"evaluation left {some(names, 3)} gathered {when}{on_ranks(trial, left)}"
+        cause = Cause("left gathered by evaluation", f"{text}: nothing reshards what no backward follows")
+        yield Fact(cause, ("reshard", "traffic"), (finding_line("reshard", broken["reshard"]), *traffic_lines(trial)))
