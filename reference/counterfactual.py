@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,11 @@ from .data import IGNORED, documents, step_length
 from .model import at_least_float32, llama_from, seed_masks
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
-from .train import by_fqn, learning_rate, optimizer_state
+from .train import by_fqn, learning_rate, mean_squares, optimizer_state
 
 Arrays = dict[str, np.ndarray]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Altered = Callable[[nn.Module, int], None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Otherwise:
     restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
     amsgrad: bool = False
-    altered: Callable[[nn.Module, int], None] | None = None
+    altered: Altered | None = None
     loss: Loss | None = None
 
 
@@ -234,6 +236,46 @@ def token_losses(model: nn.Module, batch: Batch, document_mask: bool, per_token:
     logits = at_least_float32(model(tokens, positions, documents=documents(tokens) if document_mask else None))
     flat = (logits.flatten(0, 1), labels.flatten())
     return per_token(*flat) if per_token else F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none")
+
+
+class Bench:
+    """A model as it is before a step, on which variations are tried and undone."""
+
+    def __init__(
+        self, model: ModelConfig, training: TrainingConfig, weights: Mapping[str, np.ndarray], batch: Batch, step: int
+    ) -> None:
+        built = llama_from(weights, config=model, dtype=DTYPES[training.dtype], device="cpu")
+        worker = Worker(built, training, quantized_modules(model))
+        worker.begin()
+        self.module, self.training, self.batch, self.step = worker.module, training, batch, step
+        self._before = {module: dict(module.__dict__) for module in self.module.modules()}
+
+    @torch.no_grad()
+    def losses(self, altered: Altered | None = None, loss: Loss | None = None) -> np.ndarray:
+        """The sum of the losses of each row's tokens. float64 [b]"""
+        with self._altered(altered):
+            losses = token_losses(self.module, self.batch, self.training.document_mask, loss)
+        return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
+
+    def inputs(self, altered: Altered | None = None) -> dict[str, float]:
+        """The mean square of what goes into each module, as in ReferenceRun."""
+        with self._altered(altered):
+            return mean_squares(self.module, _integers(self.batch.tokens), self.training.document_mask)
+
+    @contextlib.contextmanager
+    def _altered(self, altered: Altered | None) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        seed_masks(self.module, self.training.seed, self.step)
+        try:
+            if altered:
+                altered(self.module, self.step)
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            for module, before in self._before.items():
+                module.__dict__.clear()
+                module.__dict__.update(before)
 
 
 def _integers(values: np.ndarray) -> Tensor:

@@ -30,9 +30,9 @@ from harness.diagnosis.costs import (
 from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.features import odd_traces, other_actions, other_features, other_masks
+from harness.diagnosis.forward import different_losses, masks_drawn_again, other_forward, rounding
 from harness.diagnosis.gradients import wrong_gradients
 from harness.diagnosis.hypothesis import Facts, Suspects
-from harness.diagnosis.later_steps import wrong_later_gradients, wrong_loss
 from harness.diagnosis.layout import other_layouts, other_slices, reduction_missing
 from harness.diagnosis.localise import KIND, localise
 from harness.diagnosis.not_zeroed import gradients_not_zeroed
@@ -64,6 +64,8 @@ SUSPECTS: tuple[Suspects, ...] = (
     scaled_gradients,
     gradients_not_zeroed,
     unequal_contributions,
+    masks_drawn_again,
+    other_forward,
 )
 FACTS: tuple[Facts, ...] = (
     process_failed,
@@ -73,6 +75,8 @@ FACTS: tuple[Facts, ...] = (
     seen_weights,
     seen_samples,
     seen_positions,
+    rounding,
+    different_losses,
     odd_reports,
     other_slices,
     reduction_missing,
@@ -99,8 +103,6 @@ RULES: tuple[Rule, ...] = (
     resumed_wrongly,
     changed_afterwards,
     wrong_gradients,
-    wrong_loss,
-    wrong_later_gradients,
 )
 
 

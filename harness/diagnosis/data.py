@@ -345,6 +345,6 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
 
 
 def _turned_by(by_step: dict[int, dict[int, np.ndarray]]) -> object:
-    from harness.reference.variations import turned_by
+    from harness.reference.altered import turned_by
 
     return turned_by(by_step)

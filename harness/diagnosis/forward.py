@@ -1,110 +1,341 @@
-"""What is left where no factor and no mix of samples explains a gradient: the forward pass, or backward, and where in it."""
+"""The model computes something else than Llama 3: variations of it are tried on the first step whose loss is wrong.
+
+Those whose losses of that step are the ones observed, rank by rank, become hypotheses: all gradients and all later steps must
+then be as trained so. One number of a variation, such as an eps, is fitted to that loss; two variations are tried together.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from harness.diagnosis.differences import Pair, distance, fqns_of, loss_off, where_text
-from harness.diagnosis.words import on_ranks
-from harness.judge.losses import global_loss, losses
-from harness.judge.received_samples import received_samples
+import numpy as np
+
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.differences import distance, loss_off, where_text, wrong_pairs
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
+from harness.diagnosis.words import on_ranks, some
+from harness.judge.losses import losses
+from harness.judge.received_samples import shares_of_samples
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
-from harness.spec.dims import AXES
+from harness.plan.stages import positions
+
+if TYPE_CHECKING:
+    from harness.reference.altered import Alter, Variation
+    from harness.reference.counterfactual import Bench
+
+MOST = 8  # hypotheses that are put to the test where losses have noise, and several come close
+FLOAT32 = 1e-6  # relative to the largest
+BEFORE = {  # the kinds of modules between one whose input is right and this one
+    **{"inner_attention": ["attention"], "wo": ["attention", "inner"], "attention_dropout": ["inner", "block"]},
+    **{"ffn_norm": ["inner", "block"], "wq": ["norm"], "attention": ["norm"], "feed_forward": ["norm"], "w1": ["norm"]},
+    **{"w2": ["feed_forward"], "ffn_dropout": ["feed_forward"], "output": ["norm"], "layers.0": ["embedding"]},
+    **{"norm": ["feed_forward", "block"], "attention_norm": ["feed_forward", "block", "embedding"]},
+}
+WIDE = 8  # layers, of which each is tried alone
 
 
-def unexplained(trial: Trial, wrong: list[Pair]) -> str:
-    where, largest = where_text(trial, wrong), max(distance(trial, rank, fqn) for rank, fqn in wrong)
-    off = loss_off(trial)
-    if largest < 1e-6 and (off or 0.0) < 1e-6:
-        what = f"gradients are off by {largest:.0e} {where}" + (f", the loss of step 1 by {off:.0e}" if off else "")
-        return f"{what}: no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
-    if off and (again := _counted_again(trial)):
-        return again
-    if off:
-        text = f"the forward pass is wrong: the loss of step 1 is off by {off:.1e} though weights and samples are right"
-        text += _first_wrong_input(trial)
-        return text + (", look at the masks of attention over cp" if trial.case.dims.cp > 1 else "")
-    return _paired_wrongly(trial, wrong) or f"gradients are wrong {where}: {_matching_loss(trial)}"
+def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    bench = _bench(trial, broken)
+    if bench is None:
+        return
+    found = sorted(bench.single(), key=lambda one: one.distance)[: MOST if not trial.case.exact else None]
+    found = found or list(bench.fitted()) or (list(bench.pairs()) if trial.case.exact else [])
+    for one in found:
+        yield Hypothesis(
+            one.cause, _assumed(one), one.numbers, (("forward", first_wrong_input(trial).removeprefix(": ")),)
+        )
 
 
-def _matching_loss(trial: Trial) -> str:
-    """Said of gradients that are the first to be wrong."""
-    dims, bound = trial.case.dims, f"the loss of step 1 matches within {trial.bounds.loss[1]:.0e}"
-    undivided = dims.cp > 1 and (dims.dp > 1 or trial.case.passes > 1)  # whose tokens count for what is not seen then
-    return bound + (", summed over tokens; what each rank divides it by is not seen" if undivided else "")
+def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Random numbers of a recomputation that are not those of forward. Told by the generator's state."""
+    other = {fqn for _, step, _ in trial.steps() for fqn in step.activity.other_states}
+    if not other or "gradients" not in broken:
+        return
+    from harness.reference.altered import recomputed_without_random_state
+
+    blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
+    lost = "its masks are not those that the loss was computed with"
+    observed = f"recomputation of {some(blocks, 4)} began with another random state than forward"
+    cause = Cause("random state not restored", observed, hint=lost)
+    yield Hypothesis(cause, lambda t: another_reference(t, altered=recomputed_without_random_state(blocks)))
 
 
-def _first_wrong_input(trial: Trial) -> str:
-    """The first module in forward's order into which something of another length goes, and the last before it."""
-    right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
-    for fqn, wanted in trial.reference.inputs.items():
-        seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
-        if not seen:
-            continue
-        if not math.isclose(
-            sum(squares for squares, _ in seen), wanted * sum(count for _, count in seen), rel_tol=close
-        ):
-            if not right:
-                return f": {_input_words(trial, fqn)} does not match the reference in mean square"
-            before = f"{_input_words(trial, right)} matches the reference in mean square"
-            return f": {before}, {_input_words(trial, fqn)} does not{_in_attention(right, fqn)}"
-        right = fqn
-    same = "what goes into each module matches the reference in mean square: it is the loss itself (smoothing,"
-    same += " scale of logits), or something turns or changes places"
-    return f": {same}" if right else ""
+def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Of float64: all losses and the gradients of step 1 are off by less than float32 rounds."""
+    wrong = wrong_pairs(trial, trial.first_step) if trial.case.exact and trial.first_step == 1 else []
+    off = max((loss_off(trial, step) or 0.0 for step in trial.case.steps), default=0.0)
+    if "gradients" not in broken or not wrong or off > FLOAT32:
+        return
+    largest = max(distance(trial, rank, fqn) for rank, fqn in wrong)
+    if largest < FLOAT32:
+        observed = f"gradients are off by {largest:.0e}"
+        where = where_text(trial, wrong) + f", the loss by {off:.0e}" * bool(off)
+        hint = f"no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
+        yield Fact(Cause("rounded", observed, where, hint=hint), ("gradients", "loss", "grad_norm", "reported_loss"))
 
 
-def _input_words(trial: Trial, fqn: str) -> str:
-    """Without dropout there is no such module: what would go into it is what the part of the block before it gives."""
-    block, _, name = fqn.rpartition(".")
-    part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
-    return f"what {block}.{part} gives" if part and not trial.case.model.dropout else f"what goes into {fqn}"
+def _assumed(found: Found) -> Callable[[Trial], Trial]:
+    words: dict[str, Any] = {"altered": found.altered} | ({"loss": found.loss} if found.loss else {})
+    return lambda trial: another_reference(trial, **words)
 
 
-def _in_attention(right: str, wrong: str) -> str:
-    """Between queries, keys and values and what attention makes of them there is little that can be wrong."""
-    block = right.removesuffix(".inner_attention")
-    return ": angles, mask, scale or the order of tokens" if block != right and wrong == f"{block}.wo" else ""
+@dataclass(frozen=True)
+class Found:
+    """A variation under which the step's losses are those observed. distance: of the loss. numbers: fitted, or choices."""
+
+    cause: Cause
+    altered: Alter
+    loss: Any
+    distance: float
+    numbers: int
 
 
-def _paired_wrongly(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Wrong on the members of one reducing group only, others of which are right: what is common to them is the group."""
-    ranks = sorted({rank for rank, _ in wrong})
-    axes = {flow.axis for flow in trial.plan.flows[ranks[0]] if flow.role == "gradients"}
-    for axis in sorted(axes):
-        group = trial.plan.group_of(ranks[0], axis)
-        if tuple(ranks) == group and len(group) < len(trial.ranks) and len(fqns_of(trial, wrong)) > 1:
-            return (
-                f"gradients are wrong {where_text(trial, wrong)}, one group of {axis}: its members reduce different tensors"
-                " with each other, in another order or not all, or one of them passes a wrong one"
-            )
-    return None
-
-
-def _counted_again(trial: Trial) -> str | None:
-    """The loss of step 1 is too large by the logarithm of a degree: exp(logit) is summed over ranks that hold the same."""
-    extra = (global_loss(trial, 1) or 0.0) - trial.reference.steps[0].loss
-    for axis in trial.plan.groups:
-        if axis in AXES and math.isclose(extra, math.log(getattr(trial.case.dims, axis)), rel_tol=1e-6):
-            text = f"too large by {extra:.6g} a token, the logarithm of {axis} {getattr(trial.case.dims, axis)}"
-            return f"the loss of step 1 is {text}: its normaliser counts each logit once for every rank along {axis}"
-    return None
-
-
-def documents_see_each_other(trial: Trial, wrong: list[Pair]) -> str | None:
-    """Ranks whose losses are those that the reference has without a document mask."""
-    ranks = [rank for rank in trial.last_stages() if _looks_past_separators(trial, rank)]
-    if not ranks:
+def _bench(trial: Trial, broken: Broken) -> Tries | None:
+    """Of the first step whose loss is wrong, if what came before it is right."""
+    if "loss" not in broken or trial.plan.flat or trial.references:
         return None
-    text = "the losses of step 1 are those without a document mask, which is requested"
-    return f"documents see each other{on_ranks(trial, ranks)}: {text}"
+    step = next((step for step in trial.case.steps if loss_off(trial, step)), None)
+    if step is None or any(wrong_pairs(trial, earlier) for earlier in trial.case.steps if earlier < step):
+        return None
+    if step > 1 and {"update", "resume"} & set(broken):
+        return None
+    bench = Tries(trial, step)
+    return bench if bench.observed else None
 
 
-def _looks_past_separators(trial: Trial, rank: int) -> bool:
-    unmasked, ids = trial.reference.unmasked_losses, received_samples(trial, 1).get(trial.feeder(rank), [])
-    if unmasked is None or None in ids:
-        return False
-    by_id = dict(zip(trial.reference.samples[0], unmasked.tolist(), strict=True))
-    expected = math.fsum(by_id.get(id_, math.nan) for id_ in ids if id_ is not None)
-    seen = math.fsum(total for total, _ in losses(trial, rank, 1))
-    return expected != 0 and math.isclose(seen, expected, rel_tol=trial.bounds.loss[1])
+@dataclass(frozen=True)
+class Tries:
+    """One forward pass of a step, by the weights before it, of all its samples."""
+
+    trial: Trial
+    step: int
+
+    @cached_property
+    def rows(self) -> dict[int, np.ndarray]:
+        """By data-parallel share, the rows of the step's batch that it computes."""
+        order = {id_: row for row, id_ in enumerate(self.trial.reference.samples[self.step - 1])}
+        shares = shares_of_samples(self.trial, self.step)
+        if any(id_ not in order for ids in shares.values() for id_ in ids):
+            return {}
+        return {rank: np.array([order[id_] for id_ in ids if id_ is not None]) for rank, ids in shares.items()}
+
+    @cached_property
+    def observed(self) -> dict[int, float]:
+        """The sum of the losses of each share."""
+        found: dict[int, float] = {}
+        for rank in self.rows:
+            peers = self.trial.plan.peers(rank, "cp")
+            last = [r for r in self.trial.last_stages() if self.trial.feeder(r) in peers]
+            found[rank] = math.fsum(total for r in last for total, _ in losses(self.trial, r, self.step))
+        return found if all(found.values()) else {}
+
+    @cached_property
+    def bench(self) -> Bench:
+        from harness.reference.counterfactual import Batch, Bench
+
+        trial, reference = self.trial, self.trial.reference
+        ids, length = reference.samples[self.step - 1], trial.case.seq_len(self.step)
+        at = [reference.sample_ids.index(id_) for id_ in ids]
+        batch = Batch(reference.tokens[at, :length], reference.labels[at, :length])
+        weights = reference.weights if self.step == 1 else reference.steps[self.step - 2].parameters
+        return Bench(trial.case.model, trial.case.training, weights, batch, self.step)
+
+    @cached_property
+    def usual(self) -> dict[int, float]:
+        return self._by_share(self.bench.losses())
+
+    def _by_share(self, by_row: np.ndarray) -> dict[int, float]:
+        return {rank: float(by_row[rows].sum()) for rank, rows in self.rows.items()}
+
+    def _close(self, one: float, other: float) -> bool:
+        return abs(one - other) <= 4 * self.trial.bounds.loss[self.step] * abs(other)
+
+    def ranks(self, by_row: np.ndarray) -> list[int] | None:
+        """The shares whose losses are these; None unless those of all others are the usual ones, and some differ."""
+        tried = self._by_share(by_row)
+        chosen = [rank for rank, seen in self.observed.items() if self._close(tried[rank], seen)]
+        others = all(self._close(self.usual[rank], self.observed[rank]) for rank in self.rows if rank not in chosen)
+        telling = [rank for rank in chosen if not self._close(self.usual[rank], self.observed[rank])]
+        if not telling or not others:
+            return None
+        return chosen if len(chosen) == len(self.rows) else telling
+
+    def single(self) -> Iterator[Found]:
+        for variation in self.variations(self._parts(inputs_that_differ(self.trial)[1])):
+            for modules in self.modules(variation.part):
+                found = self.tried(variation, modules)
+                if found is not None:
+                    yield found
+        if self.trial.case.model.dropout:
+            yield from self._masks()
+
+    def _parts(self, wrong: str) -> set[str]:
+        """The kinds of modules that may be wrong where that is the first one into which something wrong goes."""
+        ends = [end for end in BEFORE if wrong and self.step == 1 and (wrong == end or wrong.endswith(f".{end}"))]
+        return {"model", *BEFORE[ends[0]]} if ends else {"model", *itertools.chain(*BEFORE.values())}
+
+    def tried(self, variation: Variation, modules: list[str], numbers: int = 1) -> Found | None:
+        from harness.reference.altered import altering
+
+        by_row = self.bench.losses(altering(variation, modules, self.step), variation.loss)
+        ranks = self.ranks(by_row)
+        if ranks is None:
+            return None
+        rows = None
+        if len(ranks) < len(self.rows):
+            rows = np.zeros(len(by_row), bool)
+            rows[np.concatenate([self.rows[rank] for rank in ranks])] = True
+        whole = math.fsum(self.observed.values())
+        distance = abs(float(by_row.sum()) - whole) / whole if rows is None else 0.0
+        altered = altering(variation, modules, self.step, rows)
+        return Found(
+            self.cause(variation, modules, ranks), altered, variation.loss, distance, numbers + (rows is not None)
+        )
+
+    def cause(self, variation: Variation, modules: list[str], ranks: list[int]) -> Cause:
+        every = modules in self.modules(variation.part)[:1]
+        where = "" if every else f"in {some(modules, 3)}"
+        if len(ranks) < len(self.rows):
+            members = {r for r in self.trial.ranks if self.trial.feeder(r) in self._fed_with(ranks)}
+            where += on_ranks(self.trial, members).removeprefix(" " * (not where))
+        since = f"from step {self.step} on" * (self.step > self.trial.first_step)
+        where = " ".join(filter(None, (where, since)))
+        return Cause(variation.name, variation.observed, where, variation.expected)
+
+    def _fed_with(self, ranks: list[int]) -> set[int]:
+        plan = self.trial.plan
+        return {tp for rank in ranks for cp in plan.peers(rank, "cp") for tp in plan.peers(cp, "tp")}
+
+    def variations(self, parts: set[str]) -> list[Variation]:
+        return [variation for variation in self._variations if variation.part in parts]
+
+    @cached_property
+    def _variations(self) -> list[Variation]:
+        from harness.reference import variations
+
+        case, tokens = self.trial.case, self.trial.reference.tokens
+        degrees = {len(groups[0]) for groups in self.trial.plan.groups.values()}
+        found = variations.variations(case.model, case.training, degrees)
+        if case.training.document_mask:
+            for step in range(1, self.step):
+                ids = self.trial.reference.samples[step - 1]
+                at = [self.trial.reference.sample_ids.index(id_) for id_ in ids]
+                found.append(variations.mask_of_step(tokens[at, : case.seq_len(step)], step))
+        if case.dims.cp > 1:
+            held = [positions(case, rank, case.seq_len(self.step)) for rank in self.trial.plan.peers(0, "cp")]
+            owner = np.empty(case.seq_len(self.step), int)
+            for rank, at_rank in enumerate(held):
+                owner[at_rank] = rank
+            found += variations.seen_in_order(np.concatenate(held), owner)
+        return found
+
+    def modules(self, part: str) -> list[list[str]]:
+        """All modules of this kind, and each alone."""
+        every = self._names[part]
+        alone = [[name] for name in every] if 1 < len(every) <= 3 * WIDE else []
+        blocks = [name for name in every if name.startswith("layers.")]
+        return [every, *([blocks] if 1 < len(blocks) < len(every) else []), *alone]
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        import torch
+
+        from harness.reference.altered import KINDS, modules_of
+        from harness.reference.model import Llama
+
+        with torch.device("meta"):
+            model = Llama(self.trial.case.model)
+        return {part: modules_of(model, part) for part in (*KINDS, "block", "model")}
+
+    def _masks(self) -> Iterator[Found]:
+        from harness.reference.altered import masks_by_rank
+
+        members = {rank: rows for rank, rows in self.rows.items() if rank}
+        altered = masks_by_rank(members, self.trial.case.training.seed)
+        if self.ranks(self.bench.losses(masks_by_rank(members, self.trial.case.training.seed))) is not None:
+            observed = "each rank draws dropout masks from the sum of the seed and its number"
+            yield Found(Cause("dropout", observed, expected="the seed's"), altered, None, 0.0, 1)
+
+    def fitted(self) -> Iterator[Found]:
+        from harness.reference.fitted import families
+
+        parts = self._parts(inputs_that_differ(self.trial)[1])
+        for family in [one for one in families(self.trial.case.model) if one.of(1.0).part in parts]:
+            for modules in self.modules(family.of(1.0).part):
+                number = self._root(family.low, family.high, self._excess(family.of, modules))
+                if number is not None and (found := self.tried(family.of(number), modules, numbers=2)) is not None:
+                    yield found
+
+    def _excess(self, of: Callable[[float], Variation], modules: list[str]) -> Callable[[float], float]:
+        """By how much the loss is larger than observed, by the number."""
+        from harness.reference.altered import altering
+
+        def excess(number: float) -> float:
+            variation = of(number)
+            tried = self.bench.losses(altering(variation, modules, self.step), variation.loss).sum()
+            return float(tried) - math.fsum(self.observed.values())
+
+        return excess
+
+    def _root(self, low: float, high: float, excess: Callable[[float], float]) -> float | None:
+        """Where the loss is the one observed, of as few digits as that takes; by false position in the logarithm."""
+        points = np.geomspace(low, high, 6)
+        values = [excess(x) for x in points]
+        for (a, fa), (b, fb) in itertools.pairwise(zip(np.log(points), values, strict=True)):
+            if fa * fb < 0:
+                return self._few_digits(_false_position(a, fa, b, fb, lambda x: excess(math.exp(x))), excess)
+        return None
+
+    def _few_digits(self, number: float, excess: Callable[[float], float]) -> float:
+        whole = math.fsum(self.observed.values())
+        short = (float(f"{number:.{digits}g}") for digits in (1, 2, 3, 4, 6, 8))
+        return next((x for x in short if self._close(whole + excess(x), whole)), number)
+
+    def pairs(self) -> Iterator[Found]:
+        """Of two variations, each of all its modules: the first one makes more modules' inputs right."""
+        from harness.reference.altered import altering
+
+        order, wrong = list(self.trial.reference.inputs), inputs_that_differ(self.trial)[1]
+        for one in self.variations(self._parts(wrong)) if wrong and self.step == 1 else ():
+            at = self.modules(one.part)[0]
+            first = altering(one, at, self.step)
+            then = inputs_that_differ(self.trial, self.bench.inputs(first))[1]
+            if then and order.index(then) <= order.index(wrong):
+                continue
+            for two in self.variations(self._parts(then)):
+                there = self.modules(two.part)[0]
+                both, cause = _both(first, altering(two, there, self.step)), self.cause(two, there, list(self.rows))
+                if two.name != one.name and self.ranks(self.bench.losses(both, two.loss)) == list(self.rows):
+                    of_first = self.cause(one, at, list(self.rows))
+                    joined = Cause(f"{of_first.kind}, {cause.kind}", f"{of_first.text}; {cause.text}")
+                    yield Found(joined, both, two.loss, 0.0, 2)
+
+
+def _both(one: Alter, two: Alter) -> Alter:
+    def alter(model: Any, step: int) -> None:
+        one(model, step)
+        two(model, step)
+
+    return alter
+
+
+def _false_position(a: float, fa: float, b: float, fb: float, value: Callable[[float], float]) -> float:
+    """Illinois: the end that stays counts half. [a, b] in the logarithm of the number."""
+    for _ in range(40):
+        x = (a * fb - b * fa) / (fb - fa)
+        fx = value(x)
+        if fx == 0 or abs(b - a) < 1e-14 * abs(x):
+            return math.exp(x)
+        if fx * fb < 0:
+            a, fa = b, fb
+        else:
+            fa /= 2
+        b, fb = x, fx
+    return math.exp(b)

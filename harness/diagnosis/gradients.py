@@ -20,8 +20,7 @@ from harness.diagnosis.differences import (
     where_text,
     wrong_pairs,
 )
-from harness.diagnosis.forward import documents_see_each_other, unexplained
-from harness.diagnosis.words import Broken, finding_line, groups_text, rank_words, some, traffic_lines
+from harness.diagnosis.words import Broken, groups_text, rank_words, some, traffic_lines
 from harness.judge import attribution, tolerance
 from harness.judge.result import Diagnosis, one_cause
 from harness.judge.traffic import observed as observed_traffic
@@ -40,7 +39,6 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         _misshapen,
         _not_finite,
         _nothing_goes_round,
-        documents_see_each_other,
         _missing_reduction,
         _norms_not_summed,
         _untied,
@@ -49,12 +47,7 @@ def wrong_gradients(trial: Trial, broken: Broken) -> Diagnosis | None:
         cause = explain(trial, wrong)
         if cause:
             return one_cause(cause, (*_why(cause), *_gradient_lines(trial, wrong), *_reduction_lines(cause, trial)))
-    cause, lines = unexplained(trial, wrong), _gradient_lines(trial, wrong)
-    if "features" in broken and trial.case.dims.cp == 1:  # what was seen, before what numbers make one think of
-        return one_cause(
-            f"features: {finding_line('features', broken['features'])[1]}; {cause}", (*_why(cause), *lines)
-        )
-    return one_cause(cause, (*_why(cause), *lines))
+    return None
 
 
 # ---- the kinds of mistakes, each None if it is not that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from harness.diagnosis.differences import distance, fqns_of, loss_off, where_text, wrong_pairs
 from harness.diagnosis.hypothesis import Broken
@@ -41,9 +41,10 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
                 return off_as_a_whole
             continue
         since = "" if step == trial.first_step else f" from step {step} on"
-        where = where_text(trial, wrong) if wrong else ""
+        where = where_text(trial, wrong) + one_group(trial, {rank for rank, _ in wrong}) if wrong else ""
         if off and wrong:
-            return Cause(KIND, f"the forward pass is wrong{since}: {_off(trial, step, off, held)}")
+            before = f"right in step {trial.first_step} and " * bool(since)
+            return Cause(KIND, f"the forward pass is {before}wrong{since}: {_off(trial, step, off, held)}")
         if off:
             close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
             return Cause(KIND, f"the loss of step {step} is off by {off:.1e}, {close}")
@@ -90,12 +91,15 @@ def first_wrong_input(trial: Trial) -> str:
     return ": what goes into each module matches the reference in mean square" if right else ""
 
 
-def inputs_that_differ(trial: Trial) -> tuple[str, str]:
-    """The last module before the first one into which something of another length goes, and that one; empty where none is."""
+def inputs_that_differ(trial: Trial, wanted: Mapping[str, float] | None = None) -> tuple[str, str]:
+    """The last module before the first one into which something of another length goes, and that one; empty where none is.
+
+    wanted: mean squares in forward's order, those of the reference where none are given.
+    """
     right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
-    for fqn, wanted in trial.reference.inputs.items():
+    for fqn, mean in (trial.reference.inputs if wanted is None else wanted).items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
-        expected = wanted * sum(count for _, count in seen)
+        expected = mean * sum(count for _, count in seen)
         if seen and not math.isclose(sum(squares for squares, _ in seen), expected, rel_tol=close):
             return right, fqn
         right = fqn if seen else right
@@ -107,6 +111,14 @@ def _input_words(trial: Trial, fqn: str) -> str:
     block, _, name = fqn.rpartition(".")
     part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
     return f"what {block}.{part} gives" if part and not trial.case.model.dropout else f"what goes into {fqn}"
+
+
+def one_group(trial: Trial, ranks: set[int]) -> str:
+    """ ", one group of dp_replicate": what these ranks have in common."""
+    for axis, groups in trial.plan.groups.items():
+        if len(ranks) < len(trial.ranks) and ranks in [set(group) for group in groups]:
+            return f", one group of {axis}"
+    return ""
 
 
 def in_common(trial: Trial, fqns: list[str]) -> str:

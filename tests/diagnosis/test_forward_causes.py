@@ -23,6 +23,7 @@ from diagnosed import (
     reference_gradient,
     scaled,
 )
+from harness.diagnosis.later_steps import _what_may_be_kept, wrong_later_gradients, wrong_loss
 from literal import (
     ADAMW,
     TINY,
@@ -45,7 +46,6 @@ from harness.diagnosis.gradients import (
     _lost_before,
     wrong_gradients,
 )
-from harness.diagnosis.later_steps import _what_may_be_kept, wrong_later_gradients, wrong_loss
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Case, Saved
