@@ -15,7 +15,7 @@ from harness.checks import judge
 from harness.diagnosis import assume, diagnose
 from harness.judge.result import Diagnosis
 from harness.judge.trial import Trial
-from harness.reference.counterfactual import Otherwise, retrain
+from harness.reference.counterfactual import Batch, Bench, Otherwise, retrain
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
 from harness.spec.case import Case
@@ -45,9 +45,9 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     def ran(case: Case, trained: ReferenceRun | None = None, **otherwise: Any) -> Trial:
         trained = trained or retrain(case.model, case.training, reference(case), Otherwise(**otherwise))
         totals = {
-            id_: step.loss * step.valid_tokens / len(ids)
-            for step, ids in zip(trained.steps, trained.samples, strict=True)
-            for id_ in ids
+            id_: total
+            for step, ids in enumerate(trained.samples, start=1)
+            for id_, total in zip(ids, losses_of_rows(case, trained, step, otherwise), strict=True)
         }
         rows = dict(zip(trained.sample_ids, range(len(trained.sample_ids)), strict=True))
         by_row = {rows[id_]: total for id_, total in totals.items()}
@@ -57,6 +57,20 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
         return replace(trial_of(case), reference=reference(case))
 
     yield ran
+
+
+def losses_of_rows(case: Case, trained: ReferenceRun, step: int, otherwise: dict[str, Any]) -> list[float]:
+    """Of the samples of a step, altered in all that begins in it or before."""
+    rows = [trained.sample_ids.index(id_) for id_ in trained.samples[step - 1]]
+    weights = trained.weights if step == 1 else trained.steps[step - 2].parameters
+    bench = Bench(case.model, case.training, weights, Batch(trained.tokens[rows], trained.labels[rows]), step)
+    alter = otherwise.get("altered")
+
+    def altered(model: Any, _: int) -> None:
+        for earlier in range(1, step + 1) if alter else ():
+            alter(model, earlier)
+
+    return bench.losses(altered, otherwise.get("loss")).tolist()
 
 
 def diagnosed(trial: Trial) -> Diagnosis:

@@ -19,7 +19,7 @@ from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import distance, loss_off, where_text, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
-from harness.diagnosis.words import on_ranks, some
+from harness.diagnosis.words import finding_line, on_ranks, some
 from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
@@ -38,6 +38,7 @@ BEFORE = {  # the kinds of modules between one whose input is right and this one
     **{"w2": ["feed_forward"], "ffn_dropout": ["feed_forward"], "output": ["norm"], "layers.0": ["embedding"]},
     **{"norm": ["feed_forward", "block"], "attention_norm": ["feed_forward", "block", "embedding"]},
 }
+TINY = 1e-8  # too little of a loss to fit a number to
 WIDE = 8  # layers, of which each is tried alone
 
 
@@ -46,14 +47,15 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if bench is None:
         return
     found = sorted(bench.single(), key=lambda one: one.distance)[: MOST if not trial.case.exact else None]
-    found = found or list(bench.fitted()) or (list(bench.pairs()) if trial.case.exact else [])
+    if not found and trial.case.exact and (loss_off(trial, bench.step) or 0.0) > TINY:
+        found = list(bench.pairs()) or list(bench.fitted())
     for one in found:
         yield Hypothesis(
             one.cause, _assumed(one), one.numbers, (("forward", first_wrong_input(trial).removeprefix(": ")),)
         )
 
 
-def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Random numbers of a recomputation that are not those of forward. Told by the generator's state."""
     other = {fqn for _, step, _ in trial.steps() for fqn in step.activity.other_states}
     if not other or "gradients" not in broken:
@@ -79,6 +81,15 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
         where = where_text(trial, wrong) + f", the loss by {off:.0e}" * bool(off)
         hint = f"no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
         yield Fact(Cause("rounded", observed, where, hint=hint), ("gradients", "loss", "grad_norm", "reported_loss"))
+
+
+def different_losses(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if {"loss", "samples"} & set(broken) == {"loss"} and all(
+        finding.rank is not None for finding in broken["loss"].findings
+    ):
+        first = broken["loss"].findings[0]
+        cause = Cause("losses differ", f"ranks compute different losses from the same tokens: {first.where}")
+        yield Fact(cause, ("loss",), (finding_line("loss", broken["loss"]),))
 
 
 def _assumed(found: Found) -> Callable[[Trial], Trial]:
@@ -178,6 +189,8 @@ class Tries:
 
     def _parts(self, wrong: str) -> set[str]:
         """The kinds of modules that may be wrong where that is the first one into which something wrong goes."""
+        if not wrong and self.step == 1 and first_wrong_input(self.trial):
+            return {"model"}  # all inputs were seen, and are right
         ends = [end for end in BEFORE if wrong and self.step == 1 and (wrong == end or wrong.endswith(f".{end}"))]
         return {"model", *BEFORE[ends[0]]} if ends else {"model", *itertools.chain(*BEFORE.values())}
 
@@ -188,16 +201,28 @@ class Tries:
         ranks = self.ranks(by_row)
         if ranks is None:
             return None
-        rows = None
-        if len(ranks) < len(self.rows):
-            rows = np.zeros(len(by_row), bool)
-            rows[np.concatenate([self.rows[rank] for rank in ranks])] = True
+        rows = self._chosen(ranks)
+        altered = altering(variation, modules, self.step, rows)
+        if not self._inputs_match(altered):
+            return None
         whole = math.fsum(self.observed.values())
         distance = abs(float(by_row.sum()) - whole) / whole if rows is None else 0.0
         altered = altering(variation, modules, self.step, rows)
         return Found(
             self.cause(variation, modules, ranks), altered, variation.loss, distance, numbers + (rows is not None)
         )
+
+    def _chosen(self, ranks: list[int]) -> np.ndarray | None:
+        """The rows of these shares; None: all."""
+        if len(ranks) == len(self.rows):
+            return None
+        rows = np.zeros(sum(map(len, self.rows.values())), bool)
+        rows[np.concatenate([self.rows[rank] for rank in ranks])] = True
+        return rows
+
+    def _inputs_match(self, altered: Alter) -> bool:
+        """What goes into each module in step 1, as far as it was seen."""
+        return self.step > 1 or not inputs_that_differ(self.trial, self.bench.inputs(altered))[1]
 
     def cause(self, variation: Variation, modules: list[str], ranks: list[int]) -> Cause:
         every = modules in self.modules(variation.part)[:1]
@@ -312,7 +337,8 @@ class Tries:
             for two in self.variations(self._parts(then)):
                 there = self.modules(two.part)[0]
                 both, cause = _both(first, altering(two, there, self.step)), self.cause(two, there, list(self.rows))
-                if two.name != one.name and self.ranks(self.bench.losses(both, two.loss)) == list(self.rows):
+                close = two.name != one.name and self.ranks(self.bench.losses(both, two.loss)) == list(self.rows)
+                if close and self._inputs_match(both):
                     of_first = self.cause(one, at, list(self.rows))
                     joined = Cause(f"{of_first.kind}, {cause.kind}", f"{of_first.text}; {cause.text}")
                     yield Found(joined, both, two.loss, 0.0, 2)

@@ -14,7 +14,6 @@ from diagnosed import (
     EMBEDDING,
     LAST,
     NORM,
-    broken,
     dims,
     expect,
     expect_first,
@@ -23,17 +22,13 @@ from diagnosed import (
     reference_gradient,
     scaled,
 )
-from harness.diagnosis.later_steps import _what_may_be_kept, wrong_later_gradients, wrong_loss
 from literal import (
-    ADAMW,
     TINY,
-    cause_of,
     judged,
     tiny_case,
     trial_of,
     with_collectives,
     with_every_rank,
-    with_rank,
     with_step,
     with_step_1_gradients,
     with_updates_that_follow,
@@ -41,15 +36,11 @@ from literal import (
 )
 
 from harness.diagnosis.differences import wrong_pairs
-from harness.diagnosis.forward import documents_see_each_other
 from harness.diagnosis.gradients import (
     _lost_before,
-    wrong_gradients,
 )
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
-from harness.spec.case import Case, Saved
-from harness.spec.dims import ParallelDims
 
 # ---- gradients
 
@@ -88,9 +79,10 @@ def test_gradients_wrong_in_some_parameters_by_no_factor() -> None:
     expect(
         jolted(fsdp_4(), 0.3, NORM, EMBEDDING),
         """\
-gradients are wrong in 2 of 12 parameters (tok_embeddings.weight, norm.weight): the loss of step 1 matches within 1e-14
-  gradients: rank 0, step 1, tok_embeddings.weight: 1.087 times the reference's by best fit
-  gradients: rank 1, step 1, tok_embeddings.weight: 1.032 times the reference's by best fit
+gradients are wrong by up to 3e-01 of the largest entry in 2 of 12 parameters (tok_embeddings.weight, norm.weight): the loss of step 1 matches within 1e-14
+  grad_norm: rank 0, step 1: expected 1.6264655801234829, observed 1.6401477663912865 (ratio 1.00841)
+  gradients: rank 2, step 1, tok_embeddings.weight: expected the reference's, observed off by 2.88e-01 of the largest entry
+  also broken: gradients
   loss: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -124,7 +116,7 @@ def test_gradients_that_go_wrong_later_by_no_factor() -> None:
     trial = with_value(trial_of(tiny_case("fsdp_2")), 0, 3, "gradients", NORM, lambda g: g + 0.1)
     expect_first(
         with_updates_that_follow(trial),
-        """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0""",
+        """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0: the loss of step 3 matches within 2e-14""",
     )
 
 
@@ -136,7 +128,7 @@ def test_a_forward_pass_that_goes_wrong_later() -> None:
         trial = with_step(trial, rank, 2, gradients=wrong, microbatches=batches)
     expect_first(
         with_updates_that_follow(trial),
-        """the forward pass is right in step 1 and wrong from step 2 on (loss off by 1.0e-02)""",
+        """the forward pass is right in step 1 and wrong from step 2 on: the loss of step 2 is off by 1.0e-02""",
     )
 
 
@@ -183,20 +175,6 @@ def test_what_is_wrong_on_both_sides_of_something_right_was_not_lost_on_the_way(
     trial = trial_of(tiny_case("tp_2"))
     assert _lost_before(trial, [(0, "tok_embeddings.weight"), (0, NORM)]) is None
     assert _lost_before(trial, [(0, fqn) for fqn in trial.plan.shapes]) is None
-
-
-def test_a_loss_that_is_off_beside_right_gradients_shows_both_numbers() -> None:
-    trial = fsdp_4()
-    for rank in trial.ranks:
-        (batch,) = trial.ranks[rank].steps[0].microbatches
-        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
-    found = wrong_loss(trial, {"loss": judged("loss", trial)})
-    assert cause_of(found) == "the loss of step 1 is off by 1.0e-02, its gradients match within the bound of 2.5e-14"
-    assert [label for label, _ in found.evidence] == ["loss"]
-
-
-def test_without_a_document_mask_nobody_is_said_to_look_past_it() -> None:
-    assert documents_see_each_other(fsdp_4(), []) is None
 
 
 # ---- what is reported, and the way to right numbers
@@ -246,68 +224,3 @@ def test_a_gradient_is_as_wrong_as_the_law_says_relative_to_the_whole_parameter(
     trial = with_step_1_gradients(trial, lambda rank, fqn: small[fqn] * (1 + 1e-3 * rank))
     assert wrong_pairs(trial, 1) == []
     assert judged("gradients", trial).verdict is Verdict.PASS
-
-
-def test_two_parameters_that_are_wrong_on_one_rank_alone_are_told_with_it() -> None:
-    def noisy(rank: int, fqn: str) -> np.ndarray:
-        gradient = DDP_2.reference.steps[0].gradients[fqn]
-        return np.cos(99 * gradient) if rank == 1 and fqn in (NORM, "output.weight") else gradient
-
-    trial = with_step_1_gradients(DDP_2, noisy)
-    found = wrong_gradients(trial, broken("gradients"))
-    assert cause_of(found).startswith(
-        "gradients are wrong in 2 of 12 parameters (norm.weight, output.weight) on rank 1:"
-    )
-
-
-def test_a_loss_and_gradients_off_by_little_are_told_with_both_numbers() -> None:
-    full = DDP_2.reference.steps[0].gradients
-    trial = with_step_1_gradients(DDP_2, lambda _, fqn: full[fqn] + 1e-8 * np.cos(99 * full[fqn]))
-    for rank in trial.ranks:
-        (batch,) = trial.ranks[rank].steps[0].microbatches
-        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=(1 + 3e-8) * batch.loss_sum),))
-    told = "gradients are off by 1e-07 in every parameter, the loss of step 1 by 3e-08: no more than arithmetic in float32 rounds"
-    assert cause_of(wrong_gradients(trial, broken("gradients"))) == f"{told}, requested float64"
-
-
-def test_that_all_was_resumed_as_saved_is_said_only_where_that_was_seen() -> None:
-    trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
-    for rank in (0, 1):
-        seen = trial.ranks[rank].steps[0].gradients
-        trial = with_step(trial, rank, 2, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
-    told = "gradients are wrong from step 2 on, the first after resuming, in 1 of 12 parameters (norm.weight)"
-    saved = ": parameters, optimizer state and samples are those that were saved"
-    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told + saved
-    trial = with_rank(trial, 0, resumed=None)
-    assert cause_of(wrong_later_gradients(trial, broken("gradients"))) == told
-
-
-def test_what_the_features_found_comes_before_what_numbers_make_one_think_of() -> None:
-    trial = DDP_2
-    for rank in trial.ranks:
-        seen = trial.ranks[rank].steps[0].gradients
-        trial = with_step(trial, rank, 1, gradients=seen | {NORM: np.cos(99 * seen[NORM])})
-    found = Result("features", Verdict.FAIL, 1, (Finding("rank 0, step 1, matmuls in float32", "0", "2"),))
-    told = cause_of(wrong_gradients(trial, broken("gradients") | {"features": found}))
-    assert told.startswith(
-        "features: rank 0, step 1, matmuls in float32: expected 0, observed 2; gradients are wrong in 1 of"
-    )
-    assert cause_of(wrong_gradients(trial, broken("gradients"))).startswith("gradients are wrong in 1 of")
-
-
-@pytest.mark.parametrize(
-    ("case", "told"),
-    [
-        (tiny_case("fsdp_2"), "gathered parameters"),
-        (tiny_case("fsdp_2", wrapper="fsdp1"), "gathered parameters"),
-        (tiny_case("ddp_2"), ""),
-        (tiny_case("ddp_2", replace(ADAMW, document_mask=True)), "the document mask"),
-        (
-            tiny_case("fsdp_2", replace(ADAMW, variable_length=True)),
-            "gathered parameters or what depends on the length",
-        ),
-    ],
-)
-def test_what_a_forward_pass_may_keep_is_what_there_is(case: Case, told: str) -> None:
-    lines = (("not seen", f"whether it uses {told} of an earlier step"),) if told else ()
-    assert _what_may_be_kept(replace(DDP_2, case=case)) == lines

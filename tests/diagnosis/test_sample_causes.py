@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from diagnosed import expect, expect_first, first_line, fsdp_4, received, with_scaled_samples
 from literal import (
-    ADAMW,
     EIGHT,
     judged,
     tiny_case,
@@ -22,7 +21,6 @@ from literal import (
 from harness.diagnosis.data import wrong_positions
 from harness.diagnosis.words import groups_text
 from harness.judge.received_samples import received_samples
-from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
 
 # ---- data
@@ -134,32 +132,6 @@ def test_accumulation_left_out() -> None:
 
 
 # ---- documents, ranks without a valid token
-
-
-def with_losses_of_step_1(trial: Trial, ranks: tuple[int, ...], by_id: dict[int, float]) -> Trial:
-    """These ranks computed these losses of samples; gradients are wrong everywhere."""
-    for rank in ranks:
-        (batch,) = trial.ranks[rank].steps[0].microbatches
-        ids = [id_ for id_ in received_samples(trial, 1)[rank] if id_ is not None]
-        trial = with_step(trial, rank, 1, microbatches=(replace(batch, loss_sum=sum(by_id[i] for i in ids)),))
-    return with_step_1_gradients(trial, lambda rank, fqn: trial.reference.steps[0].gradients[fqn] ** 2)
-
-
-@pytest.mark.parametrize("ranks, where", [((0, 1), ""), ((1,), " on rank 1")])
-def test_a_document_mask_that_is_lost(ranks: tuple[int, ...], where: str) -> None:
-    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, document_mask=True)))
-    unmasked = {id_: 3.0 + id_ / 7 for id_ in trial.reference.samples[0]}
-    trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.array(list(unmasked.values()))))
-    assert first_line(with_losses_of_step_1(trial, ranks, unmasked)) == (
-        f"documents see each other{where}: the losses of step 1 are those without a document mask, which is requested"
-    )
-
-
-def test_other_losses_are_not_blamed_on_the_document_mask() -> None:
-    trial = trial_of(tiny_case("fsdp_2", replace(ADAMW, document_mask=True)))
-    trial = replace(trial, reference=replace(trial.reference, unmasked_losses=np.full(8, 3.0)))
-    wrong = with_losses_of_step_1(trial, (0, 1), dict.fromkeys(trial.reference.samples[0], 3.1))
-    assert first_line(wrong).startswith("the forward pass is wrong")
 
 
 def test_a_mean_over_no_valid_token() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from literal import with_step
 from trained import RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
 
 from harness.checks import judge
 from harness.judge.trial import Trial
+from harness.reference.altered import altering
+from harness.reference.fitted import families
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
+from harness.reference.variations import variations
 
 
 def not_explained(trial: Trial) -> bool:
@@ -48,3 +52,67 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
     trial = ran(case_of(), weights=other)
     assert proven(trial)[0] == "other initial weights"
     assert not not_explained(trial)
+
+
+# ---- the model
+
+
+def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:
+    """The one of the known variations that says this."""
+    model, training = case_of().model, case_of().training
+    (variation,) = [one for one in variations(model, training) if one.observed == name]
+    return {"altered": altering(variation, modules, since)}
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "told"),
+    [
+        ("the rotary base is 10000", ["layers.0.attention"], "the rotary base is 10000, requested 500000"),
+        ("the norm's eps is 1e-06", ["norm"], "the norm's eps is 1e-06 in norm, requested 1e-05"),
+        (
+            "the feed-forward's activation is GELU",
+            ["layers.0.feed_forward"],
+            "the feed-forward's activation is GELU, requested SiLU",
+        ),
+        (
+            "query head i reads K/V head i mod 2",
+            ["layers.0.attention.inner_attention"],
+            "query head i reads K/V head i mod 2, requested i // 2",
+        ),
+    ],
+)
+def test_a_model_that_computes_something_else_is_told_by_what_and_where(
+    ran: Ran, name: str, modules: list[str], told: str
+) -> None:
+    trial = ran(case_of(), **altered(name, *modules))
+    assert diagnosed(trial).cause == told
+    assert not not_explained(trial)
+
+
+def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
+    trial = ran(case_of(), **altered("attention is left out", "layers.0", since=2))
+    assert diagnosed(trial).cause == "attention is left out from step 2 on"
+
+
+@pytest.mark.parametrize(("rows", "where"), [(None, ""), (np.arange(8) >= 4, " on rank 1")])
+def test_a_document_mask_that_is_lost_is_told_with_its_ranks(ran: Ran, rows: np.ndarray | None, where: str) -> None:
+    case = case_of(training=replace(RECIPE, document_mask=True))
+    (lost,) = [one for one in variations(case.model, case.training) if one.observed == "documents see each other"]
+    trial = ran(case, altered=altering(lost, [""], 1, rows))
+    assert diagnosed(trial).cause == f"documents see each other{where}"
+
+
+def test_labels_that_are_smoothed_are_told_with_the_number_that_was_fitted(ran: Ran) -> None:
+    (family,) = [one for one in families(case_of().model) if one.of(0.1).name == "label smoothing"]
+    trial = ran(case_of(), loss=family.of(0.07).loss)
+    assert diagnosed(trial).cause == "labels are smoothed by 0.07, requested 0"
+
+
+def test_a_loss_that_no_variation_gives_is_located_and_not_named(ran: Ran) -> None:
+    trial = ran(case_of())
+    for rank, evidence in trial.ranks.items():
+        (part,) = evidence.steps[0].microbatches
+        assert part.loss_sum is not None
+        trial = with_step(trial, rank, 1, microbatches=(replace(part, loss_sum=1.01 * part.loss_sum),))
+    assert diagnosed(trial).kinds == ("not explained",)
+    assert diagnosed(trial).cause.startswith("the loss of step 1 is off by 1.0e-02, its gradients match")

@@ -152,7 +152,7 @@ ring_unaware_of_load_balancing = fault(
     bug="of the family of X04: torch notes in a global whether the batch was balanced; one cut elsewhere leaves it wrong",
     case="cp_2",
     caught_by="loss gradients",
-    named="the forward pass is wrong: the loss of step 1 is off",
+    named="attention masks tokens in the order in which cp ranks hold them",
     does=op.after_call(CUT, _option_of_the_ring("enable_load_balance", False)),
 )
 cp_ranks_read_different_samples = fault(

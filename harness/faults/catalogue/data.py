@@ -124,6 +124,6 @@ document_mask_of_the_first_batch_kept = fault(
     bug="of the family of K07: a mask of another batch, from a cache keyed by shape",
     case="tp_2_documents",
     caught_by="loss gradients",
-    named="forward pass is right in step 1 and wrong from step 2 on",
+    named="the document mask of step 1 is used from step 2 on",
     does=op.change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )

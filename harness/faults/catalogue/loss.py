@@ -117,7 +117,7 @@ gathered_logits_counted_tp_times = fault(
     bug="T06 NVIDIA/Megatron-LM #7452",
     case="tp_2_no_loss_parallel",
     caught_by="loss gradients reported_loss",
-    named="too large by 0.693147 a token, the logarithm of tp 2",
+    named="the loss's normaliser counts each logit 2 times",
     does=op.change_argument(CROSS_ENTROPY, input=_every_logit_twice),
 )
 
@@ -142,7 +142,7 @@ labels_smoothed = fault(
     bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
     case="fsdp_2",
     caught_by="loss gradients reported_loss",
-    named="what goes into each module matches the reference in mean square: it is the loss itself (smoothing",
+    named="labels are smoothed by 0.1",
     does=op.override_argument(CROSS_ENTROPY, label_smoothing=0.1),
 )
 

@@ -100,7 +100,7 @@ rotary_angles_in_bfloat16 = fault(
     bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",
     case="float32_fsdp_2",
     caught_by="loss gradients",
-    named="the forward pass is wrong",
+    named="rotary angles are computed in bfloat16",
     does=op.instead(
         "harness.reference.model:Attention.angles",
         lambda original, attention, positions, like: original(attention, positions, like.bfloat16()).to(like.dtype),

@@ -96,7 +96,7 @@ residual_summed_over_tp = fault(
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="what layers.1.feed_forward gives matches the reference in mean square, what goes into norm does not",
+    named="a block's input is added to its output 2 times in layers.1",
     does=op.after_call(  # tp is 2
         APPLY, lambda model, *_: model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])
     ),
