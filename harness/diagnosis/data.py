@@ -12,7 +12,7 @@ import numpy as np
 from harness.checks.positions import wrong_rows
 from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, wrong_labels
-from harness.diagnosis.assume import another_case, another_feature, another_reference
+from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
 from harness.diagnosis.words import finding_line, on_ranks, rank_words
@@ -31,10 +31,8 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "samples" not in broken or (cause := wrong_samples(trial)) is None:
         return
     lines = _sample_lines(broken)
-    balance = trial.case.features.cp_load_balance
     if cause.kind == "another load balance":
-        yield Hypothesis(cause, lambda t: another_feature(t, cp_load_balance=not balance), 1, lines)
-        return
+        return  # a feature that is another
     if cause.kind == "CP not applied":
         yield Hypothesis(cause, _whole_sequences, 1, lines)
         return
