@@ -114,7 +114,8 @@ class TrainingConfig:
     token (rotary attention sees distances only, so starting anew in each document would be the same).
     `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
     of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight
-    decay that leaves norm weights alone.
+    decay that leaves norm weights alone. `rates`: the learning rate of each step, of a trainer that keeps its own schedule,
+    which then is not under test; None: warm-up and cosine.
     """
 
     steps: int = 3
@@ -139,6 +140,7 @@ class TrainingConfig:
     masked_samples: bool = False
     all_valid: bool = False
     decay: str = "all"
+    rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for key, known in CHOICES.items():
@@ -159,6 +161,10 @@ class TrainingConfig:
         ):
             if not least <= getattr(self, key) < below:  # NaN is in no range
                 raise ValueError(f"{key} must be at least {least} and below {below}, got {getattr(self, key)}")
+        if self.rates is not None and (len(self.rates) < self.steps or not all(0 <= r < math.inf for r in self.rates)):
+            raise ValueError(
+                f"rates: one of at least 0 is needed for each of {self.steps} steps, got {list(self.rates)}"
+            )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be positive, or null for no clipping, got {self.max_norm}")
         if self.variable_length and self.seq_len % 2:

@@ -164,7 +164,9 @@ def count_valid(labels: Tensor) -> int:
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """The learning rate of a step, counted from 1: lr * lr_factor(step)."""
+    """The learning rate of a step, counted from 1: its own, or lr * lr_factor(step)."""
+    if training.rates is not None:
+        return training.rates[step - 1]
     return training.lr * lr_factor(step, training)
 
 
@@ -172,7 +174,10 @@ def lr_factor(step: int, training: TrainingConfig) -> float:
     """step / warmup_steps up to the end of the warm-up (W), then a cosine that reaches final_lr_fraction (f) at `steps` (N).
 
     f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
+    Of a step with a rate of its own, that over lr.
     """
+    if training.rates is not None:
+        return training.rates[step - 1] / training.lr
     warmup, final = training.warmup_steps, training.final_lr_fraction
     if step <= warmup:
         return step / warmup

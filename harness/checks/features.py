@@ -59,7 +59,9 @@ def _expect(rank: int, name: str, expected: object, observed: object, *, step: i
 def _wrappers(trial: Trial, rank: int) -> Looked:
     wrappers = trial.ranks[rank].structure.values()
     kinds = sorted({wrapper.kind for wrapper in wrappers})
-    yield _expect(rank, "data-parallel wrapper", trial.case.wrapper or "none", " and ".join(kinds) or "none")
+    alone = trial.case.wrapper is None and len(kinds) == 1 and trial.case.dims.dp * trial.case.dims.cp == 1
+    wanted = kinds[0] if alone else trial.case.wrapper or "none"  # around one data rank it looks after nobody else
+    yield _expect(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
     offloading = {wrapper.cpu_offload for wrapper in wrappers}
     asked = trial.case.features.cpu_offload
     yield _expect(rank, "CPU offload", {asked} if wrappers else set(), offloading)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from harness.evidence.records import StepEvidence
 from harness.judge.reporting import judge_reports, relative
-from harness.judge.result import Finding, Result
+from harness.judge.result import Finding, Result, not_applicable
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
 
@@ -16,6 +16,8 @@ STAGE = "numbers"
 
 
 def check(trial: Trial) -> Result:
+    if trial.ranks and not any("loss" in evidence.reports for evidence in trial.ranks.values()):
+        return not_applicable("reported_loss", "this trainer reports none; the loss itself is judged by the law loss")
     bounds, assumed = trial.bounds, trial.reports.get("reported_loss")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:

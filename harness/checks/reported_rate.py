@@ -18,6 +18,10 @@ CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 
 
 def check(trial: Trial) -> Result:
+    if trial.case.training.rates is not None:
+        return not_applicable(
+            "reported_rate", "the trainer keeps its own schedule (training.rates), which is not under test"
+        )
     shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
     if not shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("reported_rate", "this trainer reports none; the optimizer's is judged by the law update")

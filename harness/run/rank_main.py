@@ -30,6 +30,8 @@ from harness.trainers import StartedTrainer
 if TYPE_CHECKING:
     from harness.probe import Probe
 
+SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the trainer's: shape}
+
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
     """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
@@ -49,7 +51,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length)
     probe.install()
     try:
-        trainer = adapter.start(case, Path(options["weights"]), options["device"])
+        trainer = _started(adapter, case, options)
         probe.attach(trainer.model_parts)
         if case.resume:
             trainer.resume(checkpoints)
@@ -71,6 +73,16 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     save(evidence_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
+
+
+def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
+    """Of a model whose parameters do not fit the seed weights, rank 0 leaves the shapes."""
+    try:
+        return adapter.start(case, Path(options["weights"]), options["device"])
+    except ValueError as error:
+        if hasattr(error, "shapes") and int(os.environ.get("RANK", 0)) == 0:
+            write_text(Path(options["directory"]) / SHAPES_FILE, json.dumps(error.shapes))
+        raise
 
 
 def _train(trainer: StartedTrainer, case: Case, checkpoints: Path, probe: Probe | None = None) -> None:

@@ -193,7 +193,7 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
         why=fragment["why"],
         dims=_record(ParallelDims, fragment.get("dims"), f"{where}: dims"),
         model=_model(fragment.get("model", "debug"), f"{where}: model"),
-        training=_record(TrainingConfig, fragment.get("training"), f"{where}: training"),
+        training=_record(TrainingConfig, _with_rates(fragment.get("training"), where), f"{where}: training"),
         features=_record(Features, fragment.get("features"), f"{where}: features"),
         runs=fragment.get("runs", 1),
         tier=_tier(fragment.get("tier", "default"), f"{where}: tier"),
@@ -209,6 +209,17 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
     validate(case, fragment.get("world_size"), where)
     validate_resume(case, where)
     return case
+
+
+def _with_rates(value: Any, where: str) -> Mapping[str, Any]:
+    """A list of rates as a record keeps it."""
+    training = as_mapping(value, f"{where}: training")
+    rates = training.get("rates")
+    if not isinstance(rates, list):
+        return training
+    for number, rate in enumerate(rates, start=1):
+        _check_type(rate, None, "float", f"{where}: training: rates: entry {number}")
+    return {**training, "rates": tuple(rates)}
 
 
 def _tier(value: Any, where: str) -> str:
@@ -294,6 +305,7 @@ def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
     wanted = [part.strip() for part in annotation.split("|")]
     kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
     kinds |= {"RopeScaling": RopeScaling, "ParallelDims": ParallelDims, "Features": Features, "None": type(None)}
+    kinds |= {"tuple[float, ...]": tuple}
     for kind in wanted:
         if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
             return

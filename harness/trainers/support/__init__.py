@@ -9,6 +9,7 @@ samples.py             a data-parallel rank's samples of a step
 learning_rate.py       the recipe's schedule in the place of a trainer's own
 float64.py             casts to float32 leave a float64 recipe's values alone
 cpu_attention.py       ring attention on CPU
+script.py              a trainer that is a script, which is run as it is
 training_function.py   a trainer that is one function, stopped where its set-up is done
 environments.py        environments and releases that pip makes
 """

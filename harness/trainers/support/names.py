@@ -11,5 +11,5 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
-    """A dotted name with each of its parts as the table has it; parts that it has not stay."""
-    return ".".join(table.get(part, part) for part in name.split("."))
+    """A dotted name with each of its parts as the table has it: those that it has not stay, those it has nothing for go."""
+    return ".".join(filter(None, (table.get(part, part) for part in name.split("."))))

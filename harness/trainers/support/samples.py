@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from harness.reference.data import Dataset, step_samples
+from harness.reference.data import Dataset, build_dataset, sample_order, step_samples
 from harness.spec.case import Case
 
 
@@ -19,3 +23,49 @@ def rank_samples(
     mine = step_samples(case.training, len(dataset), step)[dp_rank::dp_degree]
     tokens, labels = (torch.stack(rows) for rows in zip(*(dataset[i] for i in mine), strict=True))
     return tokens[:, : case.seq_len(step)], labels[:, : case.seq_len(step)]
+
+
+def recipe_batches(case: Case, dp_rank: int = 0, dp_degree: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's microbatches, one after the other, without end: for a trainer whose batches are made by a function."""
+    dataset = build_dataset(case.training, case.model)
+    for step in itertools.count(1):
+        tokens, labels = rank_samples(case, dataset, step, dp_rank, dp_degree)
+        cut = case.features.accumulation
+        yield from zip(tokens.chunk(cut), labels.chunk(cut), strict=True)
+
+
+def _pair(tokens: Tensor, labels: Tensor) -> Any:
+    return tokens, labels
+
+
+class RecipeSamples(torch.utils.data.Dataset[Any]):
+    """The recipe's samples in the place of a trainer's data set: its own sampler, loader and workers bring them to the ranks.
+
+    shuffled: whether its sampler, torch's, shuffles them by the recipe's seed; if not, they lie in the recipe's order.
+    form: what the trainer's data set answers for tokens and labels, int64 [s] each; by default both in a tuple.
+    """
+
+    def __init__(self, case: Case, *, shuffled: bool = False, form: Callable[[Tensor, Tensor], Any] = _pair) -> None:
+        self.dataset, self.form = build_dataset(case.training, case.model), form
+        order = sample_order(case.training, len(self.dataset), epoch=0)
+        self.ids = range(len(self.dataset)) if shuffled else order
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.form(*self.dataset[self.ids[int(index)]])
+
+
+class RecipeStream(torch.utils.data.IterableDataset[Any]):
+    """The samples of a data-parallel rank, one after the other, for a trainer whose data set is a stream. form: as above."""
+
+    def __init__(
+        self, case: Case, dp_rank: int, dp_degree: int, *, form: Callable[[Tensor, Tensor], Any] = _pair
+    ) -> None:
+        self.case, self.place, self.form = case, (dp_rank, dp_degree), form
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in recipe_batches(self.case, *self.place):
+            for sample in zip(*batch, strict=True):
+                yield self.form(*sample)

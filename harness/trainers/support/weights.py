@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from harness.plan.slices import TP_DIM
 from harness.reference.model import initial_weights
 from harness.spec.case import Case
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 
 
 def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
@@ -30,6 +33,15 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
     return arrays
 
 
+class DoNotFit(ValueError):
+    """Parameters that are none of the reference's, or of another shape. shapes: of all parameters, by the trainer's names."""
+
+    def __init__(self, problems: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        more = f"; and {len(problems) - 1} more, which `harness doctor` lists" if len(problems) > 1 else ""
+        super().__init__(problems[0] + more)
+        self.shapes = dict(shapes)
+
+
 @torch.no_grad()
 def load_weights(
     parts: Iterable[nn.Module],
@@ -37,21 +49,44 @@ def load_weights(
     weights: Path | None,
     fqn: Callable[[str], str],
     rows: Mapping[str, np.ndarray] = MappingProxyType({}),
+    cut: Callable[[str, Tensor], Tensor] = lambda _, whole: whole,
 ) -> None:
-    """Copy this rank's slice of every seed weight into place. No communication.
+    """Copy this rank's slice of every seed weight into place. No communication. Raises DoNotFit.
 
-    fqn: the reference's spelling of a parameter's name. rows: by that, as an adapter's `rows`.
+    fqn: the reference's spelling of a parameter's name. rows: by that, as an adapter's `rows`. cut: what this rank has of a
+    whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`.
     """
-    full = read_weights(weights, case)
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            whole = torch.from_numpy(full[fqn(name)][rows.get(fqn(name), slice(None))])
-            if whole.shape != parameter.shape:
-                raise ValueError(
-                    f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}"
-                )
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(local_slice(whole, parameter))
+    full, problems = read_weights(weights, case), []
+    parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
+    for name, parameter in parameters.items():
+        if fqn(name) not in full:
+            problems.append(
+                f"{name} {list(parameter.shape)}: fqn gives {fqn(name)!r}, which is none of the reference's"
+            )
+            continue
+        whole = cut(fqn(name), torch.from_numpy(full[fqn(name)][rows.get(fqn(name), slice(None))]))
+        if whole.shape != parameter.shape:
+            problems.append(f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}")
+            continue
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(local_slice(whole, parameter))
+    if problems:
+        raise DoNotFit(problems, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+
+
+def plain(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
+    """`cut` of layers that are column and row parallel as Megatron's are, and of which this is one of `degree` tp ranks."""
+
+    def cut(fqn: str, whole: Tensor) -> Tensor:
+        dim = next((dim for module, dim in TP_DIM.items() if fqn.removesuffix(".weight").endswith(module)), None)
+        return whole if dim is None else whole.chunk(degree, dim)[rank]
+
+    return cut
 
 
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:

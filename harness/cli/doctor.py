@@ -1,0 +1,59 @@
+"""`harness doctor`: a trainer's adapter, examined: one rank first, then two, with a sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, cases_of, options_of
+from harness.judge.result import Verdict
+from harness.onboarding.examination import Examination, examine
+from harness.reference.config import DTYPES
+from harness.report.output import say
+from harness.report.text import wrapped
+from harness.run.selection import matching
+from harness.spec.case import Case
+from harness.spec.variants import in_dtype
+
+MOST_RANKS = 2
+CODES = {Verdict.FAIL: BROKEN, Verdict.UNKNOWN: NOT_JUDGED, Verdict.PASS: PASSED}
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "doctor", command, "examine a trainer's adapter: what is wrong, and the line to write"
+    )
+    add_cases(parser)
+    add_selection(parser)
+    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="for a trainer that computes in no other")
+    add_how_to_run(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    cases, options = _small_ones(args), options_of(args)
+    tell_line("adapter", f"{options.trainer} loads")
+    found = examine(cases, options, tell_line)
+    say(*_then(found, cases, args))
+    return max((CODES[verdict] for verdict in found.judged.values()), default=NOT_JUDGED)
+
+
+def _small_ones(args: argparse.Namespace) -> list[Case]:
+    """On one rank and on two. Raises BadInput."""
+    chosen = [in_dtype(case, args.dtype) for case in matching(cases_of(args), args.expression)]
+    cases = [case for case in chosen if case.dims.world_size <= MOST_RANKS]
+    if not cases:
+        raise BadInput("no case of one or two ranks is selected; `harness init` writes cases/first.yaml")
+    return cases
+
+
+def tell_line(label: str, text: str) -> None:
+    first, *more = wrapped(text, " " * 16) or [" " * 16]
+    say(f"{label:<14}  {first.lstrip()}", *more)
+
+
+def _then(found: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
+    if not found.stopped and all(verdict is Verdict.PASS for verdict in found.judged.values()):
+        return ["", f"all is well on one rank and on two; the rest: harness matrix --trainer {args.trainer}"]
+    left = [case.name for case in cases if case.name not in found.judged]
+    return ["", f"not run, they would show the same: {', '.join(left)}"] if left else []

@@ -1,0 +1,58 @@
+"""`harness init TRAINER.py`: an adapter beside the script, and first cases, begun with what the script says of itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from harness.cli.exit_codes import PASSED
+from harness.cli.options import BadInput, add_command
+from harness.evidence.store import write_text
+from harness.onboarding import skeleton
+from harness.onboarding.script_facts import ScriptFacts, read
+from harness.report.output import say
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "init", command, "begin an adapter for a training script, and its first cases")
+    parser.add_argument("script", type=Path, metavar="TRAINER.py", help="it is read, not run, and not edited")
+    parser.add_argument("--adapter", type=Path, metavar="FILE.py", help="default TRAINER_adapter.py beside it")
+    parser.add_argument("--cases", type=Path, default=Path("cases"), metavar="DIR", help="default cases")
+
+
+def command(args: argparse.Namespace) -> int:
+    facts, file = _facts(args.script), args.adapter or args.script.with_name(f"{args.script.stem}_adapter.py")
+    first = args.cases / "first.yaml"
+    for path in (file, first):
+        if path.exists():
+            raise BadInput(f"{path} is there already; move it away, or name another by --adapter and --cases")
+    args.cases.mkdir(parents=True, exist_ok=True)
+    write_text(file, skeleton.adapter(facts))
+    write_text(first, skeleton.cases(facts))
+    say(*told(facts), "", f"wrote {file} and {first}; look at the lines with TODO, then:")
+    say(f"  harness doctor --trainer {file}" + (f" --cases {args.cases}" if args.cases != Path("cases") else ""))
+    return PASSED
+
+
+def _facts(script: Path) -> ScriptFacts:
+    """Raises BadInput."""
+    try:
+        facts = read(script)
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise BadInput(f"{script}: cannot be read as Python: {error}") from error
+    if not facts.is_program:
+        raise BadInput(f'{script} has no `if __name__ == "__main__":` block: it would train when it is imported')
+    return facts
+
+
+def told(facts: ScriptFacts) -> list[str]:
+    """What was found, in a line each."""
+    wrappers = ", ".join(sorted(facts.wrappers())) or "none"
+    return [
+        f"{facts.path}: read, not run",
+        f"  model      {', '.join(facts.models[:3]) or 'no class of it was found'}",
+        f"  wrappers   {wrappers}",
+        f"  flags      {len(facts.flags)}, of which {len(skeleton.passed_on(facts))} mean something to a case",
+        f"  data set   {', '.join(name for _, name, _ in facts.data_sets) or 'none was found'}",
+    ]

@@ -1,0 +1,199 @@
+"""A trainer examined in the order in which it is brought in: it runs on one rank, its names, its model, then two ranks.
+
+Each step says in a sentence what was seen, and for what is wrong the usual explanation that the evidence confirms, with the
+line that puts it right. Explanations are tried by judging the stored evidence again: none is said that was not tested.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness import trainers
+from harness.diagnosis import diagnose
+from harness.diagnosis.suppositions import Supposed, first_loss, suppose, with_own_rates
+from harness.evidence.store import load
+from harness.judge.judgement import Judgement
+from harness.judge.result import Result, Verdict
+from harness.judge.stored_trial import load_trial
+from harness.judge.trial import Trial
+from harness.onboarding import names
+from harness.reference.record import ReferenceRun
+from harness.run.options import Options
+from harness.run.rank_main import SHAPES_FILE
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+
+Tell = Callable[[str, str], None]
+"""A label, and a sentence."""
+
+FLOAT32 = 1e-5  # relative; what float32 arithmetic leaves of a loss, at most
+
+
+@dataclass(frozen=True)
+class Examination:
+    """judged: how each case ended, by name. stopped: whether later cases were not run, as they would show the same."""
+
+    judged: dict[str, Verdict]
+    stopped: bool = False
+
+
+def examine(cases: Sequence[Case], options: Options, tell: Tell) -> Examination:
+    """One rank first, then the others; after a case that is wrong, none. Raises what `run_case` raises."""
+    judged: dict[str, Verdict] = {}
+    for case in sorted(cases, key=lambda case: case.dims.world_size):
+        judgement = run_case(case, options)
+        judged[case.name] = verdict = without_golden(judgement)
+        tell(case.name, f"{verdict}: {_ran(judgement)}")
+        if verdict is not Verdict.PASS:
+            explain(judgement, options, tell)
+            return Examination(judged, stopped=len(judged) < len(cases))
+    return Examination(judged)
+
+
+def without_golden(judgement: Judgement) -> Verdict:
+    """A new repository has accepted no curve of the reference yet, which says nothing of the trainer."""
+    verdicts = {result.verdict for result in judgement.results if result.check != "golden"}
+    return next((v for v in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS) if v in verdicts), Verdict.UNKNOWN)
+
+
+def _ran(judgement: Judgement) -> str:
+    count = {v: sum(result.verdict is v for result in judgement.results) for v in Verdict}
+    ranks, steps = judgement.case.dims.world_size, judgement.case.training.steps
+    wrong = [result.check for result in judgement.results if result.verdict is Verdict.FAIL]
+    broken = f", broken {', '.join(wrong)}" if wrong else ""
+    return f"{steps} steps on {ranks} rank{'s' * (ranks > 1)}; {count[Verdict.PASS]} laws hold{broken}"
+
+
+def explain(judgement: Judgement, options: Options, tell: Tell) -> None:
+    """Why a case did not pass: the first of these that there is something to say of."""
+    _ = (
+        _died(judgement, options, tell)
+        or _another_dtype(judgement, tell)
+        or _other_samples(judgement, tell)
+        or _another_model(judgement, tell)
+        or _diagnosed(judgement, tell)
+        or _unknown(judgement, tell)
+    )
+
+
+def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
+    """A rank that raised, and whether it was for parameters that do not fit."""
+    completed = next(result for result in judgement.results if result.check == "completed")
+    if completed.verdict is Verdict.PASS:
+        return False
+    path = judgement.folder / "run" / SHAPES_FILE
+    if path.exists():
+        adapter = trainers.load(options.trainer)
+        shapes = {name: tuple(shape) for name, shape in json.loads(path.read_text(encoding="utf-8")).items()}
+        for sentence in names.unfit(shapes, judgement.case, adapter.fqn):
+            tell("names", sentence)
+        tell("", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}")
+        return True
+    for finding in completed.findings[:2]:
+        tell("stopped", f"{finding.where}: {finding.observed}")
+    tell("log", str(judgement.folder / "run" / "logs" / "rank_00.log"))
+    return True
+
+
+def _another_dtype(judgement: Judgement, tell: Tell) -> bool:
+    """Parameters in another dtype than the recipe's: nothing else can be compared."""
+    wanted = judgement.case.training.dtype
+    found = {t.dtype for e in load_trial(judgement.folder).ranks.values() for t in e.parameters} - {wanted}
+    if not found:
+        return False
+    dtype = sorted(found)[0]
+    tell("dtype", f"its parameters are {dtype}, requested {wanted}; if it can do no other:")
+    tell("", f'adapter: dtypes = ("{dtype}",), and `harness doctor --dtype {dtype}`')
+    return True
+
+
+def _other_samples(judgement: Judgement, tell: Tell) -> bool:
+    """Tokens that are not the recipe's: no number can be the reference's then."""
+    samples = next(result for result in judgement.results if result.check == "samples")
+    for finding in samples.findings[:2]:
+        tell("samples", f"{finding.where}: expected {finding.expected}, observed {finding.observed}")
+    if samples.findings:
+        tell(
+            "",
+            "adapter: put RecipeSamples in the place of its data set, RecipeStream of its stream, or recipe_batches of",
+        )
+        tell("", "what makes its batches: self.script.replace(NAME, ..); shuffled=True if its sampler shuffles")
+    return bool(samples.findings)
+
+
+def _another_model(judgement: Judgement, tell: Tell) -> bool:
+    """What the model, or the schedule, has otherwise than the adapter and the case say."""
+    trial = load_trial(judgement.folder)
+    broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
+    if not broken & {"loss", "update", "gradients"} or judgement.case.dims.world_size > 1:
+        return False
+    found = suppose(trial, load(judgement.folder / "reference.npz", ReferenceRun))
+    rates = with_own_rates(trial).rates
+    if not found:
+        _off(trial, tell)
+        return _diagnosed(judgement, tell)
+    best = min(found, key=lambda one: len(_broken(one.results)))
+    for each in best.suppositions:
+        tell("model", each.says)
+        tell("", each.line)
+    if rates != trial.case.training.rates:
+        _own_schedule(trial, rates or (), tell)
+    _rest(best, broken, tell)
+    return True
+
+
+def _own_schedule(trial: Trial, rates: Sequence[float], tell: Tell) -> None:
+    recipe = ", ".join(f"{trial.reference_step(n).lr:.4g}" for n in trial.case.steps)
+    tell("schedule", f"its optimizer takes the rates {', '.join(f'{r:.4g}' for r in rates)}, requested {recipe}")
+    tell("", "adapter: pass the recipe's schedule on; or, to keep its own, which is then not under test,")
+    tell("", f"case: training: {{rates: [{', '.join(_yaml(rate) for rate in rates)}]}}")
+
+
+def _yaml(rate: float) -> str:
+    text = repr(rate)
+    return text if "." in text else text.replace("e", ".0e") if "e" in text else f"{text}.0"
+
+
+def _rest(best: Supposed, broken: set[str], tell: Tell) -> None:
+    """What is left when all of that is assumed."""
+    left = _broken(best.results)
+    numbers = sorted(broken - left)
+    if numbers:
+        tell("assuming this", f"{len(numbers)} of {len(broken)} broken laws hold: {', '.join(numbers)}")
+    found = diagnose(best.trial, best.results) if left else None
+    if found:
+        tell("left", f"{', '.join(sorted(left))}: {found.cause}")
+
+
+def _broken(results: Sequence[Result]) -> set[str]:
+    return {result.check for result in results if result.verdict is Verdict.FAIL}
+
+
+def _off(trial: Trial, tell: Tell) -> None:
+    """How far the first loss is off, where none of the usual explanations gives it."""
+    loss, wanted = first_loss(trial), trial.reference_step(1).loss
+    if loss is None:
+        return
+    off = abs(loss - wanted) / abs(wanted)
+    tell("loss", f"that of step 1 is off by {off:.1e}; none of the usual explanations of the model gives it")
+    if off < FLOAT32 and trial.case.training.dtype == "float64":
+        tell("", "so little is what arithmetic in float32 leaves: `harness doctor --dtype float32` tells, or")
+        tell("", 'adapter: float64.preserve(case.training.dtype, "module that says torch.float32")')
+
+
+def _diagnosed(judgement: Judgement, tell: Tell) -> bool:
+    if judgement.diagnosis is None:
+        return False
+    tell("cause", judgement.diagnosis.cause)
+    for label, text in judgement.diagnosis.evidence:
+        tell(f"  {label}", text)
+    return True
+
+
+def _unknown(judgement: Judgement, tell: Tell) -> bool:
+    for result in judgement.results:
+        if result.verdict is Verdict.UNKNOWN and result.check != "golden":
+            tell(result.check, f"could not be judged: {result.note}")
+    return True

@@ -1,0 +1,76 @@
+"""Parameters of a trainer that are none of the reference's: what each may be, by its shape and the spelling of its name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+
+from harness.onboarding.spellings import PARAMETERS, by_spelling
+from harness.spec.case import Case
+from harness.trainers.support.names import renamed
+
+Shape = tuple[int, ...]
+
+
+def unfit(shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str]) -> list[str]:
+    """A sentence for each parameter that is none of the reference's, or of another shape, and one for those that lack."""
+    wanted = case.model.parameter_shapes()
+    said = list(_unfit(shapes, wanted, case, fqn))
+    if missing := [name for name in wanted if name not in {fqn(theirs) for theirs in shapes}]:
+        said.append(f"of the reference's {len(wanted)} parameters {len(missing)} are nobody's: {_some(missing)}")
+    return said
+
+
+def _unfit(
+    shapes: Mapping[str, Shape], wanted: Mapping[str, Shape], case: Case, fqn: Callable[[str], str]
+) -> Iterator[str]:
+    for theirs, shape in shapes.items():
+        ours = fqn(theirs)
+        if ours not in wanted:
+            yield f"{theirs} {list(shape)} is mapped to {ours}, which there is not: {_instead(theirs, shape, wanted, case)}"
+        elif shape != wanted[ours]:
+            yield f"{theirs} {list(shape)} is mapped to {ours} {list(wanted[ours])}: {_otherwise(shape, wanted[ours], case)}"
+
+
+def _otherwise(shape: Shape, wanted: Shape, case: Case) -> str:
+    if shape == wanted[::-1]:
+        return "it is the transpose; no law knows transposed slices"
+    if len(shape) == 1 and shape[0] * 1 < _numel(wanted):
+        return "a part of it, flat: let weights be copied before FSDP1 wraps"
+    parts = [dim for dim, (has, whole) in enumerate(zip(shape, wanted, strict=False)) if whole == has * case.dims.tp]
+    if len(shape) == len(wanted) and case.dims.tp > 1 and parts:
+        return "the tp rank's part: give load_weights(.., cut=tensor_parallel(rank, degree))"
+    return f"is it {' or '.join(_of_shape(shape, case)) or 'of another size: pass it on in `arguments`'}?"
+
+
+def _instead(theirs: str, shape: Shape, wanted: Mapping[str, Shape], case: Case) -> str:
+    """Of this shape, that whose spelling is nearest first."""
+    attention = case.model.parameter_shapes()
+    rows = [attention[f"layers.0.attention.{name}.weight"][0] for name in ("wq", "wk", "wv")]
+    if len(shape) == 2 and shape[0] == sum(rows) and shape[0] != case.model.vocab_size:
+        return "it has as many rows as wq, wk and wv together; weights fused into one cannot be mapped"
+    if len(shape) == 2 and shape[0] == 2 * case.model.ffn_dim:
+        return "it has as many rows as w1 and w3 together; weights fused into one cannot be mapped"
+    spelled = renamed(theirs, by_spelling(PARAMETERS))
+    layer = spelled[: len("layers.0.")] if spelled.startswith("layers.") else ""
+    alike = [name for name, size in wanted.items() if size == shape and name.startswith(layer)]
+    near = difflib.get_close_matches(spelled, alike, n=2, cutoff=0.3) or alike[:2]
+    transposed = [name for name, size in wanted.items() if len(size) == 2 and size == shape[::-1] != shape]
+    if near:
+        return f"of its shape {'are' if len(near) > 1 else 'is'} {' and '.join(near)}"
+    return f"the transpose of its shape has {_some(transposed)}" if transposed else "no parameter has its shape"
+
+
+def _of_shape(shape: Shape, case: Case) -> list[str]:
+    return [name for name, size in case.model.parameter_shapes().items() if size == shape][:2]
+
+
+def _numel(shape: Shape) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" .." if len(names) > 3 else "")

@@ -1,0 +1,212 @@
+"""What a training script says of itself, read by its syntax tree; nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MADE = {
+    "optimizer": r"(Adam|AdamW|SGD|Adafactor|Lion)$|optimizer$",
+    "wrapper": r"(fully_shard|DistributedDataParallel|DDP|FullyShardedDataParallel|FSDP|parallelize_module|replicate)$",
+    "loader": r"(DataLoader|StatefulDataLoader)$",
+    "sampler": r"\w*Sampler$",
+    "loss": r"(cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss)$",
+    "schedule": r"(LambdaLR|CosineAnnealingLR|OneCycleLR|LinearLR|SequentialLR)$",
+    "clipping": r"clip_grad_norm_?$",
+    "process group": r"init_process_group$",
+    "mesh": r"(init_device_mesh|DeviceMesh)$",
+}
+"""Where it is made: by the name that is called."""
+
+HALVES = r"rotate_half|\[\.\.\., *: *\w*(half|// ?2) *\]|chunk\(2, ?(dim=)?-1\)"
+SPARED = r"\.(dim\(\)|ndim) *(>=? *[12]|<=? *[12])"  # in an optimizer's groups: no weight decay on vectors
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str
+    default: str
+    is_switch: bool = False
+    help: str = ""
+    choices: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    what: str
+    called: str
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class ScriptFacts:
+    """models: classes of modules that are part of no other, with an embedding first. names: what modules call their parts.
+    data_sets: their classes, each with the module that has it and what its `__getitem__` answers. optimizer: literal
+    keywords of the optimizer's call; None where no call was seen. spares_vectors: it has groups by the number of dims.
+    is_program: it can be imported without training.
+    """
+
+    path: Path
+    flags: tuple[Flag, ...]
+    models: tuple[str, ...]
+    names: tuple[str, ...]
+    data_sets: tuple[tuple[str, str, str], ...]
+    places: tuple[Place, ...]
+    optimizer: dict[str, object] | None
+    turns_halves: bool
+    spares_vectors: bool
+    is_program: bool
+
+    def at(self, what: str) -> list[Place]:
+        return [place for place in self.places if place.what == what]
+
+    def wrappers(self) -> set[str]:
+        return {place.called for place in self.at("wrapper")}
+
+
+def read(path: Path) -> ScriptFacts:
+    """Of the script and what it imports from beside it. Raises OSError, SyntaxError and UnicodeDecodeError."""
+    sources = dict(_with_neighbours(path))
+    trees = {file: ast.parse(text, str(file)) for file, text in sources.items()}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    modules = [node for node in classes if _extends(node, {"Module"}, classes)]
+    places = tuple(place for file, tree in trees.items() for place in _places(file, tree))
+    return ScriptFacts(
+        path,
+        flags=tuple(flag for tree in trees.values() for flag in _flags(tree)),
+        models=_models(modules),
+        names=tuple(dict.fromkeys(name for module in modules for name in _attributes(module))),
+        data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, classes)),
+        places=places,
+        optimizer=_optimizer(trees.values()),
+        turns_halves=any(re.search(HALVES, text) for text in sources.values()),
+        spares_vectors=any("weight_decay" in text and re.search(SPARED, text) for text in sources.values()),
+        is_program=any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in trees[path].body),
+    )
+
+
+def _with_neighbours(path: Path, top: Path | None = None, seen: set[Path] | None = None) -> Iterator[tuple[Path, str]]:
+    """The file, and files beside it (or in a package beside it) that it imports."""
+    top, seen = top or path.parent, seen if seen is not None else set()
+    if path in seen:
+        return
+    seen.add(path)
+    text = path.read_text(encoding="utf-8")
+    yield path, text
+    for node in ast.walk(ast.parse(text, str(path))):
+        for name in _imports(node, path, top):
+            beside = top.joinpath(*name.split("."))
+            for file in (beside.with_suffix(".py"), beside / "__init__.py"):
+                if name and file.is_file():
+                    yield from _with_neighbours(file, top, seen)
+
+
+def _imports(node: ast.AST, path: Path, top: Path) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    package = list(path.relative_to(top).parts[: -node.level]) if node.level else []
+    base = ".".join([*package, *(node.module or "").split(".")]).strip(".")
+    return [base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)]
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def _places(file: Path, tree: ast.AST) -> Iterator[Place]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for what, pattern in MADE.items():
+                if re.search(rf"(^|\.)({pattern})", _called(node)):
+                    text = ast.unparse(node)
+                    yield Place(
+                        what,
+                        _called(node).rpartition(".")[2],
+                        file.name,
+                        node.lineno,
+                        text if len(text) < 80 else f"{text[:76]} ..",
+                    )
+
+
+def _flags(tree: ast.AST) -> Iterator[Flag]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node).endswith("add_argument") and node.args:
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            name = next((name for name in names if name.startswith("--")), "")
+            if name:
+                action = told.get("action", "")
+                switch = "store_" in action or "Boolean" in action
+                yield Flag(name, told.get("default", "none"), switch, told.get("help", ""), told.get("choices", ""))
+
+
+def _extends(node: ast.ClassDef, names: set[str], classes: list[ast.ClassDef]) -> bool:
+    """By the last part of a base's name, or of one of these classes'."""
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    if bases & names:
+        return True
+    return any(one.name in bases and one is not node and _extends(one, names, classes) for one in classes)
+
+
+def _attributes(module: ast.ClassDef) -> Iterator[str]:
+    """What it assigns to itself that may be a module or a parameter: something that is called."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign):
+            for target, value in (pair for one in node.targets for pair in _paired(one, node.value)):
+                if isinstance(value, ast.Call) and ast.unparse(target).startswith("self."):
+                    yield ast.unparse(target).removeprefix("self.")
+
+
+def _paired(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """a, b = c, d assigns c to a."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
+
+
+def _models(modules: list[ast.ClassDef]) -> tuple[str, ...]:
+    parts = {
+        (other.name, name)
+        for other in modules
+        for node in ast.walk(other)
+        if isinstance(node, ast.Call) and (name := _called(node)) != other.name
+    }
+    whole = [module for module in modules if not any(name == module.name for _, name in parts)]
+    embeds = [module.name for module in whole if "Embedding" in ast.unparse(module)]
+    return tuple(dict.fromkeys([*embeds, *(module.name for module in whole)]))
+
+
+def _data_sets(file: Path, tree: ast.AST, classes: list[ast.ClassDef]) -> Iterator[tuple[str, str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and _extends(node, {"Dataset", "IterableDataset"}, classes):
+            items = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__getitem__"]
+            answers = [
+                ast.unparse(one.value)
+                for item in items
+                for one in ast.walk(item)
+                if isinstance(one, ast.Return) and one.value
+            ]
+            iterable = any(isinstance(one, ast.FunctionDef) and one.name == "__iter__" for one in node.body)
+            yield file.stem, node.name, answers[-1] if answers else "an iterator" if iterable else ""
+
+
+def _optimizer(trees: object) -> dict[str, object] | None:
+    """Literal keywords; those that are no literals are told by a flag, or by nobody."""
+    for tree in trees:  # type: ignore[attr-defined]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and re.search(r"(^|\.)(AdamW|SGD)$", _called(node)):
+                found: dict[str, object] = {"optimizer": _called(node).rpartition(".")[2].lower()}
+                for keyword in node.keywords:
+                    try:
+                        found[keyword.arg or ""] = ast.literal_eval(keyword.value)
+                    except ValueError:
+                        found[keyword.arg or ""] = None
+                return found
+    return None

@@ -1,0 +1,132 @@
+"""`harness doctor`: an adapter that `harness init` began, examined on real ranks; and what is supposed of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import ROOT
+from harness.cli import main
+from harness.diagnosis import suppositions
+from harness.diagnosis.suppositions import Supposition, suppose
+from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.record import ReferenceRun
+from harness.reference.train import train
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.traits import USUAL
+
+MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=24)
+CASE = Case("any", "a test", ParallelDims(), model=MODEL, training=TrainingConfig(steps=2, global_batch=4, seq_len=8))
+
+
+def trial_of(run: ReferenceRun, reference: ReferenceRun, rates: tuple[float, ...]) -> Trial:
+    """One rank that computed what `run` did, with the seed weights of the reference."""
+    labels, tokens = reference.labels, reference.tokens
+    rows = [[reference.sample_ids.index(id_) for id_ in ids] for ids in reference.samples]
+    steps = tuple(
+        StepEvidence(
+            step=step.step,
+            microbatches=(Microbatch(tokens[at], labels[at], step.loss * step.valid_tokens, step.valid_tokens),),
+            reported_loss=None,
+            grad_norm=None,
+            lr=rate,
+            gradients=step.gradients,
+            parameters=step.parameters,
+            optimizer_state=step.optimizer_state,
+            memory={},
+        )
+        for step, at, rate in zip(run.steps, rows, rates, strict=True)
+    )
+    held = tuple(TensorEvidence(f, v.shape, "float64", None, (), v) for f, v in reference.weights.items())
+    evidence = RankEvidence(0, 1, held, (), (), steps, reports=())
+    return Trial(CASE, make_plan(CASE, USUAL), Run("", 1, (), {0: evidence}), reference)
+
+
+def trained_as(which: Supposition, rates: tuple[float, ...] | None = None) -> Trial:
+    """By a trainer of which this is so, given the seed weights as they are."""
+    reference = train(MODEL, CASE.training)
+    training = replace(CASE.training, rates=rates)
+    run = suppositions.trained(which.model(MODEL), training, reference, [which])
+    return trial_of(run, reference, tuple(step.lr for step in run.steps))
+
+
+def all_of() -> list[Supposition]:
+    reference = train(MODEL, CASE.training)
+    return list(suppositions.suppositions(trial_of(reference, reference, (0.1, 0.1))))
+
+
+@pytest.mark.parametrize("number", range(len(all_of())))
+def test_what_is_so_of_a_model_is_said_and_the_numbers_are_right_under_it(number: int) -> None:
+    which = all_of()[number]
+    trial = trained_as(which)
+    found = suppose(trial, trial.reference)
+    assert [[each.says for each in one.suppositions] for one in found] == [[which.says]]
+    verdicts = {result.check: str(result.verdict) for result in found[0].results}
+    assert (verdicts["gradients"], verdicts["loss"]) == ("PASS", "PASS")
+
+
+def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> None:
+    trial = trained_as(Supposition("", ""), rates=(0.001, 0.002))
+    found = suppose(trial, trial.reference)
+    assert [one.suppositions for one in found] == [()]
+    assert found[0].trial.case.training.rates == (0.001, 0.002)
+    verdicts = {result.check: str(result.verdict) for result in found[0].results}
+    assert (verdicts["gradients"], verdicts["loss"]) == ("PASS", "PASS")
+
+
+def test_two_things_that_are_so_at_once_are_both_said() -> None:
+    every = all_of()
+    halves, eps = next(s for s in every if "head_dim / 2" in s.says), next(s for s in every if "1e-08" in s.says)
+    both = Supposition("", "", model=eps.model, turned=halves.turned, back=halves.back)
+    trial = trained_as(both)
+    assert {each.says for each in suppose(trial, trial.reference)[0].suppositions} == {halves.says, eps.says}
+
+
+def test_a_loss_that_none_of_them_gives_supposes_nothing() -> None:
+    trial = trained_as(Supposition("", "", turned=lambda arrays: {f: 1.01 * np.asarray(a) for f, a in arrays.items()}))
+    assert suppose(trial, trial.reference) == []
+
+
+def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text((ROOT / "tests" / "script_trainer.py").read_text())
+    assert main(["init", "train.py"]) == 0
+    assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 1
+    said = capsys.readouterr().out
+    assert "its norms add 1e-06 to the mean square, requested norm_eps 1e-05" in said
+    assert "case: model: {norm_eps: 1.0e-06}" in said
+    assert "case: training: {rates: [0.001, 0.002, 0.003]}" in said
+    assert "3 of 3 broken laws hold: gradients, loss, update" in said
+    assert "not run, they would show the same: fsdp_2" in said
+    cases = Path("cases/first.yaml")
+    told = "{rates: [0.001, 0.002, 0.003], all_valid: true}\n  model: {norm_eps: 1.0e-06}"
+    cases.write_text(cases.read_text().replace("{all_valid: true}", told))
+    assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 0
+    said = capsys.readouterr().out
+    assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well on one rank and on two" in said
+
+
+def test_names_that_are_none_of_the_references_stop_the_examination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text((ROOT / "tests" / "script_trainer.py").read_text())
+    assert main(["init", "train.py"]) == 0
+    adapter = Path("train_adapter.py")
+    adapter.write_text(adapter.read_text().replace("q_proj=wq ", ""))
+    assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "blocks.0.attn.q_proj.weight [64, 64] is mapped to layers.0.attention.q_proj.weight, which there is not" in said
+    )
+    assert "of the reference's 21 parameters 2 are nobody's: layers.0.attention.wq.weight" in said

@@ -1,0 +1,118 @@
+"""`harness init`: what a script says of itself, and the adapter and cases that are begun with it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import ROOT
+from harness.cli import main
+from harness.onboarding import names, skeleton
+from harness.onboarding.script_facts import read
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import load_all
+
+SCRIPT = ROOT / "tests" / "script_trainer.py"
+
+
+def begun(text: str, folder: Path) -> tuple[str, str]:
+    """The adapter and the cases for a script of this text."""
+    (folder / "train.py").write_text(text)
+    facts = read(folder / "train.py")
+    return skeleton.adapter(facts), skeleton.cases(facts)
+
+
+def test_a_script_says_its_model_flags_wrappers_and_data_set_without_being_run() -> None:
+    facts = read(SCRIPT)
+    assert facts.models == ("TinyLlama",)
+    assert facts.wrappers() == {"DDP", "fully_shard"}
+    assert [name for _, name, _ in facts.data_sets] == ["Tokens"]
+    assert facts.optimizer == {"optimizer": "adamw", "lr": None, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    assert {"--dim", "--ddp", "--log-every"} <= {flag.name for flag in facts.flags}
+    assert facts.turns_halves and facts.is_program and not facts.spares_vectors
+
+
+def test_what_it_imports_from_beside_it_is_read_as_well(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\nclass Net(nn.Module):\n    pass\n")
+    (tmp_path / "train.py").write_text("from net import Net\nif __name__ == '__main__':\n    Net()\n")
+    assert read(tmp_path / "train.py").models == ("Net",)
+
+
+def test_the_adapter_is_python_and_has_the_facts_in_it() -> None:
+    text = skeleton.adapter(read(SCRIPT))
+    ast.parse(text)
+    assert "wte=tok_embeddings" in text and "q_proj=wq" in text
+    assert "head=output" not in text.split()  # an attribute that is a number
+    assert 'f"--max-steps={case.training.steps}"' in text
+    assert "# --log-every: left at 5" in text
+    assert "return halves(case)" in text
+    assert 'replace("Tokens", lambda *_, **__: RecipeSamples(case))' in text
+
+
+def test_a_sampler_that_shuffles_and_a_data_set_of_mappings_are_told_apart(tmp_path: Path) -> None:
+    script = """
+from torch.utils.data import Dataset, DistributedSampler
+class Rows(Dataset):
+    def __getitem__(self, i):
+        return {"x": self.t[i], "y": self.t[i]}
+sampler = DistributedSampler(Rows(), shuffle=True)
+"""
+    adapter, _ = begun(script, tmp_path)
+    assert 'shuffled=True, form=lambda tokens, labels: {"x": tokens, "y": labels}' in adapter
+
+
+def test_what_the_optimizer_has_written_into_it_is_requested_by_the_cases(tmp_path: Path) -> None:
+    _, cases = begun("opt = torch.optim.AdamW(net.parameters(), lr=x, eps=1e-6)\n", tmp_path)
+    assert "beta1: 0.9, beta2: 0.999, weight_decay: 0.01, eps: 1.0e-06" in cases
+
+
+def test_a_dtype_that_the_script_does_not_take_is_passed_as_float32(tmp_path: Path) -> None:
+    adapter, _ = begun('p.add_argument("--dtype", choices=["float32", "bfloat16"])', tmp_path)
+    assert "--dtype={'float32' if case.training.dtype == 'float64'" in adapter
+
+
+def test_init_writes_an_adapter_and_cases_that_load_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT.read_text())
+    assert main(["init", "train.py"]) == 0
+    assert "harness doctor --trainer train_adapter.py" in capsys.readouterr().out
+    assert [case.name for case in load_all(tmp_path / "cases")] == ["single", "ddp_2", "fsdp_2"]
+    assert main(["init", "train.py"]) == 2
+    assert "train_adapter.py is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def (", "cannot be read as Python"),
+        ("train()", "it would train when it is imported"),
+    ],
+)
+def test_a_script_that_cannot_be_brought_in_is_refused(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(text)
+    assert main(["init", "train.py"]) == 2
+    assert reason in capsys.readouterr().err
+    assert not Path("train_adapter.py").exists() and not Path("cases").exists()
+
+
+def test_a_parameter_that_is_none_of_the_references_is_named_with_what_it_may_be() -> None:
+    case = Case("any", "a test", ParallelDims())
+    shapes = {"blocks.0.attn.query.weight": (64, 64), "blocks.0.attn.qkv.weight": (128, 64), "w2.weight": (192, 64)}
+    fqn = {
+        "blocks.0.attn.query.weight": "layers.0.attention.query.weight",
+        "w2.weight": "layers.0.feed_forward.w2.weight",
+    }
+    said = names.unfit(shapes, case, lambda name: fqn.get(name, name))
+    assert said[0].endswith("of its shape are layers.0.attention.wq.weight and layers.0.attention.wo.weight")
+    assert "as many rows as wq, wk and wv together" in said[1]
+    assert said[2].endswith("it is the transpose; no law knows transposed slices")
+    assert said[3].startswith("of the reference's 21 parameters 20 are nobody's: tok_embeddings.weight")
