@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from harness.checks import all_checks, judge, run_check
+from harness.diagnosis.backward import wrong_backward
 from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
@@ -80,6 +81,7 @@ FACTS: tuple[Facts, ...] = (
     odd_reports,
     other_slices,
     reduction_missing,
+    wrong_backward,
     left_by_evaluation,
     kept_otherwise,
     units_disagree,
@@ -96,7 +98,6 @@ FACTS: tuple[Facts, ...] = (
     reference_moved,
 )
 
-NUMBERS = {"grad_norm", "gradients", "loss", "reported_loss", "update"}
 
 RULES: tuple[Rule, ...] = (
     started_elsewhere,
@@ -120,7 +121,7 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
     skipped: Lines = ()
     explained = explain(trial, results, SUSPECTS, FACTS)
     found = _told(trial, results, explained)
-    if explained.left and not _numbers_explained(explained):
+    if explained.left and not _numbers_explained(explained, broken):
         answer, skipped = _first_answer(trial, broken, rules)
         if next(iter(broken)) in explained.left:
             found = answer or found
@@ -131,9 +132,9 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
 
 
-def _numbers_explained(found: Explanation) -> bool:
-    """Whether a proof explains all of the broken laws of numbers."""
-    return bool(found.proofs) and "gradients" in found.proofs[0].explained and not NUMBERS & set(found.left)
+def _numbers_explained(found: Explanation, broken: Broken) -> bool:
+    """Whether a proof or a fact has taken what is wrong in gradients."""
+    return "gradients" in broken and "gradients" not in found.left
 
 
 def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from harness.diagnosis.backward import silent_axes
 from harness.diagnosis.differences import factor_of, first_wrong_step, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
@@ -22,7 +23,6 @@ from harness.diagnosis.words import groups_text, rank_words, traffic_lines
 from harness.evidence.text import ranks_text
 from harness.judge.losses import losses
 from harness.judge.result import Cause, Lines
-from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, groups
 from harness.spec.dims import AXES
@@ -265,7 +265,7 @@ def _not_reduced(
     table: Table,
 ) -> Iterator[Hypothesis]:
     passes, over = trial.case.passes, " and ".join(missing)
-    silent = _silent_axes(trial, mixture.step)
+    silent = silent_axes(trial, mixture.step)
     alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
     if len(chosen) < passes:
         which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)} of {passes}"
@@ -287,17 +287,6 @@ def _not_reduced(
             trial, pieces, Cause(kind, text.format(when=when)), weights, steps, 1 + more, _lines(trial, missing)
         )
         yield hypothesis if not alone else _without_traffic(hypothesis, tuple(alone), steps)
-
-
-def _silent_axes(trial: Trial, step: int) -> dict[str, str]:
-    """Axes over which some rank should reduce gradients in a step and nothing ran, with the collective that should."""
-    missing: dict[str, str] = {}
-    for rank, evidence in sorted(trial.ranks.items()):
-        seen = observed_traffic(evidence, step)
-        for flow in trial.plan.flows_of(rank, step):
-            if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
-                missing[flow.axis] = flow.op
-    return missing
 
 
 def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Sequence[int]) -> Hypothesis:

@@ -36,6 +36,9 @@ def explain(
     """Never raises: what a suspect raises is on record."""
     search = Search(tuple(suspects))
     proofs = search.proofs(trial, results)
+    stated = list(search.guarded(facts, trial, broken_laws(results)))
+    if proofs and "gradients" in proofs[0].left and any("gradients" in fact.laws for fact in stated):
+        proofs = []  # what was seen of gradients goes before what explains only what follows of them
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
     for fact in search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}):

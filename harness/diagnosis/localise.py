@@ -127,7 +127,7 @@ def one_group(trial: Trial, ranks: set[int]) -> str:
 
 def in_common(trial: Trial, fqns: list[str]) -> str:
     """ ", all norm weights": the one property that these parameters have and no other has."""
-    for text, has in _properties(trial).items():
+    for text, has in _properties(trial).items() if len(fqns) > 1 else ():
         if fqns == [fqn for fqn in trial.plan.shapes if has(fqn)] and len(fqns) < len(trial.plan.shapes):
             return f"; wrong are all {text} and no others"
     return ""

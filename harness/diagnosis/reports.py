@@ -20,12 +20,12 @@ from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
 from harness.diagnosis.words import finding_line, rank_words
 from harness.evidence.records import RankEvidence
-from harness.judge.losses import global_loss, losses
+from harness.judge.losses import losses
 from harness.judge.reporting import Read, due, silences
 from harness.judge.result import Cause, Verdict
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
-from harness.plan.grid import groups
+from harness.plan.grid import coordinate, groups
 
 Number = Callable[[int, int], float | None]
 """What would be reported by a rank in a step; None where nothing is known."""
@@ -135,7 +135,7 @@ def _seen(trial: Trial, law: str, rank: int, step: int) -> float | None:
         return record.lr if record else next(planned, None)
     if record is None:
         return None
-    return global_loss(trial, step) if law == "reported_loss" else observed_norm(trial, step)
+    return _loss_of(trial, tuple(trial.ranks), rank, step) if law == "reported_loss" else observed_norm(trial, step)
 
 
 def _bound(trial: Trial, law: str, step: int) -> float:
@@ -223,12 +223,18 @@ def _norm_over(trial: Trial, along: tuple[str, ...], rank: int, step: int) -> fl
 
 
 def _loss_over(trial: Trial, along: tuple[str, ...], everyone: bool, rank: int, step: int) -> float | None:
-    """Over the tokens of these ranks, or of all; tp peers, who compute the same, count once between them."""
-    ranks = _peers(trial, rank, along)
-    firsts = [rank for rank in ranks if trial.plan.peers(rank, "tp")[0] == rank] or list(ranks)
-    seen = [loss for rank in firsts for loss in losses(trial, rank, step)]
-    tokens = trial.reference_step(step).valid_tokens if everyone else sum(count for _, count in seen)
-    return math.fsum(total for total, _ in seen) / tokens if tokens else None
+    """Over the tokens of the rank and its peers, or divided by those of all."""
+    tokens = trial.reference_step(step).valid_tokens if everyone else 0
+    return _loss_of(trial, _peers(trial, rank, along), rank, step, tokens)
+
+
+def _loss_of(trial: Trial, ranks: tuple[int, ...], rank: int, step: int, tokens: int = 0) -> float | None:
+    """Of tp peers, who compute the same, those at the place of the rank."""
+    place = coordinate(trial.case.dims, rank)["tp"]
+    alike = [other for other in ranks if other in trial.ranks and coordinate(trial.case.dims, other)["tp"] == place]
+    seen = [loss for other in alike for loss in losses(trial, other, step)]
+    count = tokens or sum(number for _, number in seen)
+    return math.fsum(total for total, _ in seen) / count if count else None
 
 
 # ---- what is told without being another number

@@ -11,7 +11,6 @@ from literal_reference import reference_of
 from harness.checks import schedule
 from harness.diagnosis.engine import explain
 from harness.diagnosis.features import other_actions, other_features
-from harness.diagnosis.gradients import _scaled_by_stage
 from harness.evidence.records import RankEvidence, Run, StepEvidence
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
@@ -141,7 +140,3 @@ def test_a_resumed_launch_is_told_by_its_own_first_step() -> None:
             trial, run=replace(trial.run, ranks=trial.ranks | {rank: replace(trial.ranks[rank], steps=(last,))})
         )
     assert named(trial) == "schedule GPipe ran, 1F1B is requested"
-
-
-def test_without_wrong_gradients_no_stage_is_off() -> None:
-    assert _scaled_by_stage(trial_of(pp_2()), []) is None

@@ -28,11 +28,9 @@ from literal import (
 )
 
 from harness.checks import judge
+from harness.diagnosis.backward import _mean_over_none
 from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.engine import explain
-from harness.diagnosis.gradients import (
-    _mean_over_none,
-)
 from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
@@ -183,10 +181,10 @@ def test_ranks_without_a_valid_token_are_named(silent: tuple[int, ...], told: st
     for rank in silent:
         labels[2 * rank : 2 * rank + 2] = -100
     trial = replace(trial, reference=replace(trial.reference, labels=labels))
-    assert _mean_over_none(trial) == f": {told} no valid token, and a mean over none is 0/0"
+    assert _mean_over_none(trial, 1) == f": {told} no valid token, and a mean over none is 0/0"
 
 
 def test_a_label_of_token_0_is_a_valid_one() -> None:
     trial = fsdp_4()
     labels = np.where(trial.reference.labels >= 0, 0, -100)
-    assert _mean_over_none(replace(trial, reference=replace(trial.reference, labels=labels))) == ""
+    assert _mean_over_none(replace(trial, reference=replace(trial.reference, labels=labels)), 1) == ""

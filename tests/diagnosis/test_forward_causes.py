@@ -35,10 +35,8 @@ from literal import (
     with_value,
 )
 
+from harness.diagnosis.backward import _lost_before
 from harness.diagnosis.differences import wrong_pairs
-from harness.diagnosis.gradients import (
-    _lost_before,
-)
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
@@ -167,14 +165,15 @@ def test_a_tied_weight_that_only_the_embedding_trains() -> None:
 def test_where_backward_loses_something_is_told_by_the_place_in_the_block(right: tuple[str, ...], shown: str) -> None:
     trial = trial_of(tiny_case("tp_2"))
     wrong = [fqn for fqn in trial.plan.shapes if fqn.split(".")[-2] not in (*right, "norm", "output")]
-    told = _lost_before(trial, [(0, fqn) for fqn in wrong])
+    found = _lost_before(trial, [(0, fqn) for fqn in wrong], 1)
+    told = found and found.cause.text
     assert told == f"gradients are right in {shown}, and wrong in all that lies before: backward loses something there"
 
 
 def test_what_is_wrong_on_both_sides_of_something_right_was_not_lost_on_the_way() -> None:
     trial = trial_of(tiny_case("tp_2"))
-    assert _lost_before(trial, [(0, "tok_embeddings.weight"), (0, NORM)]) is None
-    assert _lost_before(trial, [(0, fqn) for fqn in trial.plan.shapes]) is None
+    assert _lost_before(trial, [(0, "tok_embeddings.weight"), (0, NORM)], 1) is None
+    assert _lost_before(trial, [(0, fqn) for fqn in trial.plan.shapes], 1) is None
 
 
 # ---- what is reported, and the way to right numbers

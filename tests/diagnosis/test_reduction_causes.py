@@ -24,10 +24,7 @@ from literal import (
     with_step_1_gradients,
 )
 
-from harness.diagnosis.gradients import (
-    _less_than_planned,
-    _missing_reduction,
-)
+from harness.diagnosis.backward import _less_than_planned, _other_groups
 
 # ---- gradients
 
@@ -106,7 +103,8 @@ def test_a_reduction_over_other_groups_than_any_axis_names_them() -> None:
         )
         trial = with_rank(trial, rank, collectives=calls)
     trial = with_step_1_gradients(trial, lambda rank, fqn: reference_gradient(trial, fqn) + rank)
-    assert _missing_reduction(trial, []) == (
+    found = _other_groups(trial, [], 1)
+    assert found is not None and found.cause.text == (
         "gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]"
     )
 
@@ -158,6 +156,6 @@ def test_a_loss_whose_normaliser_counts_logits_tp_times() -> None:
 
 
 def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf_everywhere() -> None:
-    assert _less_than_planned(DDP_2) == ""
+    assert _less_than_planned(DDP_2, 1) == ""
     silent = with_collectives(DDP_2, 0, lambda call: [call] if call.phase != "backward" else [])
-    assert _less_than_planned(silent) == ", a sum over dp_replicate"
+    assert _less_than_planned(silent, 1) == ", a sum over dp_replicate"

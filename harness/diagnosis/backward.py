@@ -1,0 +1,206 @@
+"""What was seen of gradients in the first step that is wrong, where no one reference tells what follows of it.
+
+Numbers that are not finite, shapes, collectives of backward that did not run, shares that were not added, and the place down
+to which gradients are right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from harness.diagnosis.differences import (
+    Pair,
+    expected_gradient,
+    first_wrong_step,
+    fqns_of,
+    loss_off,
+    seen_gradients,
+    where_text,
+    wrong_pairs,
+)
+from harness.diagnosis.hypothesis import Broken, Fact
+from harness.diagnosis.words import groups_text, rank_words, some, traffic_lines
+from harness.judge import tolerance
+from harness.judge.received_samples import shares_of_samples
+from harness.judge.result import Cause, Lines
+from harness.judge.traffic import observed as observed_traffic
+from harness.judge.trial import Trial
+
+TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
+FOLLOWING = ("grad_norm", "gradients", "loss", "reported_loss", "update", "replica_agreement")
+"""Laws of numbers that are wrong once gradients are."""
+NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
+
+
+def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    step = first_wrong_step(trial) if "gradients" in broken else None
+    wrong = wrong_pairs(trial, step) if step is not None else []
+    if step is None or not wrong:
+        return
+    of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
+    for seen in (_misshapen, _not_finite, *of_traffic, _norms_not_summed, _untied, _lost_before):
+        fact = seen(trial, wrong, step)
+        if fact is not None:
+            yield fact
+            return
+
+
+def _misshapen(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    held = {(rank, tensor.fqn): tensor.value.shape for rank, e in trial.ranks.items() for tensor in e.parameters}
+    bad = [at for at in wrong if seen_gradients(trial, at[0], step)[at[1]].shape != held[at]]
+    if not bad:
+        return None
+    rank, fqn = bad[0]
+    seen = (
+        f"rank {rank}, {fqn}: gradient {seen_gradients(trial, rank, step)[fqn].shape} of a parameter {held[rank, fqn]}"
+    )
+    text = f"gradients have another shape than their parameters {where_text(trial, bad)}: {seen}"
+    return Fact(Cause("gradients misshapen", text), FOLLOWING)
+
+
+def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """All numbers after that follow."""
+    bad = [at for at in wrong if not np.isfinite(seen_gradients(trial, at[0], step)[at[1]]).all()]
+    if not bad:
+        return None
+    records = (record for evidence in trial.ranks.values() for record in evidence.steps if record.step == step)
+    seen = [part.loss_sum for record in records for part in record.microbatches if part.loss_sum is not None]
+    finite = all(map(math.isfinite, seen))
+    what = "gradients are" if finite else "loss and gradients are"
+    text = f"{what} NaN or infinite in step {step} {where_text(trial, bad)}"
+    text += ", the losses are finite" * bool(finite and seen)
+    return Fact(Cause("not finite", text + (_mean_over_none(trial, step) if finite else "")), FOLLOWING)
+
+
+def _mean_over_none(trial: Trial, step: int) -> str:
+    reference = trial.reference
+    counts = dict(zip(reference.sample_ids, (reference.labels >= 0).sum(axis=1).tolist(), strict=True))
+    shares = shares_of_samples(trial, step)
+    empty = [
+        rank
+        for rank, ids in shares.items()
+        if None not in ids and not sum(counts.get(i, 0) for i in ids if i is not None)
+    ]
+    have = "has" if len(empty) == 1 else "have"
+    return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
+
+
+CP_ROLES = {
+    "keys and values": "no K/V exchange over cp: attention sees its own part of the sequence only",
+    "gradients of keys and values": "no exchange of K/V gradients over cp: each rank keeps its own",
+}
+
+
+def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
+    seen, flows = observed_traffic(trial.ranks[0], step), trial.plan.flows_of(0, step)
+    for role, text in CP_ROLES.items():
+        for flow in (flow for flow in flows if flow.role == role):
+            alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
+            if seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
+                return Fact(Cause("K/V not exchanged", text), ("traffic", "features", *FOLLOWING), NOT_TESTED)
+    return None
+
+
+def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """Axes over which some rank should reduce gradients and nothing ran; and the groups over which it ran instead."""
+    missing = silent_axes(trial, step)
+    if not missing:
+        return None
+    texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
+    instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
+    more = f", but over {groups_text(instead)}" if instead else ""
+    text = f"gradient reduction missing over {' and '.join(missing)}: {', '.join(texts)}{more}"
+    lines = (*traffic_lines(trial), *NOT_TESTED)
+    return Fact(Cause("gradients not reduced", text), ("traffic", "process_groups", "placements", *FOLLOWING), lines)
+
+
+def silent_axes(trial: Trial, step: int) -> dict[str, str]:
+    """Axes over which some rank should reduce gradients in a step and nothing ran, with the collective that should."""
+    missing: dict[str, str] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        seen = observed_traffic(evidence, step)
+        for flow in trial.plan.flows_of(rank, step):
+            if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
+                missing[flow.axis] = flow.op
+    return missing
+
+
+def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
+    """The groups over which an operation ran in backward, and that the plan does not know."""
+    known = {group for groups in trial.plan.groups.values() for group in groups}
+    calls = (call for evidence in trial.ranks.values() for call in evidence.collectives)
+    return {c.ranks for c in calls if (c.op, c.phase) == (op, "backward") and len(c.ranks) > 1} - known
+
+
+def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """Weights that are whole on every tp rank: each rank's gradient is a share; the shares sum to the reference's."""
+    fqns = fqns_of(trial, wrong)
+    if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
+        return None
+    for group in trial.plan.groups["tp"]:
+        for fqn in (fqn for fqn in fqns if fqn in trial.holdings[group[0]]):
+            total = np.asarray(sum(seen_gradients(trial, rank, step)[fqn] for rank in group))
+            expected = expected_gradient(trial, group[0], fqn, step)
+            if expected is None or tolerance.relative_difference(total, expected) > 1e-9:
+                return None
+    text = f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
+    why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
+    tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
+    return Fact(Cause("norms not summed", text), FOLLOWING, (("why", why), ("tested", tested)))
+
+
+def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only."""
+    if not trial.case.model.tied_embeddings or fqns_of(trial, wrong) != [TIED]:
+        return None
+    rows = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
+    read = np.unique(trial.reference.tokens[rows])
+    for rank, _ in wrong:
+        part, seen = trial.slice_of(rank, TIED), seen_gradients(trial, rank, step)[TIED]
+        if part is None or np.any(seen[~np.isin(np.arange(*part[0]), read)]):
+            return None
+    text = f"the output's part of the gradient of the tied weight is missing: {TIED} has the embedding's only"
+    tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
+    return Fact(Cause("tied weight without the output's part", text), FOLLOWING, (("tested", tested),))
+
+
+def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """Right down to some place that backward passes, and wrong in all that it reaches later."""
+    bad = set(fqns_of(trial, wrong))
+    right = [fqn for fqn in trial.plan.shapes if fqn not in bad]
+    if not right or loss_off(trial, step) or not max(map(_depth, bad)) < min(map(_depth, right)):
+        return None
+    first = [fqn for fqn in right if _depth(fqn) == min(map(_depth, right))]
+    cause = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}"
+    text = (
+        f"{cause}, and wrong in all that lies before: backward loses something there{_less_than_planned(trial, step)}"
+    )
+    return Fact(Cause("lost in backward", text), ("traffic", *FOLLOWING), NOT_TESTED)
+
+
+def _depth(fqn: str) -> tuple[int, int]:
+    """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
+    places = (("attention_norm",), ("wq", "wk", "wv"), ("wo",), ("ffn_norm",), ("w1", "w3"), ("w2",))
+    layer, module = re.match(r"(?:layers\.(\d+)\.)?.*?(\w+)\.weight", fqn).groups()  # type: ignore[union-attr]
+    if layer is None:
+        return {"tok_embeddings": (-1, 0), "norm": (10**6, 0)}.get(module, (10**6, 1))
+    return int(layer), next((i for i, names in enumerate(places) if module in names), 0)
+
+
+def _less_than_planned(trial: Trial, step: int) -> str:
+    """The axes over which rank 0 moved less in backward than the plan says, besides its gradients."""
+    seen, wanted = observed_traffic(trial.ranks[0], step), dict[tuple[str, str], int]()
+    for flow in trial.plan.flows_of(0, step):
+        if flow.phase == "backward":
+            wanted[flow.axis, flow.op] = wanted.get((flow.axis, flow.op), 0) + flow.bytes
+    short = [
+        axis
+        for (axis, op), count in wanted.items()
+        if seen.get((trial.plan.group_of(0, axis), op, "backward"), 0) < count
+    ]
+    return f", a sum over {' and '.join(dict.fromkeys(short))}" if short else ""
