@@ -9,7 +9,7 @@ with, and what there is when training has ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -80,13 +80,12 @@ def _as_requested(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
     return [step for step in evidence.steps if step.step in trial.case.steps]
 
 
-def observed_norm(trial: Trial, step: int, ranks: Collection[int] | None = None) -> float:
-    """Global norm of the gradients seen (by these ranks), each element counted once however many ranks hold it."""
+def observed_norm(trial: Trial, step: int, ranks: Sequence[int] | None = None) -> float:
+    """Global norm of the gradients seen (by these ranks), each element counted once: as the first that holds it has it."""
     total: list[float] = []
     counted = set()
-    for rank, evidence in sorted(trial.ranks.items()):
-        if ranks is not None and rank not in ranks:
-            continue
+    for rank in sorted(trial.ranks) if ranks is None else ranks:
+        evidence = trial.ranks[rank]
         for record in evidence.steps:
             for fqn, gradient in record.gradients.items() if record.step == step else ():
                 part = trial.slice_of(rank, fqn)

@@ -32,7 +32,6 @@ from harness.diagnosis.data import other_positions, other_samples, seen_position
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.features import odd_traces, other_actions, other_features, other_masks
 from harness.diagnosis.forward import different_losses, masks_drawn_again, other_forward, rounding
-from harness.diagnosis.gradients import wrong_gradients
 from harness.diagnosis.hypothesis import Facts, Suspects
 from harness.diagnosis.layout import other_layouts, other_slices, reduction_missing
 from harness.diagnosis.localise import KIND, localise
@@ -78,10 +77,10 @@ FACTS: tuple[Facts, ...] = (
     seen_positions,
     rounding,
     different_losses,
-    odd_reports,
     other_slices,
     reduction_missing,
     wrong_backward,
+    odd_reports,
     left_by_evaluation,
     kept_otherwise,
     units_disagree,
@@ -103,7 +102,6 @@ RULES: tuple[Rule, ...] = (
     started_elsewhere,
     resumed_wrongly,
     changed_afterwards,
-    wrong_gradients,
 )
 
 

@@ -135,7 +135,14 @@ def _seen(trial: Trial, law: str, rank: int, step: int) -> float | None:
         return record.lr if record else next(planned, None)
     if record is None:
         return None
-    return _loss_of(trial, tuple(trial.ranks), rank, step) if law == "reported_loss" else observed_norm(trial, step)
+    if law == "reported_loss":
+        return _loss_of(trial, tuple(trial.ranks), rank, step)
+    return observed_norm(trial, step, (rank, *_replica(trial, rank), *sorted(trial.ranks)))  # its own numbers first
+
+
+def _replica(trial: Trial, rank: int) -> list[int]:
+    place = coordinate(trial.case.dims, rank)["dp_replicate"]
+    return [other for other in sorted(trial.ranks) if coordinate(trial.case.dims, other)["dp_replicate"] == place]
 
 
 def _bound(trial: Trial, law: str, step: int) -> float:

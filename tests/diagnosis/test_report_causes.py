@@ -155,7 +155,8 @@ def test_a_collective_that_one_rank_skips() -> None:
     expect(
         with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1]),
         """\
-ranks of a group do not issue the same collectives: group [0-3], collective 20: expected every rank: all_reduce of 8 B float64 (step 3, other), observed rank 1: nothing
+ranks of a group do not issue the same collectives: group [0-3], collective 20: rank 1: nothing, every rank: all_reduce of 8 B float64 (step 3, other)
+  collective_order: group [0-3], collective 20: expected every rank: all_reduce of 8 B float64 (step 3, other), observed rank 1: nothing
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -168,7 +169,7 @@ def test_a_rank_that_reduces_in_another_order_is_told_beside_wrong_numbers() -> 
     trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
     expect_first(
         with_collectives(trial, 1, first_other_as_integer()),
-        """ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
+        """gradients are 2 times what they should be in every parameter, in step 1 alone: not divided by dp_shard (2); ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
     )
 
 
