@@ -20,7 +20,6 @@ from literal import (
     trial_of,
     with_collectives,
     with_rank,
-    with_step,
     with_step_1_gradients,
 )
 
@@ -132,22 +131,7 @@ def test_gradients_wrong_in_one_group_only() -> None:
         with_step_1_gradients(
             trial, lambda rank, fqn: wrong[fqn] if rank in (1, 3) else reference_gradient(trial, fqn)
         ),
-        """gradients are wrong in every parameter on ranks [1,3], one group of dp_replicate: its members reduce different tensors with each other, in another order or not all, or one of them passes a wrong one""",
-    )
-
-
-def test_a_loss_whose_normaliser_counts_logits_tp_times() -> None:
-    trial = trial_of(tiny_case("tp_2"))
-    noise = np.random.default_rng(1)
-    wrong = {fqn: full + 0.1 * noise.standard_normal(full.shape) for fqn, full in gradients_of(trial).items()}
-    trial = with_step_1_gradients(trial, lambda _, fqn: wrong[fqn])
-    for rank, evidence in trial.ranks.items():
-        parts = evidence.steps[0].microbatches
-        parts = tuple(replace(p, loss_sum=p.loss_sum + np.log(2) * p.valid_tokens) for p in parts)
-        trial = with_step(trial, rank, 1, microbatches=parts)
-    expect_first(
-        trial,
-        """the loss of step 1 is too large by 0.693147 a token, the logarithm of tp 2: its normaliser counts each logit once for every rank along tp""",
+        """gradients are wrong by up to 2e+01 of the largest entry in every parameter on ranks [1,3], one group of dp_replicate: the loss of step 1 matches within 1e-14""",
     )
 
 
