@@ -123,8 +123,9 @@ def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RU
         answer, skipped = _first_answer(trial, broken, rules)
         if next(iter(broken)) in explained.left:
             found = answer or found
-        elif answer:
-            found = Diagnosis((*found.causes, *answer.causes), (*found.evidence, *answer.evidence))
+        elif answer and next(iter(broken)) in ("completed", "memory"):
+            also = tuple(cause for cause in answer.causes if cause.text not in found.cause)
+            found = Diagnosis((*found.causes, *also), (*found.evidence, *answer.evidence))
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))

@@ -226,6 +226,8 @@ def other_slices(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def reduction_missing(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Axes between whose ranks nothing that runs in backward sums gradients."""
+    if "gradients" not in broken or not wrong_parts(trial):
+        return
     used = {
         call.ranks
         for call in trial.ranks[min(trial.ranks)].collectives
@@ -236,7 +238,7 @@ def reduction_missing(trial: Trial, broken: Broken) -> Iterator[Fact]:
     axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in trial.plan.groups]
     lines = {axis: {*trial.plan.group_of(min(trial.ranks), axis)} for axis in axes}
     missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
-    if missing and "gradients" in broken and wrong_parts(trial):
+    if missing:
         laws = ("gradients", "grad_norm", "loss", "reported_loss", "replica_agreement", "update")
         text = f"gradient reduction missing over {' and '.join(missing)}"
         yield Fact(Cause("reduction missing", text), laws, (finding_line("gradients", broken["gradients"]),))

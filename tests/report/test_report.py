@@ -93,6 +93,7 @@ def test_a_case_that_fails_begins_with_the_cause_and_what_shows_it(failed: list[
 FAIL tiny+hsdp_runs_as_fsdp
   HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated
   2 times
+  assuming this     5 of 5 broken laws hold, and none that held breaks
   shard groups      expected [0,1] [2,3]   observed [0-3]
   replicate groups  expected [0,2] [1,3]
                     observed none in use (the groups exist, no collective ran
@@ -222,6 +223,19 @@ def test_one_law_as_a_test_runner_shows_it() -> None:
 ranks hold other slices than planned in 1 of 12 parameters (norm.weight) on rank 1
   contents          1 of 12 parameters; norm.weight on rank 1: expected 1/2 of
                       dim 0 [2:4], observed all
+  not explained     gradients are wrong in 1 of 12 parameters (norm.weight) on
+                      rank 1: the loss of step 1 matches within 1e-14
+  gradients         rank 1, step 1, norm.weight: expected the reference's,
+                      observed off by inf of the largest entry
+  update            rank 1, step 1, gradient of norm.weight: expected shape
+                      (4,), observed shape (2,)
+  also broken       update
+  not tried         wrong_optimizer raised ValueError('operands could not be
+                      broadcast together with shapes (2,) (4,) ') at
+                      explained_by_clip:170
+                    wrong_clipping raised ValueError('operands could not be
+                      broadcast together with shapes (2,) (4,) ') at
+                      explained_by_clip:170
   loss              equal to the reference exactly: a loss-curve test passes
                       here
   groups            every group of the plan exists: a listing of process groups
