@@ -81,3 +81,12 @@ def test_what_is_gathered_in_a_narrower_type_is_as_large_as_a_slice_and_gathered
     assert judged("traffic", moving(evaluated(trial, left), "forward", -LAST // 4)).verdict is Verdict.PASS
     found = left_by_evaluation(evaluated(trial, left | {"tok_embeddings.weight": EMBEDDING // 4}), 0)
     assert found == [(1, "tok_embeddings.weight", EMBEDDING // 4)]
+
+
+def test_the_roots_vector_that_fsdp1_leaves_is_gathered_no_more_with_its_padding() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=3), wrapper="fsdp1"))
+    root = trial.plan.flat[0]
+    left = {fqn: trial.plan.after_forward[0][fqn].bytes for fqn in root.starts}
+    padded = 8 * 3 * 23  # 68 numbers
+    for more, verdict in ((-padded, Verdict.PASS), (-8 * 68, Verdict.FAIL)):
+        assert judged("traffic", moving(evaluated(trial, left), "forward", more)).verdict is verdict
