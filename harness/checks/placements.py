@@ -76,9 +76,17 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
         return []
     wanted = planned_shards(trial, rank, tensor.fqn)
     claimed = {(kind, ranks) for kind, ranks in claims(rank, tensor) if kind.startswith("dim ")}
-    if claimed == wanted:
+    if claimed == wanted or _claims_nothing(trial, rank, tensor):
         return []
     return [Finding.at(rank, _text(wanted), _text(claimed), name=tensor.fqn)]
+
+
+def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
+    """A plain tensor of a trainer's own parallel layers, as large as the rank's slice: what is in it the law shard_contents
+    judges. One that is as large as the whole claims to be it."""
+    part, whole = trial.plan.slices[rank][tensor.fqn], trial.plan.shapes[tensor.fqn]
+    size = tuple(stop - start for start, stop in part)
+    return tensor.mesh is None and tensor.global_shape == tensor.value.shape == size != tuple(whole)
 
 
 def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:

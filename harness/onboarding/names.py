@@ -48,9 +48,9 @@ def _instead(theirs: str, shape: Shape, wanted: Mapping[str, Shape], case: Case)
     attention = case.model.parameter_shapes()
     rows = [attention[f"layers.0.attention.{name}.weight"][0] for name in ("wq", "wk", "wv")]
     if len(shape) == 2 and shape[0] == sum(rows) and shape[0] != case.model.vocab_size:
-        return "it has as many rows as wq, wk and wv together; weights fused into one cannot be mapped"
+        return "as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded"
     if len(shape) == 2 and shape[0] == 2 * case.model.ffn_dim:
-        return "it has as many rows as w1 and w3 together; weights fused into one cannot be mapped"
+        return "as many rows as w1 and w3 together: say so in `fused`, where it is not sharded"
     spelled = renamed(theirs, by_spelling(PARAMETERS))
     layer = spelled[: len("layers.0.")] if spelled.startswith("layers.") else ""
     alike = [name for name, size in wanted.items() if size == shape and name.startswith(layer)]

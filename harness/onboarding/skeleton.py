@@ -82,9 +82,8 @@ class Started(StartedTrainer):
 
         self.script, self.metrics = Script(SCRIPT, case.training.dtype), []
 {data}
-        model = self.script.set_up(
-            arguments(case), lambda model: load_weights([model], case, weights, adapter.fqn, adapter.rows(case))
-        )
+        told = {{"fqn": adapter.fqn, "rows": adapter.rows(case), "fused": adapter.fused(case)}}
+        model = self.script.set_up(arguments(case), lambda model: load_weights([model], case, weights, **told))
         self.model_parts = [model]
 
     def train(self, last_step: int) -> None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness import trainers
+from harness.evidence.fused import apart
 from harness.evidence.names import renamed
-from harness.evidence.records import Collective
+from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
@@ -60,19 +61,26 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         _train(trainer, case, checkpoints, probe)
         reported = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
         evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
-        evidence = dataclasses.replace(
-            evidence,
-            reports=adapter.reports,
-            reports_every=adapter.reports_every,
-            rows=adapter.rows(case),
-            settings=evidence.settings | dict(adapter.settings),
-        )
-        evidence = renamed(evidence, adapter.fqn)
+        evidence = _in_the_references_words(evidence, adapter, case)
     finally:
         probe.remove()
     save(evidence_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
+
+
+def _in_the_references_words(evidence: RankEvidence, adapter: trainers.Adapter, case: Case) -> RankEvidence:
+    """With what the adapter says of the trainer: its reports, its switches, the order of its rows, and its names."""
+    told = dataclasses.replace(
+        evidence,
+        reports=adapter.reports,
+        reports_every=adapter.reports_every,
+        rows=adapter.rows(case),
+        settings=evidence.settings | dict(adapter.settings),
+    )
+    shapes = case.model.parameter_shapes()
+    fused = {name: {part: shapes[part][0] for part in parts} for name, parts in adapter.fused(case).items()}
+    return apart(renamed(told, adapter.fqn), fused)
 
 
 def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:

@@ -95,6 +95,8 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(
             f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard} x cp {dims.cp}"
         )
+    if features.wrapper == "fsdp1" and dims.tp > 1:
+        raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
     _validate_wrapper_options(case, where)
     if dims.pp > 1 and case.model.tied_embeddings:
         raise CaseError(

@@ -44,8 +44,8 @@ that can do no other says `dtypes = ("float32",)` and is judged by `harness matr
 The mapping is data, and is itself judged: the laws `initial_weights` and `shard_contents` compare bytes, so that a name or a
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
 turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
-before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) cannot be mapped:
-whoever shards a fused one holds other slices than the plan, which cuts each alone; ask the trainer for separate ones.
+before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) are taken apart as `fused`
+says, where ranks hold them whole. Sharded they cannot be mapped: the slices are others than the plan's, which cuts each alone.
 
 Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
@@ -158,6 +158,11 @@ class Adapter(Protocol):
     def fqn(self, name: str) -> str:
         """The reference's spelling of a parameter's or module's name in one of model_parts, without what wrappers add."""
         return name
+
+    def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
+        """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other.
+        Only where each rank holds it whole: whoever shards a fused one holds other slices than the plan."""
+        return {}
 
     def rows(self, case: Case) -> dict[str, np.ndarray]:
         """By the reference's fqn, for parameters whose rows have another order: int64 [rows], which row of the reference's

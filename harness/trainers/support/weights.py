@@ -50,21 +50,24 @@ def load_weights(
     fqn: Callable[[str], str],
     rows: Mapping[str, np.ndarray] = MappingProxyType({}),
     cut: Callable[[str, Tensor], Tensor] = lambda _, whole: whole,
+    fused: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> None:
     """Copy this rank's slice of every seed weight into place. No communication. Raises DoNotFit.
 
     fqn: the reference's spelling of a parameter's name. rows: by that, as an adapter's `rows`. cut: what this rank has of a
-    whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`.
+    whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`. fused: as
+    an adapter's `fused`.
     """
     full, problems = read_weights(weights, case), []
     parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
     for name, parameter in parameters.items():
-        if fqn(name) not in full:
+        parts = fused.get(fqn(name), (fqn(name),))
+        if not set(parts) <= set(full):
             problems.append(
                 f"{name} {list(parameter.shape)}: fqn gives {fqn(name)!r}, which is none of the reference's"
             )
             continue
-        whole = cut(fqn(name), torch.from_numpy(full[fqn(name)][rows.get(fqn(name), slice(None))]))
+        whole = torch.cat([cut(part, torch.from_numpy(full[part][rows.get(part, slice(None))])) for part in parts])
         if whole.shape != parameter.shape:
             problems.append(f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}")
             continue

@@ -1,0 +1,95 @@
+"""Weights that a trainer has in one tensor are judged apart, and copied together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from literal import tiny_case, trial_of
+from torch import nn
+
+from harness.checks import placements
+from harness.evidence.fused import apart
+from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
+from harness.judge.result import Verdict
+from harness.reference.config import ModelConfig
+from harness.reference.model import initial_weights
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.trainers.support.weights import DoNotFit, load_weights, tensor_parallel
+
+WHOLE = np.arange(12.0).reshape(6, 2)
+FUSED = {"qkv": {"q": 3, "k": 2, "v": 1}}
+MODEL = ModelConfig(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=16, ffn_dim=4)
+CASE = Case("any", "a test", ParallelDims(), model=MODEL)
+
+
+def evidence_of(value: np.ndarray) -> RankEvidence:
+    state = {"qkv": {"exp_avg": value, "step": np.array(3.0)}}
+    step = StepEvidence(1, (), None, None, None, {"qkv": value, "o": value}, {"qkv": value}, state, {})
+    return RankEvidence(0, 1, (TensorEvidence("qkv", value.shape, "float64", None, (), value),), (), (), (step,))
+
+
+def test_a_fused_weight_is_taken_apart_by_rows_with_its_gradient_and_moments() -> None:
+    found = apart(evidence_of(WHOLE), FUSED)
+    assert [(t.fqn, t.global_shape, t.value.tolist()) for t in found.parameters] == [
+        ("q", (3, 2), WHOLE[:3].tolist()),
+        ("k", (2, 2), WHOLE[3:5].tolist()),
+        ("v", (1, 2), WHOLE[5:].tolist()),
+    ]
+    (step,) = found.steps
+    assert list(step.gradients) == ["q", "k", "v", "o"]
+    assert step.optimizer_state["k"]["exp_avg"].tolist() == WHOLE[3:5].tolist()
+    assert float(step.optimizer_state["v"]["step"]) == 3.0
+
+
+def test_a_slice_of_a_fused_weight_stays_what_it_is() -> None:
+    found = apart(evidence_of(WHOLE[:3]), FUSED)
+    assert [t.fqn for t in found.parameters] == ["qkv"]
+    assert list(found.steps[0].optimizer_state) == ["qkv"]
+
+
+class OnlyAttention(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.wqkv = nn.Parameter(torch.zeros(rows, 4, dtype=torch.float64))
+
+
+def fqn(name: str) -> str:
+    return f"layers.0.attention.{name}.weight"
+
+
+def test_seed_weights_are_copied_one_below_the_other_into_a_fused_one() -> None:
+    model, names = OnlyAttention(8), tuple(map(fqn, ("wq", "wk", "wv")))
+    load_weights([model], CASE, None, fqn, fused={fqn("wqkv"): names})
+    seed = initial_weights(MODEL, CASE.training.seed)
+    assert model.wqkv.detach().numpy().tolist() == np.concatenate([seed[name] for name in names]).tolist()
+
+
+def test_all_parameters_that_do_not_fit_are_told() -> None:
+    try:
+        load_weights([OnlyAttention(8)], CASE, None, fqn)
+    except DoNotFit as error:
+        assert error.shapes == {"wqkv": (8, 4)}
+        assert str(error) == "wqkv [8, 4]: fqn gives 'layers.0.attention.wqkv.weight', which is none of the reference's"
+    else:
+        raise AssertionError("it fits")
+
+
+def test_layers_that_are_cut_by_hand_get_their_part() -> None:
+    cut, whole = tensor_parallel(1, 2), torch.arange(8.0).reshape(4, 2)
+    assert cut("layers.0.attention.wq.weight", whole).tolist() == whole[2:].tolist()
+    assert cut("layers.0.attention.wo.weight", whole).tolist() == whole[:, 1:].tolist()
+    assert cut("norm.weight", whole[:, 0]).tolist() == whole[:, 0].tolist()
+
+
+def test_a_plain_tensor_as_large_as_the_slice_claims_nothing_and_one_as_large_as_the_whole_does() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    evidence = trial.ranks[0]
+    plain = tuple(replace(t, mesh=None, placements=(), global_shape=t.value.shape) for t in evidence.parameters)
+    cut = replace(trial, run=replace(trial.run, ranks={**trial.ranks, 0: replace(evidence, parameters=plain)}))
+    assert placements.check(cut).verdict is Verdict.PASS
+    whole = tuple(replace(t, global_shape=w.shape, value=w) for t in plain for w in [trial.reference.weights[t.fqn]])
+    kept = replace(trial, run=replace(trial.run, ranks={**trial.ranks, 0: replace(evidence, parameters=whole)}))
+    assert placements.check(kept).verdict is Verdict.FAIL
