@@ -304,9 +304,7 @@ def _set_state(
 ) -> None:
     """A step counter is a number beside the tensors."""
     for fqn, p in model.named_parameters():
-        held = {
-            key: torch.as_tensor(v).clone() if not v.ndim else _tensor(v, p) for key, v in state.get(fqn, {}).items()
-        }
+        held = {key: torch.tensor(float(v)) if not v.ndim else _tensor(v, p) for key, v in state.get(fqn, {}).items()}
         optimizer.state[p] = {key: value.float() if not value.ndim else value for key, value in held.items()}
 
 

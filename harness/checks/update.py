@@ -126,7 +126,8 @@ def _replay(
             return [Finding.at(evidence.rank, f"shape {held}", f"shape {given}", step=step.step, name=name)]
         gradient = _given(trial, evidence.rank, step, fqn, norms[step.step])
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
-        expected, magnitude = _advance(state, step, gradient, rate, recipe, amsgrad=trial.assumed.amsgrad)
+        counted = replace(step, step=trial.assumed.counter(step.step, fqn)) if trial.assumed.counter else step
+        expected, magnitude = _advance(state, counted, gradient, rate, recipe, amsgrad=trial.assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude)
         here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
         finding = _compare(here, step.parameters[fqn], expected, bound, state.value)

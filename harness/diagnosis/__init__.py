@@ -39,7 +39,7 @@ from harness.diagnosis.not_zeroed import gradients_not_zeroed
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.processes import incomplete, not_trained, process_failed
 from harness.diagnosis.reports import odd_reports, wrong_reports
-from harness.diagnosis.resume import resumed_wrongly, started_elsewhere
+from harness.diagnosis.resume import resumed_otherwise, seen_resumed
 from harness.diagnosis.scaled import scaled_gradients
 from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
 from harness.diagnosis.updates import changed_afterwards
@@ -55,6 +55,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_layouts,
     other_features,
     other_units,
+    resumed_otherwise,
     wrong_optimizer,
     wrong_clipping,
     wrong_reports,
@@ -68,6 +69,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_forward,
 )
 FACTS: tuple[Facts, ...] = (
+    seen_resumed,
     process_failed,
     incomplete,
     wrong_checkpoint,
@@ -99,8 +101,6 @@ FACTS: tuple[Facts, ...] = (
 
 
 RULES: tuple[Rule, ...] = (
-    started_elsewhere,
-    resumed_wrongly,
     changed_afterwards,
 )
 
@@ -139,7 +139,11 @@ def _numbers_explained(found: Explanation, broken: Broken) -> bool:
 def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
     """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
     first = found.proofs[0].hypotheses if found.proofs else ()
-    said = {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in found.facts}
+    facts = sorted(found.facts, key=lambda fact: "completed" not in fact.laws)
+    before = {
+        fact.cause: fact.lines for fact in facts if "completed" in fact.laws
+    }  # what did not run explains the most
+    said = before | {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
     lines = [line for of_one in said.values() for line in of_one]
     lines += [("or as well", "; ".join(one.cause.text for one in proof.hypotheses)) for proof in found.proofs[1:]]
     left = {result.check: result for result in results if result.check in found.left and result.findings}

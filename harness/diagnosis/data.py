@@ -201,7 +201,7 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
     others = [other for other, of_step in enumerate(trial.reference.samples, start=1) if ids & set(of_step)]
     steps, where = ", ".join(map(str, others)), on_ranks(trial, foreign) * (len(foreign) < len(shares))
     if trial.case.resume and step == trial.first_step:
-        which = "samples of other steps" if None in all_of else f"the samples of step {steps}"
+        which = "samples of other steps" if None in all_of or len(others) > 1 else f"the samples of step {steps}"
         what = "starts anew" if all_of == {1} else "is wrong"
         return Cause("data position", f"the data position {what} after resuming: step {step} receives {which}{where}")
     if None not in all_of and not where and len(others) == 1:

@@ -1,4 +1,4 @@
-"""A launch does not go on from what was saved: from scratch, from an older state, without a part of it, or mixed up."""
+"""A launch does not go on from what was saved: the reference goes on from what was resumed instead."""
 
 from __future__ import annotations
 
@@ -14,50 +14,79 @@ from harness.checks.resume import (
     put_together,
     saved_state,
     state_after,
-    step_received,
     wanted_part,
     wrong_keys,
 )
-from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks, some
-from harness.judge.received_samples import received_samples
-from harness.judge.result import Diagnosis, one_cause
+from harness.diagnosis.assume import another_optimizer, another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.weights import rearranged, rounded_to
+from harness.diagnosis.words import finding_line, in_parameters, on_ranks, some
+from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
 Wrong = dict[int, list[Key]]  # what each rank should have got from the checkpoint and has not
 State = dict[Key, np.ndarray]
+Name = Callable[[Trial, Wrong], Cause | None]
 
 
-def started_elsewhere(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """All parameters are those of another moment: the checkpoint was not read at all, or another one was."""
-    if "resume" not in broken or not any(name == PARAMETER for keys in _wrong(trial).values() for name, _ in keys):
-        return None
-    asked, line = trial.case.steps.start - 1, finding_line("resume", broken["resume"])
-    if _is_all(trial, _seed(trial)):
-        if _optimizer_arrived(trial):
-            cause = f"resumed parameters are the seed's, although the optimizer's state is that of step {asked}"
-            return one_cause(f"{cause}: stale ones were saved, or they were not loaded", (line,))
-        return one_cause(
-            f"the checkpoint of step {asked} was ignored: training starts from scratch, parameters are the seed's",
-            (line,),
-        )
-    for step, state in _moments(trial):
-        if _is_all(trial, state):
-            text = f"resumed from the state after step {step}, requested the checkpoint of step {asked}"
-            return one_cause(f"{text}: an older one was read, or a stale one written", (line,))
-    return None
-
-
-def resumed_wrongly(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """Some of what was saved did not arrive: each kind is named, the first as the cause."""
+def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """From these parameters, with this optimizer state, at these rates: each may be all that is wrong."""
     if "resume" not in broken:
-        return None
-    wrong = _wrong(trial)
-    texts = [cause for explain in (_parameters, _optimizer) if (cause := explain(trial, wrong))]
-    texts += [cause for cause in (_schedule(trial), _data(trial)) if cause]
-    line = finding_line("resume", broken["resume"])
-    if not texts:
-        return one_cause(f"what was resumed is not what was saved: {line[1]}")
-    return one_cause(texts[0], (*(("also", cause) for cause in texts[1:]), line))
+        return
+    wrong, first = _wrong(trial), trial.case.steps.start
+    held = put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
+    weights = {fqn: value for (name, fqn), value in held.items() if name == PARAMETER}
+    state: dict[str, dict[str, np.ndarray]] = {}
+    for (name, fqn), value in held.items():
+        if name != PARAMETER:
+            state.setdefault(fqn, {})[name] = value
+    left = {"left": lambda step, parameters: weights if step == first - 1 else parameters}
+    begun = {"state": lambda step: state if step == first else None}
+    line = (finding_line("resume", broken["resume"]),)
+    if cause := _elsewhere(trial, wrong):
+        yield Hypothesis(cause, lambda t: another_optimizer(t, _counting_on(state, first), **left, **begun), 1, line)
+        return
+    if cause := _parameters(trial, wrong):
+        yield Hypothesis(cause, lambda t: another_reference(t, **left), 1, line)
+    if cause := _optimizer(trial, wrong):
+        yield Hypothesis(cause, lambda t: another_optimizer(t, _counting_on(state, first), **begun), 1, line)
+    if cause := _schedule(trial, wrong):
+        rates = {step.step: step.lr for step in trial.reference.steps}
+        odd = min(
+            step.step
+            for _, step, r in trial.steps()
+            if step.lr is not None and not math.isclose(step.lr, r.lr, rel_tol=1e-12)
+        )
+        anew = {"rate": lambda step, fqn: rates[step] if step < odd else rates[step - first + 1]}
+        yield Hypothesis(cause, lambda t: another_reference(t, **anew), 1, line)
+
+
+def _counting_on(state: dict[str, dict[str, np.ndarray]], first: int) -> AssumedOptimizer:
+    """From the counters resumed, where there are any."""
+    if not any("step" in held for held in state.values()):
+        return AS_REQUESTED
+    begun = {fqn: int(held.get("step", np.zeros(()))) for fqn, held in state.items()}
+    return AssumedOptimizer(counter=lambda step, fqn: begun.get(fqn, 0) + step - first + 1)
+
+
+def seen_resumed(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What a rank held once it had resumed is compared bit for bit; what it trained on is told with the samples."""
+    if "resume" not in broken:
+        return
+    wrong, names = _wrong(trial), (_elsewhere, _parameters, _optimizer, _schedule)
+    causes = [cause for name in names if (cause := name(trial, wrong))]
+    causes = causes[:1] if causes and causes[0].kind == "resumed elsewhere" else causes
+    for cause in causes[:1]:
+        also = tuple(("also", other.text) for other in causes[1:])
+        laws = ("resume", "completed") if cause.kind == "resumed elsewhere" and _goes_on(trial) else ("resume",)
+        yield Fact(cause, laws, (*also, finding_line("resume", broken["resume"])))
+
+
+def _goes_on(trial: Trial) -> bool:
+    """Whether all ranks train on to another last step, as from an earlier moment so many steps are left."""
+    lasts = {tuple(step.step for step in evidence.steps) for evidence in trial.ranks.values()}
+    return len(lasts) == 1 and set(trial.case.steps) < set(*lasts)
 
 
 def _wrong(trial: Trial) -> Wrong:
@@ -66,6 +95,25 @@ def _wrong(trial: Trial) -> Wrong:
 
 
 # ---- other moments than the one that was saved
+
+
+def _elsewhere(trial: Trial, wrong: Wrong) -> Cause | None:
+    """All parameters are those of another moment: the checkpoint was not read at all, or another one was."""
+    if not any(name == PARAMETER for keys in wrong.values() for name, _ in keys):
+        return None
+    asked = trial.case.steps.start - 1
+    if _is_all(trial, _seed(trial)):
+        if _optimizer_arrived(trial, wrong):
+            text = f"resumed parameters are the seed's, although the optimizer's state is that of step {asked}"
+            return Cause("resumed elsewhere", f"{text}: stale ones were saved, or they were not loaded")
+        text = f"the checkpoint of step {asked} was ignored: training starts from scratch, parameters are the seed's"
+        return Cause("resumed elsewhere", text)
+    for step, state in _moments(trial):
+        if _is_all(trial, state):
+            hint = "an older one was read, or a stale one written"
+            observed = f"resumed from the state after step {step}"
+            return Cause("resumed elsewhere", observed, "", f"the checkpoint of step {asked}", hint)
+    return None
 
 
 def _seed(trial: Trial) -> State:
@@ -85,34 +133,48 @@ def _is_all(trial: Trial, state: State) -> bool:
     return bool(parameters) and not any(wrong_keys(trial, rank, parameters) for rank in trial.ranks)
 
 
-def _optimizer_arrived(trial: Trial) -> bool:
+def _optimizer_arrived(trial: Trial, wrong: Wrong) -> bool:
     kept = [key for key in saved_state(trial.saved[-1]) if key[0] != PARAMETER]
-    return bool(kept) and not any(name != PARAMETER for keys in _wrong(trial).values() for name, _ in keys)
+    return bool(kept) and not any(name != PARAMETER for keys in wrong.values() for name, _ in keys)
 
 
 # ---- parameters
 
 
-def _parameters(trial: Trial, wrong: Wrong) -> str | None:
+def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
     names = _fqns(trial, wrong, {PARAMETER})
     if not names:
         return None
-    ranks = _ranks(trial, wrong, {PARAMETER})
+    ranks, where = _ranks(trial, wrong, {PARAMETER}), in_parameters(trial, names)
     if all(_holds(trial, wrong, PARAMETER, fqn, _seed(trial).get((PARAMETER, fqn))) for fqn in names):
         were = "was" if len(names) == 1 else "were"
-        return f"{some(names)} {were} not loaded from the checkpoint{ranks}: still the seed's values"
+        text = f"{some(names)} {were} not loaded from the checkpoint{ranks}: still the seed's values"
+        return Cause("parameters not loaded", text)
     if pair := _exchanged(trial, wrong, PARAMETER, names):
-        return f"parameters {pair[0]} and {pair[1]} are exchanged by the checkpoint{ranks}"
-    if all(_rearranged(trial, fqn) for fqn in names):
-        return f"rows or columns have changed places over the checkpoint {in_parameters(trial, names)}{ranks}"
-    return f"parameters are not what was saved {in_parameters(trial, names)}{ranks}"
+        text = f"parameters {pair[0]} and {pair[1]} are exchanged by the checkpoint{ranks}"
+        return Cause("parameters exchanged", text)
+    changes = {_change(trial, fqn) for fqn in names}
+    if len(changes) == 1 and (change := next(iter(changes))).startswith(("rounded", "transposed")):
+        return Cause(
+            "parameters changed over the checkpoint",
+            f"parameters come back {change} from the checkpoint",
+            where + ranks,
+        )
+    if "" not in changes:
+        text = f"rows or columns have changed places over the checkpoint {where}{ranks}"
+        return Cause("parameters changed over the checkpoint", text)
+    return Cause("parameters changed over the checkpoint", f"parameters are not what was saved {where}{ranks}")
 
 
-def _rearranged(trial: Trial, fqn: str) -> bool:
-    """Whether all that was saved of a parameter is there, in other places."""
+def _change(trial: Trial, fqn: str) -> str:
+    """What has become of a parameter on the way through the checkpoint, in writing or in reading."""
     saved = saved_state(trial.saved[-1])[PARAMETER, fqn]
     held = put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()}).get((PARAMETER, fqn))
-    return held is not None and np.array_equal(np.sort(held.ravel()), np.sort(saved.ravel()))
+    if held is None or held.shape != saved.shape:
+        return ""
+    if dtype := rounded_to(held, saved):
+        return f"rounded to {dtype}"
+    return rearranged(held, saved).removeprefix("they are ")
 
 
 def _holds(trial: Trial, wrong: Wrong, name: str, fqn: str, whole: np.ndarray | None) -> bool:
@@ -143,12 +205,12 @@ def _exchanged(trial: Trial, wrong: Wrong, name: str, fqns: list[str]) -> tuple[
 # ---- the optimizer
 
 
-def _optimizer(trial: Trial, wrong: Wrong) -> str | None:
+def _optimizer(trial: Trial, wrong: Wrong) -> Cause | None:
     names = {name for keys in wrong.values() for name, _ in keys} - {PARAMETER}
     moments = sorted(name for name in names if _is_moment(trial, name))
     if moments:
-        return _moments_lost(trial, wrong, moments)
-    return _counter_lost(trial, wrong, sorted(names)) if names else None
+        return Cause("optimizer state lost", _moments_lost(trial, wrong, moments))
+    return Cause("optimizer state lost", _counter_lost(trial, wrong, sorted(names))) if names else None
 
 
 def _is_moment(trial: Trial, name: str) -> bool:
@@ -197,39 +259,15 @@ def _ranks(trial: Trial, wrong: Wrong, names: set[str]) -> str:
     return on_ranks(trial, [rank for rank, keys in wrong.items() if any(name in names for name, _ in keys)])
 
 
-# ---- schedule and data
+# ---- the schedule
 
 
-def _schedule(trial: Trial) -> str | None:
-    rates = {step.step: step.lr for step in trial.reference.steps}
-    for rank, step, wanted in trial.steps():
-        if step.lr is not None and not math.isclose(step.lr, wanted.lr, rel_tol=1e-12):
-            like = [number for number, rate in rates.items() if math.isclose(rate, step.lr, rel_tol=1e-12)]
-            seen = f"that of step {like[0]}" if like else f"{step.lr:.6g} on rank {rank}"
-            text = "the schedule starts anew" if _anew(trial, rank, step.step) else "the schedule does not continue"
-            return f"{text} after resuming: the learning rate of step {step.step} is {seen}, requested {wanted.lr:.6g}"
-    return None
-
-
-def _anew(trial: Trial, rank: int, first: int) -> bool:
-    """From that step on every rate is the one that the step had as many steps after the beginning as this is after resuming."""
+def _schedule(trial: Trial, wrong: Wrong) -> Cause | None:
+    """From some step on every rate is the one that the step had as many steps after the beginning as this is after resuming."""
     rates, saved = {step.step: step.lr for step in trial.reference.steps}, trial.case.steps.start - 1
-    seen = {step.step: step.lr for step in trial.ranks[rank].steps if step.step >= first and step.lr is not None}
-    return all(math.isclose(rate, rates[number - saved], rel_tol=1e-12) for number, rate in seen.items())
-
-
-def _data(trial: Trial) -> str | None:
-    first = trial.case.steps.start
-    received = {rank: step_received(trial, ids) for rank, ids in received_samples(trial, first).items()}
-    odd = {rank: step for rank, step in received.items() if step != first}
-    if not odd:
+    seen = [(step.step, step.lr) for _, step, _ in trial.steps() if step.lr is not None]
+    step = min((number for number, lr in seen if not math.isclose(lr, rates[number], rel_tol=1e-12)), default=None)
+    if step is None or not all(math.isclose(lr, rates[n - saved], rel_tol=1e-12) for n, lr in seen if n >= step):
         return None
-    steps = set(odd.values())
-    ranks = "" if len(odd) == len(received) else on_ranks(trial, odd)
-    if steps == {1}:
-        return f"the data position starts anew after resuming: step {first} receives the samples of step 1{ranks}"
-    if len(steps) == 1 and None not in steps:
-        return (
-            f"the data position is wrong after resuming: step {first} receives the samples of step {steps.pop()}{ranks}"
-        )
-    return f"the data position is wrong after resuming: step {first} receives samples of other steps{ranks}"
+    text = f"the schedule starts anew after resuming: the learning rate of step {step} is that of step {step - saved}"
+    return Cause("schedule starts anew", text, "", f"{rates[step]:.6g}")

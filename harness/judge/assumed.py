@@ -14,12 +14,13 @@ from harness.reference.config import TrainingConfig
 class AssumedOptimizer:
     """given(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: nothing, so that it leaves
     the parameter alone. rate(rank, step, fqn). recipe(fqn). amsgrad: it divides by the largest second moment so far, and
-    keeps that. All that is None is as requested.
+    keeps that. counter(step, fqn): of the steps taken, for its bias correction. All that is None is as requested.
     """
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
     rate: Callable[[int, int, str], float] | None = None
     recipe: Callable[[str], TrainingConfig] | None = None
+    counter: Callable[[int, str], int] | None = None
     amsgrad: bool = False
 
     def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
