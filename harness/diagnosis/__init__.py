@@ -100,9 +100,7 @@ FACTS: tuple[Facts, ...] = (
 )
 
 
-RULES: tuple[Rule, ...] = (
-    changed_afterwards,
-)
+RULES: tuple[Rule, ...] = (changed_afterwards,)
 
 
 def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:
