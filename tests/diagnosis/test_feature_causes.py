@@ -16,7 +16,7 @@ from literal import (
     with_step,
 )
 
-from harness.diagnosis.features import _compile, odd_traces, other_masks
+from harness.diagnosis.features import _compile, odd_traces, other_features, other_masks
 from harness.diagnosis.units import _other_policies, other_units
 from harness.evidence.records import Call, HeldTensor
 from harness.judge.trial import Trial
@@ -59,6 +59,13 @@ def test_parameters_kept_gathered_after_the_step() -> None:
         with_step(trial, 1, 3, memory=memory),
         """memory held between steps is not the plan's: rank 1, step 3, parameters: expected 944 B, observed 1.888 kB""",
     )
+
+
+@pytest.mark.parametrize("laws", [("gradients",), ("traffic", "features", "reshard", "schedule")])
+def test_no_feature_is_put_to_the_test_whose_traces_are_not_there(laws: tuple[str, ...]) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    noisy = with_rank(trial, 0, collectives=trial.ranks[0].collectives[::2])
+    assert proposed(other_features, noisy, *laws) == []
 
 
 THREE = replace(TINY, n_layers=3)

@@ -214,6 +214,17 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], asked: ParallelDims) ->
     )
 
 
+def test_renamed_twice_is_as_it_was() -> None:
+    trial = trial_of(tiny_case(dims(2, 2, 2)))
+    names = dict(enumerate(place_in(("tp", "dp_shard", "dp_replicate"), trial.case.dims)))
+    again = renamed(renamed(trial, names), {new: old for old, new in names.items()})
+    for rank, evidence in trial.ranks.items():
+        other = again.ranks[rank]
+        assert (other.rank, other.groups, other.collectives) == (rank, evidence.groups, evidence.collectives)
+        assert other.structure == evidence.structure
+        assert [tensor.mesh for tensor in other.parameters] == [tensor.mesh for tensor in evidence.parameters]
+
+
 def test_a_module_that_fsdp_left_out() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     for rank in (0, 1):

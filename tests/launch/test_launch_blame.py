@@ -1,7 +1,7 @@
 """Who is to blame, from literal records of how the ranks of a job ended."""
 
 from harness.evidence.records import Exit
-from harness.launch.blame import judge, last_words
+from harness.launch.blame import judge, last_words, raised_words
 from harness.launch.inflight import Issued
 from harness.launch.rank_exit import Fate, parse_stack, render, useful
 from harness.launch.sequences import describe
@@ -279,3 +279,18 @@ def test_a_stage_whose_receive_has_its_send_waits_for_nobody_though_it_was_its_l
     waits = Fate(0, -9, killed=LIMIT, issued=(p2p("send", 4, 1, order=1), p2p("recv", 2, 1, order=2)))
     computes = Fate(1, -9, killed=LIMIT, issued=(p2p("send", 1, 0, order=1), p2p("recv", 4, 0, order=2)))
     assert list(blamed(waits, computes)) == [1]
+
+
+def test_of_a_message_that_quotes_tracebacks_what_each_rank_raised_is_told() -> None:
+    quoted = (
+        "CheckpointException ranks:dict_keys([0, 1])\nTraceback (most recent call last): (RANK 0)\n"
+        '  File "filesystem.py", line 520, in create_stream\n    with path.open(mode) as stream:\n'
+        "FileNotFoundError: [Errno 2] No such file or directory: '__1_0.distcp'\n"
+        "Traceback (most recent call last): (RANK 1)\n  File x\n"
+        "FileNotFoundError: [Errno 2] No such file or directory: '__1_0.distcp'\n"
+    )
+    told = raised_words({"type": "CheckpointException", "message": quoted})
+    assert told == (
+        "CheckpointException: CheckpointException ranks:dict_keys([0, 1]): "
+        "FileNotFoundError: [Errno 2] No such file or directory: '__1_0.distcp'"
+    )
