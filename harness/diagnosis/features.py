@@ -26,7 +26,7 @@ CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("cp_load_balance", "samples", (True, False)),
     ("defer_sync", "traffic", (True, False)),
     ("activation_checkpointing", "features", FEATURE_CHOICES["activation_checkpointing"]),
-    ("reduce_dtype", "features", DTYPES),
+    ("reduce_dtype", "features", DTYPES[:-1]),
 )
 """Of features: the law that is broken where another value is in force, and the values."""
 
@@ -73,10 +73,15 @@ def _noise(trial: Trial, assumed: Trial) -> Any:
 
 def _other_features(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[Choice]:
     for key, law, values in choices:
-        asked = case.wrapper if key == "wrapper" else getattr(case.features, key)
+        chosen = {"wrapper": case.wrapper, "reduce_dtype": _reduced_in(case)}
+        asked = chosen.get(key, getattr(case.features, key))
         for value in values:
             if value != asked and (other := _changed(case, **{key: value})):
                 yield Choice(law, _in_words(case, key, asked, value), other)
+
+
+def _reduced_in(case: Case) -> str:
+    return case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
 
 
 def _changed(case: Case, **features: Any) -> Case | None:
@@ -92,8 +97,7 @@ def _in_words(case: Case, key: str, asked: Any, value: Any) -> str:
         times = f"{case.features.accumulation} times a step"
         return f"gradients are reduced after every microbatch ({times}), once a step is requested"
     if key == "reduce_dtype":
-        wanted = asked or case.training.compute_dtype or case.training.dtype
-        return f"gradients are reduced in {value}, requested {wanted}"
+        return f"gradients are reduced in {value}, requested {asked}"
     name = "activation checkpointing" if key == "activation_checkpointing" else key
     return f"{name} {asked} is requested, {'none took place' if value == 'none' else f'{value} is observed'}"
 
