@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.spec.allowance import Allowance
-from harness.spec.case import Case
+from harness.spec.case import Case, CaseError
 
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
@@ -29,6 +29,7 @@ class TrainerTraits:
     parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
     last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
     the next forward pass.
+    rates: the learning rate of each step, of a trainer that keeps its own schedule, which then is not under test.
     allow: what it keeps, copies, moves or computes besides what the plan knows, in every case, each with its reason.
     """
 
@@ -40,6 +41,7 @@ class TrainerTraits:
     attention: str | None = None
     loss_chunks: int = 1
     keeps_loss_unit: bool = False
+    rates: tuple[float, ...] | None = None
     allow: tuple[Allowance, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,13 +65,27 @@ USUAL = TrainerTraits()
 
 
 def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
-    """The case with the trainer's wrapper in every launch that leaves it open. traits: by the names of Case.launches."""
+    """The case with the trainer's wrapper in every launch that leaves it open, and its schedule where it keeps its own.
+
+    traits: by the names of Case.launches. Raises CaseError for a schedule that has too few rates.
+    """
+    case = with_own_schedule(case, traits["run"].rates)
     launches = {name: with_wrapper(launched, traits[name].wrapper) for name, launched in case.launches.items()}
     *earlier, last = launches.values()
     resume = tuple(
         dataclasses.replace(saved, features=one.features) for saved, one in zip(case.resume, earlier, strict=True)
     )
     return dataclasses.replace(last, resume=resume)
+
+
+def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
+    """It is no longer the case of any file, for its goldens are of the recipe's schedule."""
+    if rates is None or case.training.rates is not None:
+        return case
+    try:
+        return dataclasses.replace(case, training=dataclasses.replace(case.training, rates=rates), file="")
+    except ValueError as error:
+        raise CaseError(f"case {case.name!r}: the adapter's traits: {error}") from error
 
 
 def with_wrapper(case: Case, wrapper: str | None) -> Case:
@@ -88,4 +104,5 @@ def to_json(traits: TrainerTraits) -> dict[str, Any]:
 def from_json(record: Mapping[str, Any]) -> TrainerTraits:
     """The inverse. Raises TypeError or ValueError for what is not one."""
     allow = tuple(Allowance(**one) for one in record.get("allow", ()))
-    return TrainerTraits(**{**record, "allow": allow})
+    rates = record.get("rates")
+    return TrainerTraits(**{**record, "allow": allow, "rates": None if rates is None else tuple(rates)})

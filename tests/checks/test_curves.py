@@ -139,3 +139,16 @@ def test_a_gradient_beyond_the_measured_bound_shows_where_the_bound_comes_from()
     result = judged("gradients", trial)
     assert result.verdict is Verdict.FAIL
     assert result.findings[0].bound == "4.0e-09: 4 x the spread of 16 repeats of the reference"
+
+
+def test_the_rates_of_a_trainer_that_keeps_its_own_schedule_are_not_judged() -> None:
+    usual = tiny_case("single")
+    trial = trial_of(replace(usual, training=replace(usual.training, rates=(0.1, 0.2, 0.3))))
+    result = judged("reported_rate", trial)
+    assert result.verdict is Verdict.NOT_APPLICABLE
+    assert "keeps its own schedule" in result.note
+
+
+def test_a_trainer_that_reports_no_loss_is_not_judged_by_what_it_reports() -> None:
+    trial = trial_of(tiny_case("single"))
+    assert judged("reported_loss", with_rank(trial, 0, reports=())).verdict is Verdict.NOT_APPLICABLE

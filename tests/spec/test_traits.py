@@ -102,3 +102,14 @@ def test_traits_that_cannot_be_read_are_said_to_be_damaged(tmp_path, text: str |
     with pytest.raises(EvidenceError, match="traits.json: ") as refused:
         load_case(tmp_path)
     assert problem in str(refused.value)
+
+
+def test_a_trainer_that_keeps_its_own_schedule_has_it_in_every_case_of_no_file() -> None:
+    own, asked = TrainerTraits(rates=(0.1, 0.2, 0.3)), replace(tiny_case("single", SGD), file="cases/any.yaml")
+    kept = settled(asked, {"run": own})
+    assert (kept.training.rates, kept.file) == ((0.1, 0.2, 0.3), "")
+    assert traits.from_json(json.loads(json.dumps(traits.to_json(own)))) == own
+    requested = replace(asked, training=replace(SGD, rates=(1.0, 1.0, 1.0)))
+    assert settled(requested, {"run": own}) == requested
+    with pytest.raises(case.CaseError, match="rates: one of at least 0 is needed for each of 3 steps"):
+        settled(asked, {"run": TrainerTraits(rates=(0.1,))})
