@@ -42,7 +42,7 @@ from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, seen_resumed
 from harness.diagnosis.scaled import scaled_gradients
 from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
-from harness.diagnosis.updates import changed_afterwards
+from harness.diagnosis.updates import changed_weights, seen_changed
 from harness.diagnosis.weights import other_weights, seen_weights
 from harness.diagnosis.words import Broken, finding_line
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict, one_cause
@@ -56,6 +56,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_features,
     other_units,
     resumed_otherwise,
+    changed_weights,
     wrong_optimizer,
     wrong_clipping,
     wrong_reports,
@@ -77,6 +78,7 @@ FACTS: tuple[Facts, ...] = (
     seen_weights,
     seen_samples,
     seen_positions,
+    seen_changed,
     rounding,
     different_losses,
     other_slices,
@@ -100,7 +102,7 @@ FACTS: tuple[Facts, ...] = (
 )
 
 
-RULES: tuple[Rule, ...] = (changed_afterwards,)
+RULES: tuple[Rule, ...] = ()
 
 
 def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:

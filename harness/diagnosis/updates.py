@@ -1,31 +1,52 @@
-"""Gradients are right, what the optimizer made of them is not: clipping, learning rate, decay, averages, or no step at all.
-
-Suspects are tried by judging the same evidence by the law `update` under a recipe that has the mistake.
-"""
+"""Weights are changed when the optimizer is done: the reference goes on from what they then were."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from harness.checks import update
-from harness.diagnosis.differences import wrong_pairs
-from harness.diagnosis.words import Broken, finding_line, in_parameters, on_ranks
-from harness.judge.result import Diagnosis, one_cause
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.words import finding_line, in_parameters, on_ranks
+from harness.judge.contents import take
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
 Pair = tuple[int, str]  # rank, fqn
 
 
-def changed_afterwards(trial: Trial, broken: Broken) -> Diagnosis | None:
-    """What the optimizer left is not what the next step began with. Gradients that are wrong before that have another cause,
-    later ones follow from it."""
+def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """What there was when the next step began, if it has the shape of what the optimizer left."""
     changes = update.changed(trial)
+    if "update" not in broken or not (cause := _cause(trial, changes)) or "shape or dtype" in cause.observed:
+        return
+    held = {(rank, step.step): step.changed or {} for rank, step, _ in trial.steps()}
+
+    def left(step: int, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        whole = {fqn: value.copy() for fqn, value in parameters.items()}
+        for rank, fqn in changes.get(step, ()):
+            if part := trial.slice_of(rank, fqn):
+                target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
+                target[...] = held[rank, step][fqn].reshape(target.shape)
+        return whole
+
+    yield Hypothesis(cause, lambda t: another_reference(t, left=left), 1, (finding_line("update", broken["update"]),))
+
+
+def seen_changed(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if "update" in broken and (cause := _cause(trial, update.changed(trial))):
+        yield Fact(cause, ("update",), (finding_line("update", broken["update"]),))
+
+
+def _cause(trial: Trial, changes: dict[int, list[Pair]]) -> Cause | None:
     step = next(iter(changes), None)
-    if "update" not in broken or step is None or any(wrong_pairs(trial, s) for s in trial.case.steps if s <= step):
+    if step is None:
         return None
-    text = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
-    cause = f"{text}: {_as_if(trial, step, changes[step])}{_where(trial, changes[step])}"
-    return one_cause(cause, (finding_line("update", broken["update"]),))
+    observed = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
+    how = _as_if(trial, step, changes[step])
+    return Cause("weights changed", f"{observed}: {how}{_where(trial, changes[step])}")
 
 
 def _as_if(trial: Trial, step: int, pairs: list[Pair]) -> str:
