@@ -22,8 +22,8 @@ from literal import (
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.data import wrong_positions
+from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.evidence.text import positions_text
-from harness.judge import attribution
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -271,9 +271,14 @@ def with_parts(trial: Trial, weights: dict[int, list[float]]) -> Trial:
 
 def test_the_weights_of_cp_ranks_are_found_from_the_gradient() -> None:
     trial = with_parts(cp_trial(), dict.fromkeys((0, 1), [2.0, 2.0, 0.5, 0.5, 0.5, 0.5, 2.0, 2.0]))
-    weights = attribution.part_weights(trial, [0, 1])
-    assert weights is not None and weights.explained
-    assert weights.by_sample == pytest.approx({0: 2.0, 1: 0.5})
+    pieces = Pieces(trial)
+    mixture = mixture_of(trial, pieces, 1)
+    assert mixture is not None
+    counted = [number for number, count in enumerate(pieces.tokens(1)) if count]
+    assert {(pieces.all[n].place, round(w[n], 6)) for w in mixture.weights.values() for n in counted} == {
+        (0, 2.0),
+        (1, 0.5),
+    }
     assert cause(trial) == "tokens count unequally in the gradient: weights 2, 0.5 by cp rank, each should have 1"
 
 
@@ -296,12 +301,6 @@ def test_a_reduction_over_cp_whose_result_is_dropped_is_named() -> None:
     trial = with_parts(cp_trial(cp_load_balance=False), {0: [1.0] * 4 + [0.0] * 4, 1: [0.0] * 4 + [1.0] * 4})
     told = "rank 0's gradient holds the tokens of [0] of 2 cp ranks only"
     assert cause(trial) == f"gradient reduction without effect over cp: {told}, though collectives ran"
-
-
-def test_parts_that_are_no_whole_eighths_are_not_attributed() -> None:
-    trial = with_parts(cp_trial(), dict.fromkeys((0, 1), [1.0] * 8))
-    thirds = replace(trial.case, dims=ParallelDims(cp=3), training=replace(EIGHT, seq_len=24))
-    assert attribution.part_weights(replace(trial, case=thirds), [0]) is None
 
 
 # ---- what is reported
