@@ -30,6 +30,7 @@ from harness.diagnosis.costs import (
 )
 from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
 from harness.diagnosis.engine import Explanation, explain
+from harness.diagnosis.exchanged import exchanged_tensors
 from harness.diagnosis.features import odd_traces, other_actions, other_features, other_masks
 from harness.diagnosis.forward import different_losses, masks_drawn_again, other_forward, rounding
 from harness.diagnosis.hypothesis import Facts, Suspects
@@ -66,6 +67,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     scaled_gradients,
     gradients_not_zeroed,
     unequal_contributions,
+    exchanged_tensors,
     masks_drawn_again,
     other_forward,
 )

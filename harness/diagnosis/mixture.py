@@ -182,7 +182,7 @@ def assuming(trial: Trial, pieces: Pieces, weights: Weights, steps: Sequence[int
     count = len(set(copies.values()))
     owners = tuple(owner for owner, _ in groups)
     other = assume.apart(trial, copies, [{}] * count, owners=owners, shares=shares, reduce=reduce)
-    return _clipping_apart(other) if count > 1 else other
+    return clipping_apart(other) if count > 1 else other
 
 
 def _grouped(
@@ -214,7 +214,7 @@ def _assembled(trial: Trial, counts: Mapping[int, np.ndarray], gradients: list[A
     return whole
 
 
-def _clipping_apart(trial: Trial) -> Trial:
+def clipping_apart(trial: Trial) -> Trial:
     norms = {(r, step.step): step.grad_norm for r in trial.ranks for step in trial.reference_of(r).steps}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:

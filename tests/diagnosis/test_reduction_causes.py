@@ -11,11 +11,14 @@ from diagnosed import (
     DDP_2,
     expect,
     expect_first,
+    first_line,
     gradients_of,
     reference_gradient,
     with_own_samples,
 )
 from literal import (
+    judged,
+    sum_of_samples,
     tiny_case,
     trial_of,
     with_collectives,
@@ -24,6 +27,8 @@ from literal import (
 )
 
 from harness.diagnosis.backward import _less_than_planned, _other_groups
+from harness.diagnosis.exchanged import exchanged_tensors
+from harness.judge.trial import Trial
 
 # ---- gradients
 
@@ -142,3 +147,35 @@ def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf
     assert _less_than_planned(DDP_2, 1) == ""
     silent = with_collectives(DDP_2, 0, lambda call: [call] if call.phase != "backward" else [])
     assert _less_than_planned(silent, 1) == ", a sum over dp_replicate"
+
+
+# ---- tensors that change places
+
+
+def with_exchanged(trial: Trial, one: str, other: str) -> Trial:
+    """Rank 1 adds rank 3's `other` to its own share of `one`."""
+    own = {replica: {i: float(i in ids) for i in range(8)} for replica, ids in enumerate((range(4), range(4, 8)))}
+
+    def gradient(rank: int, fqn: str) -> np.ndarray:
+        if (rank, fqn) != (1, one):
+            return reference_gradient(trial, fqn)
+        return sum_of_samples(trial, one, own[0]) + sum_of_samples(trial, other, own[1])
+
+    return with_step_1_gradients(trial, gradient)
+
+
+def test_tensors_that_change_places_in_a_reduction_are_named() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    one, other = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"
+    wrong = with_exchanged(trial, one, other)
+    told = f"tensors change places in the reduction over dp_replicate in 1 of 12 parameters ({one}) on rank 1"
+    assert first_line(wrong) == f"{told}: rank 1 adds rank 3's {other} to its {one}"
+
+
+def test_noise_on_one_replica_is_no_exchange() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    wrong = with_step_1_gradients(
+        trial,
+        lambda rank, fqn: reference_gradient(trial, fqn) + (np.cos(reference_gradient(trial, fqn)) if rank == 1 else 0),
+    )
+    assert not list(exchanged_tensors(wrong, {"gradients": judged("gradients", wrong)}))

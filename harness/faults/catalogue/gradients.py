@@ -122,7 +122,7 @@ two_reductions_change_places = fault(
     bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
     case="hsdp_2x2",
     caught_by="gradients replica_agreement",
-    named="on ranks [1,3], one group of dp_replicate: its members reduce different tensors with each other",
+    named="tensors change places in the reduction over dp_replicate",
     does=op.on_rank(3, op.instead(ALL_REDUCE, _two_exchanged(), when=op.in_backward)),
 )
 group_left_out_of_the_token_count = fault(
