@@ -43,6 +43,7 @@ class Otherwise:
     those that there are before clipping. given(step, gradients, their norm, parameters) -> what the optimizer is given, in
     place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. decay(fqn) -> weight decay.
     left(step, parameters) -> what there is when the optimizer is done.
+    rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
     by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. altered(module, step) alters a model
     in place before that step's forward pass. loss(logits [n, vocab], labels [n]) -> that of each token, 0 where none counts.
@@ -60,6 +61,7 @@ class Otherwise:
     amsgrad: bool = False
     altered: Altered | None = None
     loss: Loss | None = None
+    rows: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class _Copy:
         self.weights = _as_kept(weights, reference)
         self.training, self.otherwise = training, otherwise
         self.model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device="cpu")
+        _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
         self.optimizer = _optimizer(self.model, training, otherwise)
 
@@ -192,6 +195,15 @@ class _Copy:
             group["lr"] = self.otherwise.rate(number, group["fqn"]) if self.otherwise.rate else usual
         rates = {group["lr"] for group in self.optimizer.param_groups}
         return rates.pop() if len(rates) == 1 else usual
+
+
+def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
+    """What a matrix with its rows in another order gives, in the reference's."""
+    for fqn, order in rows.items():
+        back = torch.from_numpy(np.argsort(order))
+        model.get_submodule(fqn.removesuffix(".weight")).register_forward_hook(
+            lambda _, __, found, back=back: found[..., back]
+        )
 
 
 def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arrays:

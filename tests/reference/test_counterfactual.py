@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.judge.order import reordered_reference
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.counterfactual import Batch, Otherwise, retrain
 from harness.reference.record import ReferenceRun
@@ -60,3 +61,10 @@ def test_what_the_optimizer_is_given_its_rate_and_what_it_leaves_can_be_otherwis
     assert alike(retrain(MODEL, RECIPE, reference, unclipped), train(MODEL, replace(RECIPE, max_norm=None)))
     zeroed = Otherwise(left=lambda step, parameters: {f: 0 * p for f, p in parameters.items()})
     assert not any(p.any() for p in retrain(MODEL, RECIPE, reference, zeroed).steps[0].parameters.values())
+
+
+def test_rows_in_another_order_train_as_those_in_the_references(reference: ReferenceRun) -> None:
+    rows = {"layers.0.attention.wq.weight": np.random.default_rng(0).permutation(16)}
+    ordered = reordered_reference(reference, rows)
+    assert alike(retrain(MODEL, RECIPE, ordered, Otherwise(rows=rows)), ordered)
+    assert not alike(retrain(MODEL, RECIPE, ordered, Otherwise()), ordered)
