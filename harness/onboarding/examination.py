@@ -158,11 +158,12 @@ def _yaml(rate: float) -> str:
 
 def _rest(best: Supposed, broken: set[str], tell: Tell) -> None:
     """What is left when all of that is assumed."""
-    left = _broken(best.results)
+    left = _broken(best.results) - {"golden"}  # which is of another recipe
     numbers = sorted(broken - left)
     if numbers:
         tell("assuming this", f"{len(numbers)} of {len(broken)} broken laws hold: {', '.join(numbers)}")
-    found = diagnose(best.trial, best.results) if left else None
+    results = [result for result in best.results if result.check != "golden"]
+    found = diagnose(best.trial, results) if left else None
     if found:
         tell("left", f"{', '.join(sorted(left))}: {found.cause}")
 
@@ -187,6 +188,8 @@ def _diagnosed(judgement: Judgement, tell: Tell) -> bool:
     if judgement.diagnosis is None:
         return False
     tell("cause", judgement.diagnosis.cause)
+    if "the loss is averaged per" in judgement.diagnosis.cause:
+        tell("", "if that is meant: case: training: {all_valid: true}, with which equal counts alone are under test")
     for label, text in judgement.diagnosis.evidence:
         tell(f"  {label}", text)
     return True

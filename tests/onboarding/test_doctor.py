@@ -14,7 +14,10 @@ from harness.cli import main
 from harness.diagnosis import suppositions
 from harness.diagnosis.suppositions import Supposition, suppose
 from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
+from harness.judge.judgement import Judgement
+from harness.judge.result import one_cause
 from harness.judge.trial import Trial
+from harness.onboarding import examination
 from harness.plan.make_plan import make_plan
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
@@ -130,3 +133,11 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
         "blocks.0.attn.q_proj.weight [64, 64] is mapped to layers.0.attention.q_proj.weight, which there is not" in said
     )
     assert "of the reference's 21 parameters 2 are nobody's: layers.0.attention.wq.weight" in said
+
+
+def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_path: Path) -> None:
+    said: list[tuple[str, str]] = []
+    judgement = Judgement(CASE, tmp_path, (), one_cause("the loss is averaged per rank: each divides"), 0.0)
+    assert examination._diagnosed(judgement, lambda label, text: said.append((label, text)))
+    assert said[0] == ("cause", "the loss is averaged per rank: each divides")
+    assert said[1][1].startswith("if that is meant: case: training: {all_valid: true}")
