@@ -54,6 +54,6 @@ def tell_line(label: str, text: str) -> None:
 
 def _then(found: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
     if not found.stopped and all(verdict is Verdict.PASS for verdict in found.judged.values()):
-        return ["", f"all is well on one rank and on two; the rest: harness matrix --trainer {args.trainer}"]
+        return ["", f"all is well in {', '.join(found.judged)}; more ranks: harness matrix --trainer {args.trainer}"]
     left = [case.name for case in cases if case.name not in found.judged]
     return ["", f"not run, they would show the same: {', '.join(left)}"] if left else []

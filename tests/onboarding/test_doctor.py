@@ -116,7 +116,7 @@ def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_
     cases.write_text(cases.read_text().replace("{all_valid: true}", told))
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 0
     said = capsys.readouterr().out
-    assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well on one rank and on two" in said
+    assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well in single, fsdp_2; more ranks:" in said
 
 
 def test_names_that_are_none_of_the_references_stop_the_examination(
