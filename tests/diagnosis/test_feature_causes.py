@@ -61,7 +61,7 @@ def test_parameters_kept_gathered_after_the_step() -> None:
     )
 
 
-@pytest.mark.parametrize("laws", [("gradients",), ("traffic", "samples", "schedule")])
+@pytest.mark.parametrize("laws", [("gradients",), ("traffic", "schedule")])
 def test_no_feature_is_put_to_the_test_whose_traces_are_not_there(laws: tuple[str, ...]) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     noisy = with_rank(trial, 0, collectives=trial.ranks[0].collectives[::2])
