@@ -19,6 +19,7 @@ from harness.diagnosis.checkpoint import wrong_checkpoint
 from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import (
+    keys_stay,
     memory_kept,
     not_deterministic,
     of_no_plan,
@@ -90,6 +91,7 @@ FACTS: tuple[Facts, ...] = (
     left_by_evaluation,
     kept_otherwise,
     units_disagree,
+    keys_stay,
     odd_traces,
     other_actions,
     other_masks,

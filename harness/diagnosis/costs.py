@@ -11,7 +11,7 @@ from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
-from harness.judge.traffic import INSIDE
+from harness.judge.traffic import INSIDE, observed, planned
 from harness.judge.trial import Trial
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
@@ -104,6 +104,20 @@ def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _waits(trial: Trial, rank: int, step: int) -> list[tuple[tuple[tuple[int, ...], str, str], int]]:
     return sorted(waits(trial.ranks[rank], step).items())
+
+
+def keys_stay(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What goes over cp lacks the keys and values, and nothing else."""
+    rank, step = min(trial.ranks, default=0), trial.first_step
+    flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.role == "keys and values"]
+    if "traffic" not in broken or not flows or not trial.ranks:
+        return
+    wanted, seen = planned(trial, rank, step), observed(trial.ranks[rank], step)
+    keys = {(trial.plan.group_of(rank, flow.axis), flow.op, flow.phase): flow.bytes for flow in flows}
+    if all(wanted[key] - seen.get(key, 0) == size for key, size in keys.items()):
+        text = "no K/V exchange over cp: attention sees its own part of the sequence only"
+        lines = (finding_line("traffic", broken["traffic"]),)
+        yield Fact(Cause("no K/V exchange", text), ("traffic", "reshard", "features"), lines)
 
 
 def out_of_order(trial: Trial, broken: Broken) -> Iterator[Fact]:

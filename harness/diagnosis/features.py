@@ -162,7 +162,9 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
         _fallback,
     )
     text = next((text for look in seen if (text := look(trial))), None)
-    if text := text or (None if {"loss", "samples"} & set(broken) else attended_too_often(trial)):
+    if text := text or (
+        None if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else attended_too_often(trial)
+    ):
         others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
         yield Fact(Cause("odd traces", text), ("features", *others), (finding_line("features", broken["features"]),))
 
