@@ -10,8 +10,7 @@ A diagnosis is a service, the verdict is the laws'. So what raises is skipped, a
 from __future__ import annotations
 
 import dataclasses
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from harness.checks import all_checks, judge, run_check
 from harness.diagnosis.backward import wrong_backward
@@ -49,8 +48,6 @@ from harness.diagnosis.weights import other_weights, seen_weights
 from harness.diagnosis.words import Broken, finding_line
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
-
-Rule = Callable[[Trial, Broken], Diagnosis | None]
 
 SUSPECTS: tuple[Suspects, ...] = (
     not_trained,
@@ -106,38 +103,27 @@ FACTS: tuple[Facts, ...] = (
 )
 
 
-RULES: tuple[Rule, ...] = ()
-
-
-def diagnose(trial: Trial, results: Sequence[Result], rules: Sequence[Rule] = RULES) -> Diagnosis | None:
+def diagnose(
+    trial: Trial, results: Sequence[Result], suspects: Sequence[Suspects] = SUSPECTS, facts: Sequence[Facts] = FACTS
+) -> Diagnosis | None:
     """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
     that one only keeps too much, which does not explain what is resumed wrongly."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
-    if failed and trial.saved and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), rules)):
+    if (
+        failed
+        and trial.saved
+        and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), suspects, facts))
+    ):
         only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
         if not (only_keeps and "resume" in {result.check for result in failed}):
             return earlier
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
-    skipped: Lines = ()
-    explained = explain(trial, results, SUSPECTS, FACTS)
-    found = _told(trial, results, explained)
-    if explained.left and not _numbers_explained(explained, broken):
-        answer, skipped = _first_answer(trial, broken, rules)
-        if next(iter(broken)) in explained.left:
-            found = answer or found
-        elif answer and next(iter(broken)) in ("completed", "memory"):
-            also = tuple(cause for cause in answer.causes if cause.text not in found.cause)
-            found = Diagnosis((*found.causes, *also), (*found.evidence, *answer.evidence))
+    found = _told(trial, results, explain(trial, results, suspects, facts))
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
-    return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results), *skipped))
-
-
-def _numbers_explained(found: Explanation, broken: Broken) -> bool:
-    """Whether a proof or a fact has taken what is wrong in gradients."""
-    return "gradients" in broken and "gradients" not in found.left
+    return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results)))
 
 
 def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
@@ -186,22 +172,6 @@ def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
     return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
 
 
-def _first_answer(trial: Trial, broken: Broken, rules: Sequence[Rule]) -> tuple[Diagnosis | None, Lines]:
-    """The first rule's answer, and a line for every rule before it that raised."""
-    skipped: list[tuple[str, str]] = []
-    for rule in rules:
-        try:
-            found = rule(trial, broken)
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"the rule {rule.__name__} raised {error!r} at {where.name}:{where.lineno}, so it names no cause"
-            skipped.append(("not diagnosed", text))
-            continue
-        if found is not None:
-            return found, tuple(skipped)
-    return None, tuple(skipped)
-
-
 def _what_weaker_tests_say(results: Sequence[Result]) -> Lines:
     """The laws that pass although the trainer is wrong: what weaker tests would have said."""
     passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
@@ -220,4 +190,4 @@ def _what_weaker_tests_say(results: Sequence[Result]) -> Lines:
     return tuple(lines)
 
 
-__all__ = ["RULES", "Diagnosis", "diagnose"]
+__all__ = ["FACTS", "SUSPECTS", "Diagnosis", "diagnose"]

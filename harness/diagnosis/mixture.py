@@ -141,6 +141,8 @@ def _fit(trial: Trial, rank: int, step: int, gradients: list[Arrays]) -> tuple[n
         scale = float(np.max(np.abs(trial.reference_step(step).gradients[fqn]))) or 1.0
         rows.append(np.stack([take(own[fqn], part).reshape(-1)[at] for own in gradients], axis=1) / scale)
         targets.append(seen.reshape(-1)[at] / scale)
+    if not rows:
+        return None
     matrix, target = np.concatenate(rows).astype(np.float64), np.concatenate(targets).astype(np.float64)
     counted = np.any(matrix != 0, axis=0)
     if (
