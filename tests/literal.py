@@ -7,14 +7,15 @@ gradients, parameters, claims and groups are made here, the optimizer in closed 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from literal_reference import clip, optimize, recipe_of, reference_of, sample_loss
+from literal_reference import clip, optimize, recipe_of, reference_of, retrained, sample_loss
 
 from harness.checks import all_checks, run_check
 from harness.checks.update import observed_norm
@@ -365,6 +366,32 @@ def with_updates_that_follow(trial: Trial) -> Trial:
 def _replica(trial: Trial, rank: int) -> tuple[int, ...]:
     place = coordinate(trial.case.dims, rank)["dp_replicate"]
     return tuple(other for other in trial.ranks if coordinate(trial.case.dims, other)["dp_replicate"] == place)
+
+
+def trained_otherwise(
+    trial: Trial, ranks: Sequence[int] = (), training: TrainingConfig | None = None, **otherwise: Any
+) -> Trial:
+    """What these ranks (all) leave if they train as `literal_reference.retrained` does; shown are norm and rate requested."""
+    asked = trial.case.training
+    made = retrained(training or asked, trial.reference, **otherwise)
+    for rank, number in itertools.product(ranks or trial.ranks, range(1, asked.steps + 1)):
+        step, cut = made.steps[number - 1], {f: _cut(part) for f, part in trial.plan.slices[rank].items()}
+        last = number == asked.steps
+        kept = (
+            {f: {k: v[cut[f]] for k, v in of.items()} for f, of in step.optimizer_state.items() if f in cut}
+            if last
+            else {}
+        )
+        changes = {
+            "parameters": {f: v[cut[f]] for f, v in step.parameters.items() if f in cut},
+            "optimizer_state": kept,
+        }
+        changes |= {
+            "gradients": {f: g[cut[f]] for f, g in step.gradients.items() if f in cut},
+            "grad_norm": step.grad_norm,
+        }
+        trial = with_step(trial, rank, number, **changes)
+    return trial
 
 
 def sum_of_samples(trial: Trial, fqn: str, weights: dict[int, float]) -> np.ndarray:

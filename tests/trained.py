@@ -22,7 +22,7 @@ from harness.spec.case import Case
 
 MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
 RECIPE = replace(ADAMW, seq_len=8)
-IN_EARNEST = assume.retrain
+IN_EARNEST, APART_IN_EARNEST = assume.retrain, assume.retrain_apart
 
 Ran = Callable[..., Trial]
 
@@ -41,6 +41,7 @@ def reference(case: Case) -> ReferenceRun:
 def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     """Evidence of ranks that trained as this reference did, judged by the right one."""
     monkeypatch.setattr(assume, "retrain", IN_EARNEST)
+    monkeypatch.setattr(assume, "retrain_apart", APART_IN_EARNEST)
 
     def ran(case: Case, trained: ReferenceRun | None = None, **otherwise: Any) -> Trial:
         trained = trained or retrain(case.model, case.training, reference(case), Otherwise(**otherwise))
@@ -74,7 +75,7 @@ def losses_of_rows(case: Case, trained: ReferenceRun, step: int, otherwise: dict
 
 
 def diagnosed(trial: Trial) -> Diagnosis:
-    found = diagnose(trial, judge(trial), ())
+    found = diagnose(trial, judge(trial))
     assert found is not None
     return found
 

@@ -167,7 +167,8 @@ def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEviden
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
     expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
-    return bool((np.abs(first.parameters[tensor.fqn] - expected) <= bound).all())
+    left = first.parameters[tensor.fqn]
+    return left.shape == expected.shape and bool((np.abs(left - expected) <= bound).all())
 
 
 def expected_after_first_step(

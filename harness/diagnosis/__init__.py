@@ -162,12 +162,8 @@ def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
     if not found.proofs:
         return ()
     broken, proven = sum(result.verdict is Verdict.FAIL for result in results), found.proofs[0].explained
-    seen = [
-        law
-        for fact in found.facts
-        for law in fact.laws
-        if law in {r.check for r in results if r.verdict is Verdict.FAIL}
-    ]
+    failed = {result.check for result in results if result.verdict is Verdict.FAIL} - set(proven)
+    seen = dict.fromkeys(law for fact in found.facts for law in fact.laws if law in failed)
     rest = f"; {', '.join(seen)} saw it" * bool(seen)
     return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
 

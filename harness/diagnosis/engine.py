@@ -13,6 +13,7 @@ from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 
 T = TypeVar("T")
+FOLLOWING = frozenset({"grad_norm", "update", "loss", "reported_loss", "replica_agreement"})
 FIRSTS = 6  # hypotheses that are tried as one of two independent mistakes
 
 
@@ -37,7 +38,8 @@ def explain(
     search = Search(tuple(suspects))
     proofs = search.proofs(trial, results)
     stated = list(search.guarded(facts, trial, broken_laws(results)))
-    if proofs and "gradients" in proofs[0].left and any("gradients" in fact.laws for fact in stated):
+    seen = any("gradients" in fact.laws for fact in stated)
+    if proofs and seen and "gradients" in proofs[0].left and FOLLOWING.issuperset(proofs[0].explained):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []

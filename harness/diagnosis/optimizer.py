@@ -23,6 +23,7 @@ from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 
 NUMBERS = ("update", "loss", "gradients", "grad_norm", "reported_loss", "replica_agreement")
+LARGEST_DECAY = 0.1  # of a weight in a step; what takes more of it is no weight decay
 FEW = ("norm.weight", "attention.wq.weight", "output.weight", "tok_embeddings.weight")  # of each kind one
 
 
@@ -180,11 +181,12 @@ def _decay_in_the_gradients(trial: Trial) -> Iterator[Hypothesis]:
 def _not_stepped(trial: Trial) -> Iterator[Hypothesis]:
     """What has a gradient or decays, and does not move: from a step on, or in one step alone."""
     still: dict[int, set[tuple[int, str]]] = {}
+    rates = {step.step: step.lr for step in trial.reference.steps}
     for rank, evidence in trial.ranks.items():
         before = trial.start_of(rank)
         for step in evidence.steps:
-            moved = trial.reference_step(step.step).lr
-            for fqn, after in step.parameters.items() if moved else ():
+            moves = rates.get(step.step, 0.0)
+            for fqn, after in step.parameters.items() if moves else ():
                 if after.size and fqn in before and np.array_equal(after, before[fqn]):
                     still.setdefault(step.step, set()).add((rank, fqn))
             before = step.parameters
@@ -220,7 +222,9 @@ def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     where = in_parameters(trial, fqns).removeprefix("in ") + on_ranks(trial, [rank for rank, _ in wrong])
     if (factor := _common([_rate_factor(trial, *pair) for pair in wrong])) is not None:
         yield from _another_rate(trial, fqns, where, factor)
-    if (decay := _common([_decay(trial, *pair) for pair in wrong])) is not None:
+    rate = trial.reference_step(trial.first_step).lr
+    decay = _common([_decay(trial, *pair) for pair in wrong])
+    if decay is not None and abs(decay) * rate < LARGEST_DECAY:
         yield _another_decay(trial, fqns, where, 0.0 if abs(decay) < 1e-9 else float(f"{decay:.6g}"))
 
 

@@ -191,7 +191,7 @@ def test_an_older_checkpoint_is_named_with_its_step() -> None:
 def test_a_schedule_that_starts_anew_is_named() -> None:
     trial = resumed()
     for rank in trial.ranks:
-        trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr)
+        trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr, reported_lr=trial.reference.steps[0].lr)
     assert judged("resume", trial).findings[0] == Finding("rank 0, step 3, learning rate", "0.0075", "0.005")
     assert cause(trial) == (
         "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1, requested 0.0075"

@@ -227,7 +227,8 @@ def test_whole_parameters_on_cp_ranks_and_no_reduction_are_named() -> None:
     trial = with_step(trial, 1, 1, gradients={fqn: 2 * gradient for fqn, gradient in seen.items()})
     held = "every cp rank holds whole parameters, requested 2"
     assert cause(trial) == (
-        f"FSDP ran as DDP: {held}; gradient reduction missing over cp; wrapper fsdp2 is requested, ddp is observed"
+        f"FSDP ran as DDP: {held}; gradient reduction missing over cp; no K/V exchange over cp: attention sees its own"
+        " part of the sequence only; wrapper fsdp2 is requested, ddp is observed"
     )
 
 
