@@ -12,7 +12,7 @@ from harness.checks import all_checks, law
 from harness.cli import parser
 from harness.faults import load_fault
 from harness.judge.result import Verdict
-from harness.report.text import case_report, headline
+from harness.report.text import case_report
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.loading import find_case, load_all
@@ -76,4 +76,4 @@ def test_the_examples_of_a_fault_work_and_are_named(name: str, tmp_path: Path) -
     judgement = run_case(find_case(fault.case, load_all()), Options(out=tmp_path / "out", fault=spec))
     broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
     assert set(fault.caught_by) <= broken
-    assert fault.named in headline(judgement)
+    assert judgement.diagnosis and fault.named in judgement.diagnosis.kinds

@@ -128,7 +128,8 @@ def diagnose(
 
 def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
     """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
-    first = found.proofs[0].hypotheses if found.proofs else ()
+    seen = {fact.cause for fact in found.facts}
+    first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
     facts = sorted(found.facts, key=lambda fact: "completed" not in fact.laws)
     before = {
         fact.cause: fact.lines for fact in facts if "completed" in fact.laws

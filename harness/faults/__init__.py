@@ -3,7 +3,7 @@
 A fault is a name in a file, here or anywhere else, and `does` one wrong thing at a seam (harness/faults/operators.py):
 
     hsdp_runs_as_fsdp = fault(
-        breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="HSDP ran",
+        breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="another layout",
         does=change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
     )
 
@@ -68,7 +68,7 @@ class FaultError(ValueError):
 class Fault:
     """breaks: what goes wrong, in one sentence. bug: the entry it is modelled on, and where that happened.
 
-    case: the smallest case that shows it. caught_by: the laws that must fail. named: part of the diagnosis' first line.
+    case: the smallest case that shows it. caught_by: the laws that must fail. named: the kind of its cause (docs/causes.md).
     hangs: only a time limit of the harness's ends it, that of the launch or that of what a rank leaves behind.
     """
 

@@ -34,7 +34,8 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of one fault. cause: the diagnosis' first line, without verdict and names. broken: the laws that fail.
+    """What became of one fault. cause: the diagnosis' first line, without verdict and names. kinds: of its causes. broken: the
+    laws that fail.
 
     weaker: by method, whether it noticed; empty if not measured. off: by how much the reported loss is off at worst over
     ten steps, None if the faulty trainer did not get that far. note: why it was not tried, or what is lacking.
@@ -47,6 +48,7 @@ class Attempt:
     case: str
     outcome: Outcome
     cause: str = ""
+    kinds: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
     weaker: dict[str, bool] | None = None
     off: float | None = None
@@ -60,7 +62,14 @@ def to_json(done: Sequence[Attempt]) -> str:
 def from_json(text: str) -> list[Attempt]:
     records = json.loads(text)
     return [
-        Attempt(**{**record, "outcome": Outcome(record["outcome"]), "broken": tuple(record["broken"])})
+        Attempt(
+            **{
+                **record,
+                "outcome": Outcome(record["outcome"]),
+                "kinds": tuple(record.get("kinds", ())),
+                "broken": tuple(record["broken"]),
+            }
+        )
         for record in records
     ]
 

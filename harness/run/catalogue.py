@@ -170,7 +170,7 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     options = replace(options, fault=spec_of(fault), timeout=timeout)
     try:
         judgement = run_case(baseline.case, options)
-        found = replace(name, cause=_cause(judgement), broken=_broken(judgement))
+        found = replace(name, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))
         found = replace(found, outcome=outcome_of(fault, judgement), note=_lacking(fault, found))
         if not baseline.losses:
             return found
@@ -190,6 +190,10 @@ def _cause(judgement: Judgement) -> str:
     return cause.replace(f"{judgement.folder.resolve()}/", "")
 
 
+def _kinds(judgement: Judgement) -> tuple[str, ...]:
+    return judgement.diagnosis.kinds if judgement.diagnosis else ()
+
+
 def spec_of(fault: Fault) -> str:
     """As ranks can load it, from whatever folder they run in."""
     return f"{Path(fault.file).resolve()}:{fault.name}"
@@ -203,11 +207,11 @@ def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
 
 
 def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
-    """What became of a fault: it must fire, break all laws that it names, and be named by the first line."""
-    broken, cause = _broken(judgement), judgement.diagnosis.cause if judgement.diagnosis else ""
+    """What became of a fault: it must fire, break all laws that it names, and be named by a cause of its kind."""
+    broken, kinds = _broken(judgement), _kinds(judgement)
     if not judgement.fired:
         return Outcome.UNFIRED
-    if broken and set(fault.caught_by) <= set(broken) and fault.named in cause:
+    if broken and set(fault.caught_by) <= set(broken) and (not fault.named or fault.named in kinds):
         return Outcome.CAUGHT
     if not fault.hangs and any("time limit" in exit["error"] for exit in _exits(judgement)):
         return Outcome.TIMEOUT
@@ -218,7 +222,10 @@ def _lacking(fault: Fault, found: Attempt) -> str:
     """What is not as the fault expects."""
     laws = [law for law in fault.caught_by if law not in found.broken]
     parts = [f"not broken: {', '.join(laws)}"] if laws else []
-    return "; ".join(parts + ([f"not named: {fault.named!r}"] if fault.named not in found.cause else []))
+    named = not fault.named or fault.named in found.kinds
+    return "; ".join(
+        parts + ([] if named else [f"not named: {fault.named!r}, but {', '.join(found.kinds) or 'nothing'}"])
+    )
 
 
 def _broken(judgement: Judgement) -> tuple[str, ...]:

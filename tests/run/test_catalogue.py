@@ -28,20 +28,27 @@ from harness.spec.case import Case
 from tests.literal import tiny_case
 
 FAULT = Fault(
-    "halved", "f.py", "halves", "G01 a/b #1", "tiny", ("gradients", "update"), "0.5 times", lambda fired: None
+    "halved", "f.py", "halves", "G01 a/b #1", "tiny", ("gradients", "update"), "gradients scaled", lambda fired: None
 )
 ATTEMPT = Attempt("halved", "G01 a/b #1", "gradient reduction", True, "tiny", Outcome.CAUGHT, "gradients are 0.5 times")
 CURVE = (5.0, 4.0, 3.0)
 
 
 def judgement(
-    folder: Path, broken: str = "", cause: str = "", fired: bool = True, exit: Exit | None = None
+    folder: Path,
+    broken: str = "",
+    cause: str = "",
+    fired: bool = True,
+    exit: Exit | None = None,
+    kind: str = "gradients scaled",
 ) -> Judgement:
 
     (folder / "run").mkdir(exist_ok=True)
     save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))
     results = tuple(Result(law, Verdict.FAIL, 1) for law in broken.split()) or (Result("loss", Verdict.PASS, 1),)
-    return Judgement(tiny_case("fsdp_2"), folder, results, one_cause(cause) if cause else None, 1.0, "halved", fired)
+    return Judgement(
+        tiny_case("fsdp_2"), folder, results, one_cause(cause, kind=kind) if cause else None, 1.0, "halved", fired
+    )
 
 
 def test_a_fault_is_caught_if_its_laws_are_broken_and_its_cause_is_named(tmp_path: Path) -> None:
@@ -50,14 +57,15 @@ def test_a_fault_is_caught_if_its_laws_are_broken_and_its_cause_is_named(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("broken", "cause"),
-    [("gradients", "gradients are 0.5 times"), ("gradients update", "something is wrong")],
+    ("broken", "kind"),
+    [("gradients", "gradients scaled"), ("gradients update", "not explained")],
     ids=["a law holds", "another cause"],
 )
 def test_a_fault_that_breaks_other_laws_or_is_named_otherwise_is_caught_otherwise(
-    broken: str, cause: str, tmp_path: Path
+    broken: str, kind: str, tmp_path: Path
 ) -> None:
-    assert lot.outcome_of(FAULT, judgement(tmp_path, broken, cause)) is Outcome.OTHERWISE
+    seen = judgement(tmp_path, broken, "gradients are 0.5 times what they should be", kind=kind)
+    assert lot.outcome_of(FAULT, seen) is Outcome.OTHERWISE
 
 
 def test_a_fault_that_breaks_no_law_is_missed(tmp_path: Path) -> None:
@@ -71,9 +79,9 @@ def test_a_fault_that_never_fired_is_unfired_whatever_failed(tmp_path: Path) -> 
 
 def test_a_fault_that_hangs_although_it_should_not_is_a_timeout(tmp_path: Path) -> None:
     late = Exit(0, "killed", error="killed by the harness at the time limit of 9 s", blamed=True)
-    seen = judgement(tmp_path, "completed", "rank 0 hung", exit=late)
+    seen = judgement(tmp_path, "completed", "rank 0 hung", exit=late, kind="a process failed")
     assert lot.outcome_of(FAULT, seen) is Outcome.TIMEOUT
-    hanging = replace(FAULT, caught_by=("completed",), named="rank 0 hung", hangs=True)
+    hanging = replace(FAULT, caught_by=("completed",), named="a process failed", hangs=True)
     assert lot.outcome_of(hanging, seen) is Outcome.CAUGHT
 
 
@@ -178,7 +186,7 @@ def test_results_are_read_back_as_they_were() -> None:
 OWN = """
 from harness.faults import fault, replace
 
-@fault(breaks="the gradient is doubled", bug="an example", case="fsdp_2", caught_by="gradients", named="2 times")
+@fault(breaks="the gradient is doubled", bug="an example", case="fsdp_2", caught_by="gradients", named="gradients scaled")
 def doubled(fired):
     from harness.trainers.llama3 import trainer
 

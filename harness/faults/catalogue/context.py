@@ -20,7 +20,7 @@ fsdp_left_out_with_cp_alone = fault(
     bug="M03 pytorch/torchtitan #685",
     case="cp_2",
     caught_by="shard_contents placements traffic gradients replica_agreement",
-    named="gradient reduction missing over cp",
+    named="another layout",
     does=op.skip_call(".parallelize:apply_fsdp"),
 )
 fsdp_over_dp_shard_without_cp = fault(
@@ -28,7 +28,7 @@ fsdp_over_dp_shard_without_cp = fault(
     bug="of the family of M03: sharded over dp_shard where dp_shard x cp was meant",
     case="fsdp_2_cp_2",
     caught_by="shard_contents placements traffic gradients replica_agreement",
-    named="gradient reduction missing over cp",
+    named="another layout",
     does=op.instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard"]),
 )
 dp_shard_and_cp_not_folded = fault(
@@ -36,7 +36,7 @@ dp_shard_and_cp_not_folded = fault(
     bug="M02 NVIDIA-NeMo/Automodel #2768: a native 2-D slice handed to fully_shard",
     case="fsdp_2_cp_2",
     caught_by="shard_contents placements traffic memory",
-    named="FSDP ran as HSDP: parameters are sharded over 2 ranks along cp and replicated 2 times",
+    named="another layout",
     does=op.instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard", "cp"]),
 )
 
@@ -46,7 +46,7 @@ dp_shard_and_cp_not_folded = fault(
     bug="M08 pytorch/torchtitan #761",
     case="fsdp_2_cp_2",
     caught_by="reported_loss",
-    named="the reported loss is wrong, the training itself is right: it is not reduced over cp",
+    named="wrong report",
 )
 @partial(op.instead, ".trainer:reported_loss")
 def displayed_loss_not_reduced_over_cp(original: Any, loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
@@ -61,7 +61,7 @@ loss_averaged_per_cp_rank = fault(
     bug="L02 NVIDIA/Megatron-LM #7513; volcengine/verl #5993: the denominator is the count of the cp rank",
     case="cp_2",
     caught_by="gradients grad_norm reported_loss",
-    named="the loss is averaged per cp rank",
+    named="unequal contributions",
     does=op.instead(".trainer:count_valid", per_rank),
 )
 gradients_scaled_without_cp = fault(
@@ -69,7 +69,7 @@ gradients_scaled_without_cp = fault(
     bug="G09 NVIDIA/Megatron-LM 3bdcbbbe5d; SkyRL #1420: scaling by the size of dp without cp",
     case="cp_2",
     caught_by="gradients grad_norm",
-    named="divided by cp (1/2) once too often",
+    named="gradients scaled",
     does=op.change_argument(".trainer:scaled", ranks=lambda ranks: ranks // 2),  # the case has cp 2
 )
 gradients_of_keys_and_values_stay_local = fault(
@@ -77,7 +77,7 @@ gradients_of_keys_and_values_stay_local = fault(
     bug="of the family of X02: forward exact, backward wrong (as in T03 and G21), at the ring's rotation",
     case="cp_2",
     caught_by="traffic gradients grad_norm",
-    named="no exchange of K/V gradients over cp",
+    named="K/V not exchanged",
     does=op.together(
         op.instead(f"{RING}:_AllToAllRotater.exchange_buffers", lambda original, ring, own: setattr(ring, "own", own)),
         op.instead(f"{RING}:_AllToAllRotater.next_buffer", lambda original, ring: ring.own),
@@ -96,7 +96,7 @@ rope_restarts_on_each_cp_rank = fault(
     bug="X04 pytorch/torchtitan #792; VeOmni #448: RoPE positions not those of the rank's own tokens",
     case="cp_2_contiguous",
     caught_by="positions loss gradients",
-    named="rotary positions restart at 0 on each cp rank: rank 1 receives positions 0-15 for its tokens at 16-31",
+    named="positions",
     does=_positions_changed(lambda at: at - at[0]),
 )
 rope_contiguous_under_load_balancing = fault(
@@ -104,7 +104,7 @@ rope_contiguous_under_load_balancing = fault(
     bug="X04 pytorch/torchtitan #2780: RoPE contiguous, tokens zig-zag",
     case="cp_2",
     caught_by="positions loss gradients",
-    named="wrong rotary positions: rank 0 receives positions 0-15 for its tokens at 0-7 and 24-31",
+    named="positions",
     does=_positions_changed(lambda at: at.argsort() + op.this_rank() * len(at)),
 )
 rope_of_later_stages_not_sliced = fault(
@@ -112,7 +112,7 @@ rope_of_later_stages_not_sliced = fault(
     bug="X04 pytorch/torchtitan #792: of all model parts, only the first one's rotary table was sliced",
     case="pp_2_cp_2_contiguous",
     caught_by="positions loss gradients",
-    named="later pipeline stages turn queries and keys by other positions than the first: rank 3 receives positions 0-15",
+    named="positions",
     does=op.on_rank((2, 3), op.change_argument(".pipeline:run", positions=lambda at: at - at[0])),
 )
 
@@ -133,7 +133,7 @@ context_parallel_never_entered = fault(
     bug="X01 pytorch/torchtitan #1880: the context is never entered (wrong indentation), cp silently off",
     case="cp_2",
     caught_by="samples traffic",
-    named="CP not applied: every cp rank receives whole sequences",
+    named="CP not applied",
     does=op.together(
         op.instead(CUT, lambda original, tokens, labels, mesh, **_: (tokens, labels, None)),
         op.skip_call(".context:apply_context_parallel"),
@@ -144,7 +144,7 @@ load_balancer_not_applied = fault(
     bug="of the family of X01: a performance option without effect",
     case="cp_2",
     caught_by="samples positions",
-    named="cp_load_balance True is requested, False is observed",
+    named="another feature",
     does=op.override_argument(CUT, load_balance=False),
 )
 ring_unaware_of_load_balancing = fault(
@@ -152,7 +152,7 @@ ring_unaware_of_load_balancing = fault(
     bug="of the family of X04: torch notes in a global whether the batch was balanced; one cut elsewhere leaves it wrong",
     case="cp_2",
     caught_by="loss gradients",
-    named="attention masks tokens in the order in which cp ranks hold them",
+    named="attention over cp",
     does=op.after_call(CUT, _option_of_the_ring("enable_load_balance", False)),
 )
 cp_ranks_read_different_samples = fault(
@@ -160,7 +160,7 @@ cp_ranks_read_different_samples = fault(
     bug="of the family of D06: the data loader's rank counts cp",
     case="fsdp_2_cp_2",
     caught_by="samples",
-    named="cp peers receive different samples",
+    named="peers differ",
     does=op.instead(  # two dp shares
         ".parallelize:data_parallel_rank", lambda original, mesh: (original(mesh) + mesh.get_local_rank("cp")) % 2
     ),
@@ -172,7 +172,7 @@ cp_ranks_read_different_samples = fault(
     bug="of the family of K04 pytorch/torchtitan #4075: the last token of a piece has another piece's label, or none",
     case="cp_2",
     caught_by="samples loss gradients",
-    named="each is the last of a cp rank's part, as if labels were shifted after the sequence was cut",
+    named="wrong labels",
 )
 @partial(op.change_result, ".trainer:sequence_part")
 def labels_shifted_after_the_cut(part: Any) -> Any:
@@ -189,7 +189,7 @@ attention_stays_local = fault(
     bug="of the family of X01: forms of cp that patch a function are lost on attention that imported it by name",
     case="cp_2_contiguous",
     caught_by="traffic loss gradients",
-    named="no K/V exchange over cp: attention sees its own part of the sequence only",
+    named="attention over cp",
     does=op.skip_call(".context:apply_context_parallel"),
 )
 rotation_never_set = fault(
@@ -197,7 +197,7 @@ rotation_never_set = fault(
     bug="of the family of X01: a performance option without effect",
     case="cp_2_alltoall",
     caught_by="traffic",
-    named="cp_rotation alltoall is requested, allgather is observed",
+    named="another feature",
     does=op.skip_call(".context:set_rotate_method"),
 )
 ring_merges_in_float32 = fault(
@@ -205,7 +205,7 @@ ring_merges_in_float32 = fault(
     bug="of the family of N03: torch's default for ring attention (_cp_options.convert_to_f32), whatever the model's dtype",
     case="cp_2",
     caught_by="traffic loss gradients",
-    named="no more than arithmetic in float32 rounds, requested float64",
+    named="rounded",
     does=op.after_call(
         "harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
     ),

@@ -17,7 +17,7 @@ BLOCK = "harness.reference.model:TransformerBlock.forward"
     bug="A-class: a fused kernel is silently not used, and only memory and time show it",
     case="fsdp_2",
     caught_by="features",
-    named="attention falls back to plain matmuls",
+    named="odd traces",
 )
 @partial(op.instead, "harness.reference.model:CausalAttention.forward")
 def attention_falls_back_to_matmuls(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def attention_falls_back_to_matmuls(original: Any, *args: Any, **kwargs: Any) ->
     bug="A-class: activations are offloaded although memory is not short",
     case="fsdp_2",
     caught_by="features",
-    named="activations saved for backward go through torch.autograd.graph.save_on_cpu",
+    named="odd traces",
 )
 @partial(op.instead, BLOCK)
 def activations_saved_on_the_host(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ bare_model_runs_again = fault(
     bug="L-class: a metric is computed by a second pass of the model",
     case="ddp_2",
     caught_by="features",
-    named="the model runs besides its training passes",
+    named="odd traces",
     does=op.after_call(".trainer:forward_backward", lambda model, parts, **_: model.module(parts[0].tokens)),
 )
 barrier_before_each_block = fault(
@@ -62,7 +62,7 @@ barrier_before_each_block = fault(
     bug="Z-class: a barrier that was put in to find a hang, and stayed",
     case="fsdp_2",
     caught_by="traffic",
-    named="ranks wait for each other in forward",
+    named="ranks wait",
     does=op.before_call(BLOCK, op.call("torch.distributed:barrier")),
 )
 counts_added_up_before_each_block = fault(
@@ -70,7 +70,7 @@ counts_added_up_before_each_block = fault(
     bug="Z-class: a count for a log, exchanged inside of forward",
     case="ddp_2",
     caught_by="traffic",
-    named="integers in forward and backward",
+    named="traffic of no plan",
     does=op.before_call(BLOCK, _add_up_a_count),
 )
 anomaly_detection_left_on = fault(
@@ -78,7 +78,7 @@ anomaly_detection_left_on = fault(
     bug="Z-class: a debugging switch left on",
     case="fsdp_2",
     caught_by="settings",
-    named="autograd anomaly detection is on",
+    named="another setting",
     does=op.before_call(".trainer:build_parts", op.call("torch.autograd:set_detect_anomaly", True)),
 )
 deterministic_algorithms_left_on = fault(
@@ -86,7 +86,7 @@ deterministic_algorithms_left_on = fault(
     bug="Z-class: a debugging switch left on",
     case="fsdp_2",
     caught_by="settings",
-    named="deterministic algorithms are on on rank 1 from step 1 on, requested off",
+    named="another setting",
     does=op.on_rank(1, op.before_call(".trainer:build_parts", op.call("torch:use_deterministic_algorithms", True))),
 )
 
@@ -118,7 +118,7 @@ blocks_compiled_in_every_step = fault(
     bug="O-class: a guard that no two steps have in common",
     case="fsdp_2_compile",
     caught_by="features",
-    named="blocks are compiled anew in step 3",
+    named="odd traces",
     does=_by_a_number_of_the_step,
 )
 
@@ -128,7 +128,7 @@ blocks_compiled_in_every_step = fault(
     bug="O-class: at the limit of recompilations torch.compile gives up, which only a warning tells",
     case="fsdp_2_compile",
     caught_by="features",
-    named="recompile limit",
+    named="odd traces",
 )
 def recompile_limit_reached(fired: Fired) -> None:
     import torch

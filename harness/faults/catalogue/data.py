@@ -18,7 +18,7 @@ dp_ranks_shuffle_differently = fault(
     bug="D01 huggingface/accelerate #2694, issue #2268",
     case="fsdp_4",
     caught_by="samples",
-    named="overlapping samples",
+    named="samples overlap",
     does=op.instead(SAMPLER, lambda original, *args, seed, **rest: original(*args, seed=seed + rest["rank"], **rest)),
 )
 dp_ranks_read_the_same_samples = fault(
@@ -26,7 +26,7 @@ dp_ranks_read_the_same_samples = fault(
     bug="D03 same stream on every rank: duplicates in a global batch",
     case="ddp_4",
     caught_by="samples loss gradients",
-    named="received the same samples",
+    named="same samples",
     does=op.override_argument(".data:build_loader", dp_rank=0),
 )
 tp_peers_read_different_samples = fault(
@@ -34,7 +34,7 @@ tp_peers_read_different_samples = fault(
     bug="D06 huggingface/accelerate #3173, #3390; NVIDIA/Megatron-LM #3268",
     case="fsdp_2_tp_2",
     caught_by="samples loss",
-    named="tp peers receive different samples",
+    named="peers differ",
     does=op.instead(  # two dp shares
         ".data:build_loader", lambda original, dataset, case, dp_rank: original(dataset, case, op.this_rank() % 2)
     ),
@@ -44,7 +44,7 @@ seed_of_the_shuffle_ignored = fault(
     bug="D02 huggingface/accelerate #3459",
     case="fsdp_2",
     caught_by="samples loss",
-    named="on all ranks: another seed, order or data set",
+    named="samples of no step",
     does=op.override_argument(SAMPLER, seed=42),
 )
 never_shuffled = fault(
@@ -52,7 +52,7 @@ never_shuffled = fault(
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2",
     caught_by="samples loss",
-    named="on all ranks: another seed, order or data set",
+    named="samples of no step",
     does=op.override_argument(SAMPLER, shuffle=False),
 )
 second_epoch_replays_the_first = fault(
@@ -60,7 +60,7 @@ second_epoch_replays_the_first = fault(
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2_two_epochs",
     caught_by="samples",
-    named="step 65 trains on samples of step 1: the data are",
+    named="data position",
     does=op.override_argument(".data:ResumableSampler.set_epoch", epoch=0),
 )
 first_batch_skipped = fault(
@@ -68,7 +68,7 @@ first_batch_skipped = fault(
     bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
     case="fsdp_2",
     caught_by="samples loss",
-    named="step 1 trains on samples of step 2: the data are",
+    named="data position",
     does=op.after_call(
         ".data:Microbatches.__init__", lambda batches, case, dp_rank: batches.seek(case.training.global_batch)
     ),
@@ -78,7 +78,7 @@ tail_of_the_batch_dropped = fault(
     bug="of the family of P12 pytorch #126600: the tail of a batch that does not divide is dropped",
     case="fsdp_2",
     caught_by="samples gradients",
-    named="samples received by nobody: 2 of 16",
+    named="samples lost",
     does=op.change_result(BATCHES, lambda batches: [(tokens[:-1], labels[:-1]) for tokens, labels in batches]),
 )
 
@@ -88,7 +88,7 @@ tail_of_the_batch_dropped = fault(
     bug="of the family of D08: an order that cannot be reproduced",
     case="fsdp_4_twice",
     caught_by="determinism",
-    named="the same case run twice gives different bytes",
+    named="not deterministic",
 )
 @partial(op.change_result, BATCHES)
 def rows_in_order_of_arrival(batches: Any) -> Any:
@@ -108,7 +108,7 @@ document_mask_lost_on_rank_1 = fault(
     bug="of the family of K01: no block-diagonal mask on a part of the ranks (another attention kernel was chosen there)",
     case="fsdp_2_documents_variable",
     caught_by="loss gradients",
-    named="documents see each other on rank 1",
+    named="document mask",
     does=op.on_rank(1, op.scale_result(".data:documents", 0)),
 )
 document_mask_ignored = fault(
@@ -116,7 +116,7 @@ document_mask_ignored = fault(
     bug="K01 huggingface/transformers #46634, #31629; NVIDIA/Megatron-LM #415: packed documents attend to each other",
     case="tp_2_documents",
     caught_by="loss gradients grad_norm",
-    named="documents see each other",
+    named="document mask",
     does=op.override_argument("harness.reference.model:CausalAttention.forward", documents=None),
 )
 document_mask_of_the_first_batch_kept = fault(
@@ -124,6 +124,6 @@ document_mask_of_the_first_batch_kept = fault(
     bug="of the family of K07: a mask of another batch, from a cache keyed by shape",
     case="tp_2_documents",
     caught_by="loss gradients",
-    named="the document mask of step 1 is used from step 2 on",
+    named="document mask",
     does=op.change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )

@@ -15,7 +15,7 @@ rank_hangs_at_exit = fault(
     bug="Z-class: training is done, and the job never ends",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 hung",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(1, op.before_step(2, op.call("atexit:register", time.sleep, 3600))),
 )
@@ -24,7 +24,7 @@ thread_keeps_the_rank = fault(
     bug="Z-class: training is done, and a prefetching or writing thread keeps the process",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 hung",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(1, op.before_step(2, lambda: threading.Thread(target=threading.Event().wait).start())),
 )
@@ -33,7 +33,7 @@ process_outlives_its_rank = fault(
     bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 left a process behind: sleep 600",
+    named="incomplete",
     hangs=True,
     does=op.on_rank(1, op.before_step(2, op.call("subprocess:Popen", ["sleep", "600"], start_new_session=True))),
 )
@@ -44,7 +44,7 @@ process_outlives_its_rank = fault(
     bug="Z-class: a monitor or a loader survives the job and keeps memory, ports and files",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 left a process behind: forked from the rank",
+    named="incomplete",
     hangs=True,
 )
 @partial(op.on_rank, 1)

@@ -20,7 +20,7 @@ attention_computed_twice = fault(
     bug="A-class: work that is done again and that no number shows",
     case="fsdp_2",
     caught_by="features",
-    named="attention is computed 2 times",
+    named="odd traces",
     does=op.repeat_call("harness.reference.model:CausalAttention.forward"),
 )
 checkpointing_not_applied = fault(
@@ -28,7 +28,7 @@ checkpointing_not_applied = fault(
     bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",
     case="fsdp_2_ac_full",
     caught_by="features",
-    named="activation checkpointing full is requested, none took place",
+    named="another feature",
     does=op.skip_call(".recompute:apply_checkpointing"),
 )
 checkpointing_on_the_wrong_blocks = fault(
@@ -36,7 +36,7 @@ checkpointing_on_the_wrong_blocks = fault(
     bug="of the family of A03 pytorch/torchtitan #3397: the count of what to keep begins elsewhere",
     case="fsdp_2_ac_layer",
     caught_by="features",
-    named="activation checkpointing layer is in the wrong place",
+    named="odd traces",
     does=op.change_argument(".recompute:is_checkpointed", layer=lambda layer: layer + 1),
 )
 selective_checkpointing_keeps_nothing = fault(
@@ -44,7 +44,7 @@ selective_checkpointing_keeps_nothing = fault(
     bug="of the family of A04 pytorch/torchtitan #820: the operators kept are not those meant",
     case="fsdp_2_ac_op",
     caught_by="features",
-    named="activation checkpointing op is requested, full is observed",
+    named="another feature",
     does=op.instead(
         ".recompute:create_selective_checkpoint_contexts", lambda original, policy: original(_prefer_recompute)
     ),
@@ -54,7 +54,7 @@ random_state_not_restored = fault(
     bug="A01 allenai/OLMo-core #828; pytorch/torchtitan #1323, #2380",
     case="fsdp_2_dropout_ac_full",
     caught_by="gradients",
-    named="recomputation of layers.0, layers.1 began with another random state than forward",
+    named="random state not restored",
     does=op.override_argument(".recompute:checkpoint_wrapper", preserve_rng_state=False),
 )
 compile_not_applied = fault(
@@ -62,7 +62,7 @@ compile_not_applied = fault(
     bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",
     case="fsdp_2_compile",
     caught_by="features",
-    named="compile is requested, no block ran compiled",
+    named="odd traces",
     does=op.skip_call(".recompute:apply_compile"),
 )
 
@@ -72,7 +72,7 @@ compile_not_applied = fault(
     bug="O03: of the family of compiled regions that are not those requested",
     case="fsdp_2_compile",
     caught_by="features",
-    named="compiled blocks break into pieces",
+    named="odd traces",
 )
 def graph_break_in_attention(fired: Fired) -> None:
     import torch

@@ -34,7 +34,7 @@ only_the_last_microbatch_counts = fault(
     bug="G01 NVIDIA/Megatron-LM #7186; the hazard is described in pytorch #125484",
     case="hsdp_2x2_accum",
     caught_by="gradients grad_norm",
-    named="microbatches 1 of 2 do not contribute",
+    named="unequal contributions",
     does=op.together(
         op.before_call(SYNC, lambda model, last: model.zero_grad()), op.override_argument(SYNC, last=True)
     ),
@@ -44,7 +44,7 @@ only_the_first_microbatch_counts = fault(
     bug="G15 deepspeedai/DeepSpeed #6550, #7967, #7981",
     case="single_accum",
     caught_by="gradients grad_norm",
-    named="microbatches 2 of 2 do not contribute",
+    named="unequal contributions",
     does=op.instead(SYNC, _first_kept),
 )
 zeroed_before_each_microbatch = fault(
@@ -52,7 +52,7 @@ zeroed_before_each_microbatch = fault(
     bug="G16 pytorch/torchtitan #3575",
     case="single_accum",
     caught_by="gradients grad_norm",
-    named="microbatches 1 of 2 do not contribute",
+    named="unequal contributions",
     does=op.before_call(SYNC, lambda model, last: model.zero_grad()),
 )
 ddp_sync_flag_set_too_late = fault(
@@ -60,7 +60,7 @@ ddp_sync_flag_set_too_late = fault(
     bug="G02 karpathy/build-nanogpt #30",
     case="ddp_2_accum",
     caught_by="traffic gradients replica_agreement",
-    named="gradient reduction missing over dp_replicate",
+    named="gradients not reduced",
     does=op.override_argument(SYNC, last=False),
 )
 last_microbatch_added_after_the_reduction = fault(
@@ -68,7 +68,7 @@ last_microbatch_added_after_the_reduction = fault(
     bug="G03 deepspeedai/DeepSpeed #7985",
     case="ddp_2_accum",
     caught_by="gradients replica_agreement",
-    named="gradients of microbatch 2 of 2 are not reduced over dp_replicate",
+    named="gradients not reduced",
     does=op.change_argument(SYNC, last=lambda last: not last),  # of two microbatches the first one is reduced
 )
 reduced_after_every_microbatch = fault(
@@ -76,7 +76,7 @@ reduced_after_every_microbatch = fault(
     bug="G06 huggingface/accelerate #3762; Titan #1929; VeOmni #1026",
     case="fsdp_4_accum",
     caught_by="traffic",
-    named="gradients are reduced after every microbatch (2 times a step), once a step is requested",
+    named="another feature",
     does=op.skip_call(
         "torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync", when=lambda self, sync, **_: not sync
     ),
@@ -106,7 +106,7 @@ replicas_not_reduced = fault(
     bug="G05 pytorch #144530 and M03 pytorch/torchtitan #685: one axis' reduction is missing",
     case="hsdp_2x2",
     caught_by="traffic gradients replica_agreement",
-    named="gradient reduction missing over dp_replicate",
+    named="gradients not reduced",
     does=op.skip_call(ALL_REDUCE, when=op.in_backward),
 )
 reduction_of_a_temporary = fault(
@@ -114,7 +114,7 @@ reduction_of_a_temporary = fault(
     bug="G12 NVIDIA/Megatron-LM #5338: all_reduce(x.contiguous()) of an x that is not contiguous",
     case="hsdp_2x2",
     caught_by="gradients replica_agreement",
-    named="gradient reduction without effect over dp_replicate",
+    named="gradients not reduced",
     does=op.change_argument(ALL_REDUCE, tensor=lambda tensor: tensor.clone(), when=op.in_backward),
 )
 two_reductions_change_places = fault(
@@ -122,7 +122,7 @@ two_reductions_change_places = fault(
     bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
     case="hsdp_2x2",
     caught_by="gradients replica_agreement",
-    named="tensors change places in the reduction over dp_replicate",
+    named="reductions exchanged",
     does=op.on_rank(3, op.instead(ALL_REDUCE, _two_exchanged(), when=op.in_backward)),
 )
 group_left_out_of_the_token_count = fault(
@@ -130,7 +130,7 @@ group_left_out_of_the_token_count = fault(
     bug="M09 NVIDIA/Megatron-LM #7452: a collective called without its group",
     case="fsdp_4_tp_2",
     caught_by="gradients grad_norm",
-    named="0.5 times what they should be in every parameter: divided by tp (1/2) once too often",
+    named="gradients scaled",
     does=op.override_argument(ALL_REDUCE, group=None, when=lambda tensor, *_, **__: not tensor.dtype.is_floating_point),
 )
 
@@ -140,7 +140,7 @@ group_left_out_of_the_token_count = fault(
     bug="G08 pytorch #155903; pytorch/torchtitan #1551",
     case="hsdp_4x2",
     caught_by="gradients grad_norm",
-    named="4 times what they should be in every parameter: not divided by dp_replicate (4)",
+    named="gradients scaled",
 )
 @partial(op.after_call, ".parallelize:apply_fsdp")
 def divide_factor_of_the_shard_group(model: Any, mesh: Any, case: Any) -> None:
@@ -154,7 +154,7 @@ gradients_divided_by_dp_once_more = fault(
     bug="L06, G09: an average over ranks of a loss that is already a global mean",
     case="fsdp_4",
     caught_by="gradients grad_norm",
-    named="dp_shard (1/4)",
+    named="gradients scaled",
     does=op.scale_gradient(".trainer:loss_of", 1 / 4),  # FSDP's mean over 4 ranks
 )
 tied_gradient_counted_twice = fault(
@@ -162,7 +162,7 @@ tied_gradient_counted_twice = fault(
     bug="G13 pytorch/torchtitan #3174; NVIDIA/Megatron-LM 3479e6fb26, #6164",
     case="fsdp_2_tied",
     caught_by="gradients grad_norm",
-    named="counted for the embedding and again for the output, which share it, or not divided by dp_shard (2)",
+    named="gradients scaled",
     does=op.after_call(SETTLE, lambda parameters: parameters[0].grad.mul_(2)),  # tok_embeddings, the output's as well
 )
 
@@ -172,7 +172,7 @@ tied_gradient_counted_twice = fault(
     bug="D-class: data is moved that nobody requested",
     case="fsdp_2",
     caught_by="traffic",
-    named="bytes moved are not the plan's: rank 0, step 1, integers in forward and backward",
+    named="traffic of no plan",
 )
 @partial(op.before_call, "harness.reference.model:TransformerBlock.forward")
 def tokens_gathered_in_each_block(block: Any, x: Any, *_: Any) -> None:
@@ -188,7 +188,7 @@ weight_gathered_for_a_histogram = fault(
     bug="L-class: what is only shown gathers a weight",
     case="fsdp_2",
     caught_by="traffic",
-    named="bytes moved are not the plan's: rank 0, step 1, outside forward and backward",
+    named="traffic of no plan",
     does=op.after_call(
         ".trainer:Trainer.optimizer_step",
         lambda trainer: trainer.model_parts[0].layers["0"].attention.wq.weight.full_tensor(),
@@ -201,7 +201,7 @@ weight_gathered_for_a_histogram = fault(
     bug="G11 NVIDIA/Megatron-LM #3023",
     case="ddp_2",
     caught_by="gradients grad_norm",
-    named="from step 2 on gradients are scaled by different factors",
+    named="gradients scaled",
 )
 def buckets_rescaled_again(fired: Fired) -> None:
     import torch
@@ -260,7 +260,7 @@ norm_summed_over_replicas = fault(
     bug="C04 ByteDance-Seed/VeOmni #862",
     case="hsdp_2x2",
     caught_by="grad_norm update",
-    named="each replica along dp_replicate counted again",
+    named="clipped by another norm",
     does=_summed_again_over("dp_replicate"),
 )
 replicated_parameters_counted_tp_times = fault(
@@ -268,7 +268,7 @@ replicated_parameters_counted_tp_times = fault(
     bug="C06 deepspeedai/DeepSpeed #5411; NVIDIA/Megatron-LM #5916",
     case="tp_2",
     caught_by="grad_norm update",
-    named="each replica along tp counted again",
+    named="clipped by another norm",
     does=_summed_again_over("tp"),
 )
 norm_of_own_shards_only = fault(
@@ -276,7 +276,7 @@ norm_of_own_shards_only = fault(
     bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
     case="fsdp_2",
     caught_by="grad_norm update",
-    named="each rank clips by the norm of its own shards",
+    named="clipped by another norm",
     does=op.override_argument(".clip:sum_of_squares", placements=()),
 )
 
@@ -286,7 +286,7 @@ norm_of_own_shards_only = fault(
     bug="C02 pytorch/torchtitan #766, #769; pytorch #170862",
     case="fsdp_2",
     caught_by="grad_norm",
-    named="the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards",
+    named="wrong report",
 )
 @partial(op.instead, ".clip:clip_gradients")
 def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float:
@@ -300,7 +300,7 @@ def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float
     bug="of the family of C02 pytorch/torchtitan #766: another norm is reported than the one that is requested",
     case="fsdp_2",
     caught_by="grad_norm",
-    named="each rank shows the norm after clipping (1), requested is the one before it",
+    named="wrong report",
 )
 @partial(op.instead, ".clip:clip_gradients")
 def displayed_norm_after_clipping(original: Any, parameters: Any, max_norm: Any, *rest: Any) -> float:
@@ -320,7 +320,7 @@ def _without_norms_on_later_tp_ranks(parameters: Any) -> Any:
     bug="C05 deepspeedai/DeepSpeed #5150",
     case="fsdp_4_high_clip",
     caught_by="update",
-    named="clipping enlarges gradients: it multiplies by",
+    named="clipping enlarges gradients",
 )
 @partial(op.instead, CLIP)
 def clipping_enlarges(original: Any, parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
@@ -333,7 +333,7 @@ clipping_not_applied = fault(
     bug="of the family of P13: a feature applied to another object than the one that trains",
     case="fsdp_2",
     caught_by="update",
-    named="gradients are not clipped",
+    named="clipping left out",
     does=op.skip_call(CLIP),
 )
 clipped_without_the_1e_6 = fault(
@@ -341,7 +341,7 @@ clipped_without_the_1e_6 = fault(
     bug="of the family of C05 deepspeedai/DeepSpeed #5150: another coefficient than torch's",
     case="fsdp_2",
     caught_by="update",
-    named="clipping multiplies by max_norm / norm, requested max_norm / (norm + 1e-6), as torch does",
+    named="clipped without 1e-6",
     does=op.change_argument(CLIP, total_norm=lambda norm: norm - 1e-6),
 )
 
@@ -351,7 +351,7 @@ clipped_without_the_1e_6 = fault(
     bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
     case="fsdp_2",
     caught_by="grad_norm update",
-    named="each rank clips by the norm of its own shards",
+    named="clipped by another norm",
 )
 @partial(op.instead, ".clip:clip_gradients")
 def own_clipping_by_own_shards(original: Any, parameters: Any, max_norm: float | None, *_: Any) -> float:
@@ -366,7 +366,7 @@ replicated_parameters_clipped_on_tp_rank_0_only = fault(
     bug="C07 deepspeedai/DeepSpeed #1801 (BLOOM-176B)",
     case="fsdp_2_tp_2",
     caught_by="update replica_agreement",
-    named="clipping is not applied to",
+    named="clipping left out",
     does=op.change_argument(CLIP, parameters=_without_norms_on_later_tp_ranks),
 )
 overflow_goes_into_the_weights = fault(
@@ -374,6 +374,6 @@ overflow_goes_into_the_weights = fault(
     bug="C11 pytorch/torchtitan #4226",
     case="fsdp_2",
     caught_by="gradients update",
-    named="gradients are NaN or infinite in step 1",
+    named="not finite",
     does=op.scale_result(".trainer:scaled", float("inf")),
 )

@@ -34,7 +34,7 @@ loss_averaged_per_rank = fault(
     bug="L01 pytorch/torchtitan #2206; also transformers #35203, torchtune #1875",
     case="fsdp_4",
     caught_by="gradients grad_norm reported_loss",
-    named="the loss is averaged per rank",
+    named="unequal contributions",
     does=op.instead(".trainer:count_valid", per_rank),
 )
 loss_averaged_per_microbatch = fault(
@@ -42,7 +42,7 @@ loss_averaged_per_microbatch = fault(
     bug="L01 huggingface/transformers #35203; pytorch/torchtune #1875: gradient accumulation",
     case="single_accum",
     caught_by="gradients grad_norm",
-    named="the loss is averaged per microbatch",
+    named="unequal contributions",
     does=op.together(
         op.instead(".trainer:loss_of", lambda original, *of: op.gradient_scaled(original(*of), 1 / own_tokens(of[1:]))),
         op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
@@ -53,7 +53,7 @@ padding_counted_as_tokens = fault(
     bug="L08 ByteDance-Seed/VeOmni #455, #618: dummy tokens in the normaliser",
     case="fsdp_2",
     caught_by="gradients grad_norm reported_loss",
-    named="divided by the number of all tokens, not of the valid ones",
+    named="gradients scaled",
     does=op.change_argument(
         ".trainer:count_valid", microbatches=lambda parts: [part._replace(labels=part.tokens) for part in parts]
     ),
@@ -79,7 +79,7 @@ token_count_of_the_first_step_kept = fault(
     bug="L-class: tokens per step taken for a constant, and then sequences of another length come",
     case="tp_2_variable_length",
     caught_by="gradients grad_norm reported_loss",
-    named="divided by the number of valid tokens of step 1",
+    named="gradients scaled",
     does=op.change_result(".trainer:count_valid", _first_kept),
 )
 mean_over_no_valid_token = fault(
@@ -87,7 +87,7 @@ mean_over_no_valid_token = fault(
     bug="L-class: 0/0 on a rank whose samples are all masked, and after the reduction NaN on every rank",
     case="ddp_4_no_labels",
     caught_by="gradients reported_loss",
-    named="rank 3 has no valid token",
+    named="not finite",
     does=op.together(
         op.instead(".trainer:loss_of", _masked_mean),
         op.instead(".trainer:scaled", lambda original, loss, **_: loss),  # DDP takes the mean of the ranks' gradients
@@ -98,7 +98,7 @@ mean_over_at_least_one_token = fault(
     bug="L01 with the usual guard, max(count, 1), which hides the NaN and not the mistake",
     case="fsdp_4_no_labels_accum",
     caught_by="gradients grad_norm reported_loss",
-    named="the loss is averaged per rank",
+    named="unequal contributions",
     does=op.instead(".trainer:count_valid", lambda *of: per_rank(*of) or 1),
 )
 
@@ -117,7 +117,7 @@ gathered_logits_counted_tp_times = fault(
     bug="T06 NVIDIA/Megatron-LM #7452",
     case="tp_2_no_loss_parallel",
     caught_by="loss gradients reported_loss",
-    named="the loss's normaliser counts each logit 2 times",
+    named="normaliser",
     does=op.change_argument(CROSS_ENTROPY, input=_every_logit_twice),
 )
 
@@ -127,7 +127,7 @@ gathered_logits_counted_tp_times = fault(
     bug="K03 pytorch/torchtitan #2755; ByteDance-Seed/VeOmni #873",
     case="fsdp_2",
     caught_by="samples gradients",
-    named="wrong labels: tokens are right",
+    named="wrong labels",
 )
 @partial(op.change_result, "harness.reference.data:TokenDataset.__getitem__")
 def prompt_mask_one_too_long(sample: Any) -> Any:
@@ -142,7 +142,7 @@ labels_smoothed = fault(
     bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
     case="fsdp_2",
     caught_by="loss gradients reported_loss",
-    named="labels are smoothed by 0.1",
+    named="label smoothing",
     does=op.override_argument(CROSS_ENTROPY, label_smoothing=0.1),
 )
 
@@ -152,7 +152,7 @@ labels_smoothed = fault(
     bug="of the family of L08 ByteDance-Seed/VeOmni #455: what is summed up is not all that is divided by",
     case="fsdp_2",
     caught_by="samples loss gradients",
-    named="a part of the loss is lost or counted twice",
+    named="labels lost",
 )
 @partial(op.instead, ".trainer:token_loss")
 def last_chunk_of_the_loss_lost(original: Any, logits: Any, labels: Any) -> Any:
@@ -176,7 +176,7 @@ displayed_loss_averaged_over_ranks = fault(
     bug="L06 pytorch/torchtitan #2366, #4167, #2314",
     case="fsdp_4",
     caught_by="reported_loss",
-    named="the reported loss is wrong, the training itself is right: each rank shows 0.25 times the right one",
+    named="wrong report",
     does=op.scale_result(REPORTED, 1 / 4),  # four ranks
 )
 displayed_loss_divided_by_accumulation = fault(
@@ -184,7 +184,7 @@ displayed_loss_divided_by_accumulation = fault(
     bug="L05 pytorch/torchtitan #1758: a loss function that rescales, shared with what only looks",
     case="single_accum",
     caught_by="reported_loss",
-    named="0.5 times the right one: divided by accumulation (1/2) once too often",
+    named="wrong report",
     does=op.scale_result(REPORTED, 1 / 2),  # two microbatches
 )
 
@@ -194,7 +194,7 @@ displayed_loss_divided_by_accumulation = fault(
     bug="of the family of M08 pytorch/torchtitan #761: the reported loss is not reduced over an axis",
     case="fsdp_2",
     caught_by="reported_loss",
-    named="each rank shows the loss of its own samples",
+    named="wrong report",
 )
 @partial(
     op.together,
@@ -211,7 +211,7 @@ def displayed_loss_of_own_samples(original: Any, loss_sum: Any, *rest: Any) -> f
     bug="of the family of L10 pytorch/torchtitan #2990: what is logged is wrong beside a training that is right",
     case="fsdp_2",
     caught_by="reported_loss",
-    named="each rank shows that of the step before",
+    named="wrong report",
 )
 @partial(op.change_result, REPORTED)
 def displayed_loss_of_the_step_before(loss: float) -> float:
@@ -224,7 +224,7 @@ loss_displayed_once = fault(
     bug="of the family of L05: a display that is wrong where nobody looks, here by being left out",
     case="fsdp_2",
     caught_by="reported_loss",
-    named="rank 0 reports the loss of step 1 only, that of steps 2, 3 is lacking",
+    named="report lacking",
     does=op.together(
         op.change_result(
             ".trainer:Trainer.train_step", lambda m: m if m.step == 1 else dataclasses.replace(m, loss=None)
@@ -237,7 +237,7 @@ displayed_rate_of_the_next_step = fault(
     bug="E07 huggingface/transformers #35942, #28124: logged after lr_scheduler.step()",
     case="fsdp_2",
     caught_by="reported_rate",
-    named="the reported learning rate is wrong, the training itself is right: each rank shows that of the next step",
+    named="wrong report",
     does=_rate_after_the_step(lambda scheduler: scheduler.get_last_lr()),
 )
 displayed_rate_as_configured = fault(
@@ -245,6 +245,6 @@ displayed_rate_as_configured = fault(
     bug="of the family of L06: what is reported is not what was done",
     case="fsdp_2_eight_steps",
     caught_by="reported_rate",
-    named="the training itself is right: each rank shows the peak's (0.003), as without a schedule",
+    named="wrong report",
     does=_rate_after_the_step(lambda scheduler: scheduler.base_lrs),
 )

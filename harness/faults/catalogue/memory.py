@@ -18,7 +18,7 @@ _kept: list[Any] = []
     bug="of the family of P15 pytorch #164756: what was computed lingers",
     case="fsdp_2",
     caught_by="memory",
-    named="more are kept after every step: float64 [",
+    named="growing",
 )
 @partial(op.instead, "harness.reference.model:Llama.forward")
 def logits_of_every_step_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def logits_of_every_step_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
     bug="of the family of P15 pytorch #164756: memory for what nobody needs at once",
     case="hsdp_2x2",
     caught_by="memory",
-    named="of copies of weights exist at once outside of forward and backward in step",
+    named="copied",
 )
 @partial(op.instead, STEP)
 def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, *
     bug="of the family of P15 pytorch #164756: weights beside the weights",
     case="fsdp_2",
     caught_by="memory",
-    named="525.6 kB of float64 are retained in unaccounted tensors: 21 tensors",
+    named="retained",
 )
 @partial(op.after_call, STEP)
 def moving_average_not_declared(optimizer: Any, *_: Any, **__: Any) -> None:

@@ -24,7 +24,7 @@ rank_killed_in_step_2 = fault(
     bug="Z-class: a rank dies, the others wait for it",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 died by SIGKILL",
+    named="a process failed",
     does=op.on_rank(1, op.before_step(2, _die)),
 )
 rank_hangs_in_step_2 = fault(
@@ -32,7 +32,7 @@ rank_hangs_in_step_2 = fault(
     bug="Z-class: a rank stalls (a data loader, a file system, a lock)",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 hung",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(1, op.before_step(2, op.call("time:sleep", 3600))),
 )
@@ -43,7 +43,7 @@ rank_hangs_in_step_2 = fault(
     bug="Z-class: one rank raises, the others see a lost connection",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 raised",
+    named="a process failed",
 )
 @partial(op.on_rank, 1)
 @partial(op.before_step, 2)
@@ -56,7 +56,7 @@ rank_exits_as_if_well = fault(
     bug="Z-class: a rank ends its process as if all were well",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 left early",
+    named="a process failed",
     does=op.on_rank(1, op.before_step(2, op.call("sys:exit", 0))),
 )
 rank_leaves_a_step_early = fault(
@@ -64,7 +64,7 @@ rank_leaves_a_step_early = fault(
     bug="Z01 pytorch/torchtitan #1634, #1618, #1627: ranks run different numbers of steps",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 1 left early",
+    named="a process failed",
     does=op.on_rank(1, op.override_argument(".trainer:Trainer.train", last_step=2)),
 )
 rank_dies_while_building = fault(
@@ -72,7 +72,7 @@ rank_dies_while_building = fault(
     bug="Z-class: a rank dies before the first step",
     case="fsdp_4",
     caught_by="completed",
-    named="rank 2 died by SIGKILL",
+    named="a process failed",
     does=op.on_rank(2, op.before_call(".trainer:build_model", _die)),
 )
 
@@ -82,7 +82,7 @@ rank_dies_while_building = fault(
     bug="Z-class: a rank aborts, and the others raise something else than a lost connection",
     case="pp_2_tp_2",
     caught_by="completed",
-    named="rank 1 died by SIGABRT",
+    named="a process failed",
 )
 @partial(op.on_rank, 1)
 @partial(op.before_step, 2)
@@ -96,7 +96,7 @@ loader_stalls = fault(
     bug="Z-class: a rank stalls in what is no collective",
     case="ddp_2",
     caught_by="completed",
-    named="rank 1 hung",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(1, op.before_call(".data:Microbatches.step", op.call("time:sleep", 3600), when=op.nth_call(2))),
 )
@@ -115,7 +115,7 @@ ranks_disagree_on_the_number_of_microbatches = fault(
     bug="Z01 pytorch/torchtitan #1627: ranks disagree on the number of microbatches",
     case="fsdp_2_cp_2_accum",
     caught_by="completed",
-    named="rank 1 issued",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(1, op.change_result(".data:Microbatches.step", lambda batches: batches[:1], when=op.nth_call(2))),
 )
@@ -124,7 +124,7 @@ rank_skips_a_collective_of_equal_size = fault(
     bug="Z-class: a rank skips a collective under a condition that only it meets",
     case="fsdp_4",
     caught_by="completed",
-    named="rank 3 issued all_gather",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(3, op.skip_call(ALL_REDUCE, when=op.nth_call(5))),
 )
@@ -135,7 +135,7 @@ rank_skips_a_collective_of_equal_size = fault(
     bug="Z03 NVIDIA/Megatron-LM #2218: parameters reduced in the order of a set",
     case="fsdp_4",
     caught_by="completed",
-    named="rank 2 issued all_reduce",
+    named="a process failed",
 )
 @partial(op.before_step, 2)
 def rank_reduces_in_another_order() -> None:
@@ -151,7 +151,7 @@ barrier_on_rank_0_only = fault(
     bug="Z-class: a collective inside `if rank == 0`",
     case="fsdp_2",
     caught_by="completed",
-    named="rank 0 issued barrier",
+    named="a process failed",
     hangs=True,
     does=op.on_rank(0, op.before_step(2, op.call("torch.distributed:barrier"))),
 )
@@ -160,7 +160,7 @@ rank_reduces_in_another_dtype = fault(
     bug="of the family of N05 deepspeedai/DeepSpeed #5170: ranks that disagree on the dtype of a reduction",
     case="fsdp_2",
     caught_by="collective_order",
-    named="ranks of a group do not issue the same collectives",
+    named="collectives out of order",
     does=op.on_rank(
         1,
         op.change_argument(
@@ -175,7 +175,7 @@ rank_reduces_in_another_dtype = fault(
     bug="Z-class: the members of a pipeline's group issue different collectives",
     case="pp_2",
     caught_by="completed",
-    named="issued all_reduce",
+    named="a process failed",
     hangs=True,
 )
 @partial(op.after_call, ".trainer:run_pipeline")
@@ -195,7 +195,7 @@ def stages_issue_different_collectives(*_: Any, **__: Any) -> None:
     bug="of the family of Z03: reductions of equal size in another order, which gloo pairs without an error",
     case="fsdp_2",
     caught_by="collective_order",
-    named="ranks of a group do not issue the same collectives",
+    named="collectives out of order",
 )
 def loss_reduced_after_the_next_count(fired: Fired) -> None:
     """A step reduces the count, the norm and the loss, in that order."""

@@ -64,7 +64,7 @@ gradient_of_the_head_labelled_whole = fault(
     bug="T03 pytorch/torchtitan #3412 (ChunkedCELoss), #1878, #4054",
     case="tp_2",
     caught_by="gradients",
-    named="gradients are right in output.weight, and wrong in all that lies before",
+    named="lost in backward",
     does=_share_taken_for_all(lambda model: model.output),
 )
 gradient_of_a_feed_forward_labelled_whole = fault(
@@ -72,7 +72,7 @@ gradient_of_a_feed_forward_labelled_whole = fault(
     bug="G21 pytorch/torchtitan #4054, #1878, #2416",
     case="tp_2",
     caught_by="gradients",
-    named="gradients are right in layers.1.feed_forward.w1.weight, layers.1.feed_forward.w3.weight and what follows",
+    named="lost in backward",
     does=_share_taken_for_all(lambda model: model.layers["1"].feed_forward),
 )
 norm_gradients_not_summed_over_tp = fault(
@@ -80,7 +80,7 @@ norm_gradients_not_summed_over_tp = fault(
     bug="T01 NVIDIA/Megatron-LM #1446; EleutherAI/gpt-neox #1257, #1259",
     case="tp_2",
     caught_by="gradients replica_agreement",
-    named="gradients of norm weights are not summed over tp",
+    named="norms not summed",
     does=_norm_gradients_labelled(average=False),
 )
 norm_gradients_averaged_over_tp = fault(
@@ -88,7 +88,7 @@ norm_gradients_averaged_over_tp = fault(
     bug="T02 EleutherAI/gpt-neox #1259",
     case="tp_2",
     caught_by="gradients",
-    named="0.5 times what they should be in 5 of 21 parameters",
+    named="gradients scaled",
     does=_norm_gradients_labelled(average=True),
 )
 residual_summed_over_tp = fault(
@@ -96,7 +96,7 @@ residual_summed_over_tp = fault(
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="a block's input is added to its output 2 times in layers.1",
+    named="residual counted",
     does=op.after_call(  # tp is 2
         APPLY, lambda model, *_: model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])
     ),
@@ -106,7 +106,7 @@ gathered_logits_reduced_in_backward = fault(
     bug="T10 pytorch/torchtitan #3827",
     case="tp_2_no_loss_parallel",
     caught_by="gradients grad_norm",
-    named="2 times what they should be in every parameter: not divided by tp (2)",
+    named="gradients scaled",
     does=op.before_call("torch.nn.functional:cross_entropy", lambda logits, *_, **__: op.gradient_scaled(logits, 2)),
 )
 sequence_parallel_not_applied = fault(
@@ -114,7 +114,7 @@ sequence_parallel_not_applied = fault(
     bug="of the family of T01: tensor parallelism with another plan for the norms than requested",
     case="fsdp_2_tp_2",
     caught_by="traffic",
-    named="sequence_parallel True is requested, False is observed",
+    named="another feature",
     does=op.change_argument(APPLY, features=lambda features: dataclasses.replace(features, sequence_parallel=False)),
 )
 
@@ -124,7 +124,7 @@ sequence_parallel_not_applied = fault(
     bug="T14 NVIDIA/TransformerEngine #530; deepspeedai/DeepSpeed #5664",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="what goes into layers.0.attention.wo does not",
+    named="not explained",
 )
 def gather_along_the_wrong_dim(fired: Fired) -> None:
     from torch.distributed import _functional_collectives as collectives

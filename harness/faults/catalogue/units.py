@@ -27,7 +27,7 @@ last_unit_freed_after_forward = fault(
     bug="H01 pytorch/torchtitan #1094, #1091, #822",
     case="fsdp_4",
     caught_by="reshard traffic",
-    named="reshard_after_forward default is requested, always is observed",
+    named="another policy after forward",
     does=op.override_argument(SHARD, reshard_after_forward=True),
 )
 nothing_freed_after_forward = fault(
@@ -35,7 +35,7 @@ nothing_freed_after_forward = fault(
     bug="H02 pytorch/torchtitan #4143",
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
-    named="reshard_after_forward always is requested, never is observed",
+    named="another policy after forward",
     does=op.override_argument(SHARD, reshard_after_forward=False),
 )
 units_of_its_own_are_kept = fault(
@@ -43,7 +43,7 @@ units_of_its_own_are_kept = fault(
     bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered from forward to backward",
     case="fsdp_4_open_reshard_always",
     caught_by="reshard traffic",
-    named="reshard_after_forward always is requested, never is observed",
+    named="another policy after forward",
     does=op.override_argument(SHARD, reshard_after_forward=False),
 )
 replicas_keep_different_units = fault(
@@ -51,7 +51,7 @@ replicas_keep_different_units = fault(
     bug="of the family of H01 pytorch/torchtitan #1094: which units are kept is decided in another way than meant",
     case="hsdp_2x2_open",
     caught_by="placements",
-    named="ranks wrap different fsdp2 units: ranks [2,3] have layers.0 (9) kept; layers.1 (9) kept",
+    named="ranks disagree on units",
     does=op.on_rank((2, 3), op.override_argument(SHARD, reshard_after_forward=False, when=_is_block)),
 )
 first_unit_kept_instead_of_last = fault(
@@ -59,7 +59,7 @@ first_unit_kept_instead_of_last = fault(
     bug="H01 pytorch/torchtitan #1094: the default kept another unit than the last",
     case="fsdp_4",
     caught_by="reshard traffic",
-    named="tok_embeddings still gathered, should be freed; norm, output freed, should be gathered",
+    named="other units",
     does=op.together(
         op.override_argument(
             SHARD, reshard_after_forward=False, when=lambda unit, **_: hasattr(unit, "num_embeddings")
@@ -72,7 +72,7 @@ number_taken_for_true = fault(
     bug="of the family of M01: the smaller group requested is made and not used",
     case="fsdp_4_reshard_2",
     caught_by="reshard traffic",
-    named="reshard_after_forward 2 is requested, always is observed",
+    named="another policy after forward",
     does=op.override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
 )
 stages_resharded_after_each_microbatch = fault(
@@ -80,7 +80,7 @@ stages_resharded_after_each_microbatch = fault(
     bug="H01 pytorch/torchtitan #822: under pp each microbatch gathered everything anew",
     case="pp_2_fsdp_2",
     caught_by="reshard traffic",
-    named="reshard_after_forward default is requested, always is observed",
+    named="another policy after forward",
     does=op.override_argument(SHARD, reshard_after_forward=True, when=lambda unit, **_: not _is_root(unit)),
 )
 freed_on_paper_only = fault(
@@ -88,7 +88,7 @@ freed_on_paper_only = fault(
     bug="of the family of P15 pytorch #164756: gathered parameters linger",
     case="fsdp_2",
     caught_by="reshard",
-    named="still gathered, should be freed",
+    named="another policy after forward",
     does=op.skip_call("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.free_unsharded_param"),
 )
 
@@ -102,7 +102,7 @@ _whole: dict[int, Any] = {}
     bug="of the family of P15 pytorch #164756: gathered parameters linger",
     case="fsdp_2",
     caught_by="memory",
-    named="1.051 MB of float64 are retained in unaccounted tensors: 21 tensors of the shapes of whole",
+    named="retained",
 )
 @partial(op.after_call, "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard")
 def whole_weights_kept(group: Any, *_: Any) -> None:
@@ -115,7 +115,7 @@ def whole_weights_kept(group: Any, *_: Any) -> None:
     bug="of the family of G11 NVIDIA/Megatron-LM #3023: a buffer of gradients beside the gradients",
     case="hsdp_2x2",
     caught_by="memory",
-    named="525.6 kB of float32 are retained in unaccounted tensors: 1 tensors of no parameter's shape",
+    named="retained",
 )
 @partial(op.after_call, ".trainer:Trainer.__init__")
 def whole_buffer_of_gradients(trainer: Any, *_: Any, **__: Any) -> None:
@@ -139,7 +139,7 @@ whole_model_is_one_unit = fault(
     bug="H03 huggingface/accelerate #3999",
     case="fsdp_4_reshard_always",
     caught_by="reshard traffic",
-    named="the whole model is one fsdp2 unit, no block is one of its own",
+    named="other units",
     does=op.skip_call(SHARD, when=lambda unit, **_: not _is_root(unit)),
 )
 
@@ -149,7 +149,7 @@ whole_model_is_one_unit = fault(
     bug="of the family of H03 huggingface/accelerate #3999: the policy that wraps blocks finds other modules",
     case="fsdp_2",
     caught_by="placements",
-    named="fsdp2 units are finer than requested: parameters are gathered in 18 pieces, requested 4",
+    named="other units",
 )
 @partial(op.instead, SHARD, when=_is_block)
 def every_linear_is_a_unit(original: Any, unit: Any, **requested: Any) -> Any:
@@ -164,7 +164,7 @@ bucket_size_ignored = fault(
     bug="of the family of G11 NVIDIA/Megatron-LM #3023: buckets are not what they should be",
     case="ddp_2_bucket",
     caught_by="features",
-    named="bucket_mb 0.03125 is requested",
+    named="odd traces",
     does=op.change_result(
         ".parallelize:ddp_options", lambda options: {key: options[key] for key in options if key != "bucket_cap_mb"}
     ),
@@ -174,7 +174,7 @@ shard_grad_op_for_full_shard = fault(
     bug="of the family of M01: another strategy ran than the one requested",
     case="fsdp1_4",
     caught_by="reshard traffic",
-    named="reshard_after_forward default is requested, never is observed",
+    named="another policy after forward",
     does=op.change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).SHARD_GRAD_OP),
 )
 fsdp1_hybrid_runs_as_full_shard = fault(
@@ -182,7 +182,7 @@ fsdp1_hybrid_runs_as_full_shard = fault(
     bug="M01 pytorch/torchtitan #711, with FSDP1",
     case="fsdp1_2x2",
     caught_by="shard_contents placements traffic memory",
-    named="HSDP ran as FSDP",
+    named="another layout",
     does=op.together(
         hsdp_runs_as_fsdp.apply,
         op.change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).FULL_SHARD),
@@ -194,7 +194,7 @@ fsdp2_runs_as_fsdp1 = fault(
     bug="of the family of M01: another strategy ran than the one requested",
     case="fsdp_2",
     caught_by="features shard_contents placements",
-    named="wrapper fsdp2 is requested, fsdp1 is observed",
+    named="another feature",
     does=op.together(
         op.skip_call(".parallelize:apply_fsdp"),
         op.instead(".parallelize:replicate", _wrapped_in_fsdp1),

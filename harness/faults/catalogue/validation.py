@@ -25,7 +25,7 @@ def _validate(trainer: Any) -> None:
     bug="of the family of S05 pytorch/torchtitan #3675: weights are not those that the trainer believes",
     case="fsdp_2",
     caught_by="update",
-    named="weights are changed between steps 2 and 3",
+    named="weights changed",
 )
 @partial(op.after_call, ".trainer:Trainer.train_step")
 def validation_leaves_averaged_weights(trainer: Any) -> None:
@@ -45,7 +45,7 @@ def validation_leaves_averaged_weights(trainer: Any) -> None:
     bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered",
     case="fsdp_2",
     caught_by="reshard traffic",
-    named="evaluation left layers.0",
+    named="left gathered by evaluation",
 )
 @partial(op.after_call, ".trainer:Trainer.train_step")
 def validation_leaves_a_unit_gathered(trainer: Any) -> None:
@@ -62,7 +62,7 @@ def validation_leaves_a_unit_gathered(trainer: Any) -> None:
     bug="of the family of H02 pytorch/torchtitan #4143: parameters are gathered where nobody needs them",
     case="fsdp_2",
     caught_by="reshard traffic",
-    named="backward all_gather over dp_shard",
+    named="traffic of no plan",
 )
 @partial(op.before_call, ".trainer:Trainer.train_step")
 def validation_hides_a_unit_gathered_for_nobody(trainer: Any) -> None:

@@ -37,7 +37,7 @@ all_layers_start_alike = fault(
     bug="R04 pytorch #196562; pytorch/torchtitan #3106, #4600",
     case="fsdp_2",
     caught_by="initial_weights shard_contents",
-    named="layers.1.attention.wq.weight holds the values of layers.0.attention.wq.weight",
+    named="other initial weights",
     does=_each(lambda fqn, full, weights: weights[re.sub(r"layers\.\d+", "layers.0", fqn)]),
 )
 fan_in_of_the_shard = fault(
@@ -45,7 +45,7 @@ fan_in_of_the_shard = fault(
     bug="R06 huggingface/nanotron 1d71d5d7",
     case="tp_2",
     caught_by="initial_weights",
-    named="1.41421 times",
+    named="other initial weights",
     does=_each(_larger_if_row_parallel),
 )
 replicated_parameters_drawn_by_each_tp_rank = fault(
@@ -53,7 +53,7 @@ replicated_parameters_drawn_by_each_tp_rank = fault(
     bug="G20 NVIDIA-NeMo/Automodel #3822: replicated parameters not kept in sync",
     case="tp_2_no_sp",
     caught_by="initial_weights",
-    named="on rank 1",
+    named="other initial weights",
     does=op.on_rank(1, _each(lambda fqn, full, _: full if full.ndim > 1 else full[::-1].copy())),
 )
 weights_of_no_seed = fault(
@@ -61,7 +61,7 @@ weights_of_no_seed = fault(
     bug="of the family of R01: initialisation by another stream of random numbers than requested",
     case="fsdp_4_twice",
     caught_by="initial_weights determinism",
-    named="training does not start from the seed weights",
+    named="other initial weights",
     does=_each(_drawn_of_no_seed),
 )
 norm_weights_start_from_ones = fault(
@@ -69,7 +69,7 @@ norm_weights_start_from_ones = fault(
     bug="of the family of S05: what is loaded is not what was meant to be",
     case="fsdp_2",
     caught_by="initial_weights",
-    named="training does not start from the seed weights in 5 of 21 parameters",
+    named="other initial weights",
     does=_each(lambda fqn, full, _: full if full.ndim > 1 else full * 0 + 1),
 )
 
@@ -79,7 +79,7 @@ norm_weights_start_from_ones = fault(
     bug="S08 pytorch #129229, #129206, #150490; pytorch/torchtitan #1483",
     case="fsdp_2_tp_2",
     caught_by="shard_contents",
-    named="are cut by dp_shard first and by tp inside",
+    named="strided shards",
 )
 @partial(op.instead, SLICE)
 def rows_permuted_by_strided_shards(original: Any, full: Any, parameter: Any) -> Any:
@@ -95,7 +95,7 @@ def rows_permuted_by_strided_shards(original: Any, full: Any, parameter: Any) ->
     bug="R01 InternLM #405; modelscope/ms-swift #7944",
     case="tp_2",
     caught_by="shard_contents initial_weights",
-    named="ranks along tp start from the same shard",
+    named="same shard",
 )
 @partial(
     op.instead, SLICE, when=lambda full, parameter: any(p.is_shard() for p in getattr(parameter, "placements", ()))
@@ -109,6 +109,6 @@ tied_weight_is_a_copy = fault(
     bug="of the family of G13: a tied weight is untied by to_empty or by parallelize_module, and only one of the two learns",
     case="tp_2_tied",
     caught_by="gradients grad_norm",
-    named="the output's part of the gradient of the tied weight is missing",
+    named="tied weight without the output's part",
     does=op.change_argument("harness.reference.model:TiedOutput.forward", weight=lambda weight: weight.detach()),
 )
