@@ -50,9 +50,8 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not found and trial.case.exact and (loss_off(trial, bench.step) or 0.0) > TINY:
         found = list(bench.pairs()) or list(bench.fitted())
     for one in found:
-        yield Hypothesis(
-            one.cause, _assumed(one), one.numbers, (("forward", first_wrong_input(trial).removeprefix(": ")),)
-        )
+        seen = first_wrong_input(trial).removeprefix(": ")
+        yield Hypothesis(one.cause, _assumed(one), one.numbers, (("forward", seen),) if seen else ())
 
 
 def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

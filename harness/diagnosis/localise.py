@@ -34,7 +34,11 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     """Of loss and gradients, in the first step in which they are wrong."""
     if not {"loss", "gradients"} & set(broken):
         return None
+    moved = [finding for finding in (broken["update"].findings if "update" in broken else ()) if finding.step]
+    updated = min(moved, key=lambda finding: finding.step or 0, default=None)
     for step in trial.case.steps:
+        if updated is not None and updated.step is not None and updated.step < step:
+            return Cause(KIND, f"the optimizer step is wrong, the gradients are right: first at {updated.where}")
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         if not off and not wrong:
             if off_as_a_whole := _off_as_a_whole(trial, step):

@@ -125,8 +125,7 @@ def _missing_steps(trial: Trial) -> str:
     if not (odd := [rank for rank, steps in seen.items() if steps != wanted]):
         return ""
     steps = seen[odd[0]]
-    only = " only" * (set(steps) < set(wanted))
-    text = f"trained steps {', '.join(map(str, steps))}{only}" if steps else "trained no step"
+    text = f"took {len(steps)} optimizer step{'s' * (len(steps) > 1)}" if steps else "trained no step"
     asked = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
     return f"{rank_words(odd)} {text}, requested {asked}"
 

@@ -163,7 +163,8 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
     if "" not in changes:
         text = f"rows or columns have changed places over the checkpoint {where}{ranks}"
         return Cause("parameters changed over the checkpoint", text)
-    return Cause("parameters changed over the checkpoint", f"parameters are not what was saved {where}{ranks}")
+    text = f"parameters after resuming are not those of step {trial.case.steps.start - 1} {where}{ranks}"
+    return Cause("parameters changed over the checkpoint", text)
 
 
 def _change(trial: Trial, fqn: str) -> str:

@@ -143,7 +143,7 @@ rank 1 trained no step, requested 3 steps
 
 
 def test_a_rank_that_stopped_a_step_early() -> None:
-    expect_first(without_step(fsdp_4(), 1, 3), """rank 1 trained steps 1, 2 only, requested 3 steps""")
+    expect_first(without_step(fsdp_4(), 1, 3), """rank 1 took 2 optimizer steps, requested 3 steps""")
 
 
 def test_fewer_ranks_than_asked() -> None:
@@ -246,7 +246,7 @@ def test_of_many_that_failed_four_are_told_and_of_a_stack_four_lines() -> None:
 def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_asked_for() -> None:
     trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
     short = with_rank(trial, 1, steps=trial.ranks[1].steps[:1])
-    assert seen_text(incomplete, short, "completed") == "rank 1 trained steps 2 only, requested steps 2 to 3"
+    assert seen_text(incomplete, short, "completed") == "rank 1 took 1 optimizer step, requested steps 2 to 3"
 
 
 def test_how_a_rank_ended_is_told_without_its_full_stop_and_first_what_it_issued() -> None:
@@ -270,4 +270,4 @@ def test_the_last_collectives_of_two_culprits_are_told() -> None:
 def test_steps_beyond_those_requested_are_told_without_only() -> None:
     trial = fsdp_4()
     longer = with_rank(trial, 1, steps=(*trial.ranks[1].steps, replace(trial.ranks[1].steps[-1], step=4)))
-    assert first_line(longer) == "rank 1 trained steps 1, 2, 3, 4, requested 3 steps"
+    assert first_line(longer) == "rank 1 took 4 optimizer steps, requested 3 steps"

@@ -80,7 +80,7 @@ def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_t
     other = "layers.0.attention.wo.weight"
     where = f"in 2 of 12 parameters ({WEIGHT}, {other})"
     changed = everywhere(resumed(), "parameters", lambda held: held | {f: 1.5 * held[f] for f in (WEIGHT, other)})
-    assert cause(changed) == f"parameters are not what was saved {where}"
+    assert cause(changed) == f"parameters after resuming are not those of step 2 {where}"
 
     def blurred(held: dict[str, Any]) -> dict[str, Any]:
         return held | {f: held[f] | {"exp_avg": 1.5 * held[f]["exp_avg"]} for f in (WEIGHT, other)}
