@@ -287,7 +287,9 @@ def _moved_otherwise(trial: Trial) -> list[tuple[int, str]]:
         (rank, tensor.fqn)
         for rank, evidence in sorted(trial.ranks.items())
         for tensor in evidence.parameters
-        if tensor.value.size and not update.explained_by_clip(trial, evidence, tensor, clip=clip)
+        if (left := evidence.steps[0].parameters.get(tensor.fqn)) is not None
+        if tensor.value.size and left.shape == tensor.value.shape
+        if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
     ]
 
 
