@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested, verdict_of
+from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 
@@ -124,6 +124,3 @@ def _joined(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
         second.left,
         second.assumed,
     )
-
-
-__all__ = ["Explanation", "explain", "verdict_of"]
