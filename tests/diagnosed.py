@@ -9,7 +9,6 @@ from expecttest import assert_expected_inline
 from literal import (
     ADAMW,
     cause_of,
-    microbatch_of,
     sum_of_samples,
     tiny_case,
     trial_of,
@@ -18,6 +17,7 @@ from literal import (
     with_step,
     with_step_1_gradients,
 )
+from literal_ranks import microbatch_of
 from noisy import with_noise
 
 from harness.checks import judge

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from checked import cause, found, with_activity
-from literal import ADAMW, APART, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
+from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
+from literal_ranks import APART
 
 from harness.diagnosis import diagnose
 from harness.evidence.records import Call, Matmul, SavedTensorsHook

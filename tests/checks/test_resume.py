@@ -7,19 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from literal import (
-    ADAMW,
-    SGD,
-    UNEVEN,
-    judged,
-    microbatch_of,
-    tiny_case,
-    trial_of,
-    with_rank,
-    with_step,
-    with_value,
-    without_rank,
-)
+from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_rank, with_step, with_value, without_rank
+from literal_ranks import microbatch_of
 from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resumed
 
 from harness.checks import judge

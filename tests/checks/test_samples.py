@@ -7,14 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checked import EMBEDDING, NORM, findings
-from literal import (
-    last_bit,
-    microbatch_of,
-    tiny_case,
-    trial_of,
-    with_parameter,
-    with_step,
-)
+from literal import last_bit, tiny_case, trial_of, with_parameter, with_step
+from literal_ranks import microbatch_of
 
 from harness.judge.result import Finding
 

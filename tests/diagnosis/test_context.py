@@ -10,7 +10,6 @@ from literal import (
     ADAMW,
     cause_of,
     judged,
-    microbatch_of,
     tiny_case,
     trial_of,
     with_collectives,
@@ -18,6 +17,7 @@ from literal import (
     with_step,
     with_step_1_gradients,
 )
+from literal_ranks import microbatch_of
 
 from harness.checks import judge
 from harness.diagnosis import diagnose

@@ -43,21 +43,21 @@ SMALL = RankEvidence(
     collectives=(),
     steps=(),
 )
+AWKWARD = {
+    "0-dim": np.array(3.5),
+    "empty": np.zeros((0, 4)),
+    "bool": np.array([True, False, True]),  # three bytes: what follows is not aligned
+    "NaN, inf, -0.0": np.array([np.nan, np.inf, -0.0]),
+    "int64": np.arange(6).reshape(2, 3),
+    "float32": np.array([0.1], np.float32),
+    "not contiguous": np.arange(12.0).reshape(3, 4).T,
+}
 
 
 # ---- round trips
 
 
 def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
-    awkward = {
-        "0-dim": np.array(3.5),
-        "empty": np.zeros((0, 4)),
-        "bool": np.array([True, False, True]),  # three bytes: what follows is not aligned
-        "NaN, inf, -0.0": np.array([np.nan, np.inf, -0.0]),
-        "int64": np.arange(6).reshape(2, 3),
-        "float32": np.array([0.1], np.float32),
-        "not contiguous": np.arange(12.0).reshape(3, 4).T,
-    }
     step = StepEvidence(
         step=1,
         microbatches=(
@@ -67,7 +67,7 @@ def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
         reported_loss=None,
         grad_norm=float("nan"),
         lr=1e-3,
-        gradients=awkward,
+        gradients=AWKWARD,
         parameters={},
         optimizer_state={"w": {"exp_avg": np.array(2.0)}, "v": {}},
         memory={"parameters": 2**40},

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from checked import with_activity
-from literal import APART, judged, tiny_case, trial_of, with_rank, with_step
+from literal import judged, tiny_case, trial_of, with_rank, with_step
+from literal_ranks import APART
 
 from harness import trainers
 from harness.evidence.records import Attention, Collective, HeldTensor, Matmul

@@ -6,7 +6,8 @@ import json
 from dataclasses import fields, replace
 
 import pytest
-from literal import APART, SGD, tiny_case
+from literal import SGD, tiny_case
+from literal_ranks import APART
 
 from harness.evidence.store import EvidenceError
 from harness.judge.stored_trial import load_case
