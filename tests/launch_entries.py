@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,3 +180,13 @@ def starts_a_process_and_sleeps(options: dict[str, Any]) -> None:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     open(f"{options['here']}/{os.environ['RANK']}", "w").close()
     time.sleep(600)
+
+
+def meets_other_jobs(options: dict[str, Any]) -> None:
+    """Says its GPUs, once as many ranks of several jobs run as the test expects."""
+    join()
+    here = Path(options["here"])
+    (here / f"{os.getpid()}").touch()
+    while len(list(here.iterdir())) < options["ranks"]:
+        time.sleep(0.01)
+    print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"])

@@ -12,8 +12,8 @@ from harness.spec.case import Case, ExpectedFailure
 
 @dataclass(frozen=True)
 class Judgement:
-    """folder: where the evidence lies. seconds: of the whole run, or of its launches where it was only judged. fired: whether
-    the fault's code ran; None without a fault. made: how the run came about (`Run.made`)."""
+    """folder: where the evidence lies. seconds: of its launches, while they had their slots. fired: whether the fault's code
+    ran; None without a fault. made: how the run came about (`Run.made`)."""
 
     case: Case
     folder: Path

@@ -8,12 +8,16 @@ not the harness's own death by SIGKILL. A caller with worker threads ends their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from harness.evidence.records import Exit
 from harness.launch.blame import judge
 from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare
 from harness.launch.leftovers import end_leftovers
 from harness.launch.local import LocalRanks, RankServer, default_server
+from harness.launch.slots import Pool, Taken, pool_of, wanted_by
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
 
@@ -23,26 +27,42 @@ __all__ = [
     "Issued",
     "Job",
     "LaunchError",
+    "Pool",
     "RankServer",
     "current",
     "default_server",
     "launch",
+    "pool_of",
     "read_inflight",
 ]
 
 
-def launch(job: Job, launcher: str = "local", *, server: RankServer | None = None) -> list[Exit]:
+def launch(
+    job: Job,
+    launcher: str = "local",
+    *,
+    server: RankServer | None = None,
+    pool: Pool | None = None,
+    began: Callable[[], object] = lambda: None,
+) -> list[Exit]:
     """Run the job to its end; one Exit per rank, in order. A rank's failure is an Exit, never an exception.
 
+    It first waits for as many slots as it has ranks, of `pool` or of this machine; `began` is called when it has them.
     LaunchError if nothing could be started; ValueError for another launcher than "local" and "torchrun".
     """
     if launcher not in ("local", "torchrun"):
         raise ValueError(f'launcher: expected "local" or "torchrun", found {launcher!r}')
-    job_file = prepare(job)
+    with (pool or pool_of(job.device)).taken(wanted_by(job)) as taken:
+        began()
+        return run(job, launcher, server, taken)
+
+
+def run(job: Job, launcher: str, server: RankServer | None, taken: Taken) -> list[Exit]:
     if launcher == "torchrun":
-        ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, job_file)
+        ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, prepare(job), taken.environment)
     else:
-        ranks = LocalRanks(server or default_server(job.preload), job_file, job.world_size, job.preload)
+        job = replace(job, env={**job.env, **taken.environment})
+        ranks = LocalRanks(server or default_server(job.preload), prepare(job), job.world_size, job.preload)
     try:
         with ranks:
             ranks.start()

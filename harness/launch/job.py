@@ -38,6 +38,7 @@ class Job:
     ranks inherit; the local launcher's ranks inherit the environment the harness had when its server started.
     preload: modules that the rank server imports once, where they are installed, for all ranks from this job on.
     torchrun_args: replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes.
+    slots: of this machine that it takes; None: as many as it has ranks there; 0 for ranks that only wait.
     """
 
     directory: Path
@@ -50,6 +51,7 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     torchrun_args: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
+    slots: int | None = None
 
 
 def rank_file(directory: Path, kind: str, rank: int) -> Path:

@@ -27,6 +27,7 @@ from harness.launch import inflight
 from harness.launch.job import rank_file, read_json, write_json
 from harness.launch.leftovers import end_leftovers, mark
 from harness.launch.process import bury, detach, die_with_parent, kill_group, loopback
+from harness.launch.slots import hold_mine
 
 _stacks: Any = None  # the file faulthandler writes to: it must never be collected
 
@@ -59,6 +60,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
     try:
         detach(rank_file(directory, "logs", rank))
         os.environ.update(environment)
+        hold_mine()
         mark(directory, rank)
         sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path]))
         dump_stacks_to(rank_file(directory, "stacks", rank))

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.launch.job import Job, LaunchError, rank_file, read_json
 from harness.launch.local import environment
 from harness.launch.process import kill_group, loopback
+from harness.launch.slots import pool_of, wanted_by
 
 POLL = 0.05
 FAREWELL = 10.0  # seconds torchrun gets to end after its ranks did: other nodes may still be talking to it
@@ -26,8 +27,9 @@ class TorchrunRanks:
     torchrun and each guard (rank.main) die with their parent: killing torchrun is enough, whoever started late.
     """
 
-    def __init__(self, job: Job, job_file: Path) -> None:
-        self.job, self.job_file = job, job_file
+    def __init__(self, job: Job, job_file: Path, here: Mapping[str, str]) -> None:
+        """here: environment of this node's ranks alone."""
+        self.job, self.job_file, self.here = job, job_file, here
         self.log = job_file.parent / "logs" / "torchrun.log"
         self.process: subprocess.Popen | None = None
         self.statuses: dict[int, int] = {}
@@ -40,7 +42,7 @@ class TorchrunRanks:
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "harness.launch.agent", parent, *arguments(job), str(self.job_file)],
-                env={**environment(), **({} if job.torchrun_args else loopback()), **job.env},
+                env={**environment(), **({} if job.torchrun_args else loopback()), **job.env, **self.here},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -115,7 +117,9 @@ def join(folder: Path, seconds: float) -> int:
         time.sleep(POLL)
     job = Job(**{name: value for name, value in read_json(job_file).items() if name != "sys_path"})
     command = [sys.executable, "-m", "harness.launch.agent", str(os.getpid()), *arguments(job), str(job_file)]
-    return subprocess.run(command, env={**environment(), **job.env}, stdin=subprocess.DEVNULL).returncode
+    with pool_of(job.device).taken(wanted_by(job)) as taken:
+        here = {**environment(), **job.env, **taken.environment}
+        return subprocess.run(command, env=here, stdin=subprocess.DEVNULL).returncode
 
 
 def arguments(job: Job) -> list[str]:

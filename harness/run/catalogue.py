@@ -167,7 +167,7 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     if baseline.problem:
         return replace(name, note=baseline.problem)
     timeout = min(HANG_LIMIT, options.timeout) if fault.hangs else options.timeout
-    options = replace(options, fault=spec_of(fault), timeout=timeout)
+    options = replace(options, fault=spec_of(fault), timeout=timeout, waits=fault.hangs)
     try:
         judgement = run_case(baseline.case, options)
         found = replace(name, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))

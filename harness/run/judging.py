@@ -6,12 +6,13 @@ from pathlib import Path
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.evidence.records import Run
 from harness.judge.judgement import Judgement
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 
 
-def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
+def judge_folder(folder: Path) -> Judgement:
     """Judges stored evidence: reads and computes; starts nothing, writes nothing. Raises EvidenceError."""
     trial = load_trial(folder)
     results = judge(trial)
@@ -20,12 +21,16 @@ def judge_folder(folder: Path, seconds: float | None = None) -> Judgement:
         folder=folder,
         results=results,
         diagnosis=diagnose(trial, results),
-        seconds=sum(launched.run.seconds for launched in trial.launches) if seconds is None else seconds,
+        seconds=sum(run.seconds for run in _runs(trial)),
         fault=trial.run.fault,
         fired=_fired(trial, folder),
         trainer=trial.run.trainer,
         made=trial.run.made,
     )
+
+
+def _runs(trial: Trial) -> list[Run]:
+    return [launched.run for launched in trial.launches] + ([trial.repeat] if trial.repeat else [])
 
 
 def _fired(trial: Trial, folder: Path) -> bool | None:

@@ -28,6 +28,19 @@ EIGHT_BITS = ("torchao.float8", "torchao.prototype.moe_training.mxfp8_linear")  
 COMPILING = 5  # times the time limit, for ranks that have to compile before their first step ends
 
 
+class Stopwatch:
+    """How long ranks had their slots: waiting for them does not count."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.began = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
 def launch_all(case: Case, folder: Path, weights: Path, options: Options) -> None:
     """One launch after the other; none after one that failed, for it would have nothing to resume from."""
     launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
@@ -69,14 +82,14 @@ def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -
 
 def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Whether all ranks ended well."""
-    started, made = time.monotonic(), _made(case, options)
-    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY)
+    watch, made = Stopwatch(), _made(case, options)
+    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch)
     run = Run(
         str(folder),
         case.dims.world_size,
         tuple(exits),
         {},
-        seconds=time.monotonic() - started,
+        seconds=watch.seconds(),
         fault=options.fault,
         trainer=options.trainer,
         made=made,
@@ -136,7 +149,9 @@ def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[s
     }
 
 
-def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, entry: str) -> list[Exit]:
+def _launch_ranks(
+    case: Case, folder: Path, weights: Path, options: Options, *, entry: str, watch: Stopwatch | None = None
+) -> list[Exit]:
     timeout = options.timeout * (COMPILING if case.features.compile else 1)
     job = Job(
         folder,
@@ -147,6 +162,7 @@ def _launch_ranks(case: Case, folder: Path, weights: Path, options: Options, *, 
         device=options.device,
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
+        slots=0 if options.waits and options.device == "cpu" else None,
         preload=trainers.load(options.trainer).preload + (EIGHT_BITS if case.training.quantize else ()),
     )
-    return launch(job, options.launcher)
+    return launch(job, options.launcher, began=watch.start if watch else lambda: None)

@@ -42,7 +42,8 @@ def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
     progress.started(case.name)
     began = time.monotonic()
     try:
-        return Outcome(case, judgement=run_case(case, options), seconds=time.monotonic() - began)
+        judgement = run_case(case, options)
+        return Outcome(case, judgement=judgement, seconds=judgement.seconds)
     except Unsupported as reason:
         return Outcome(case, skipped=str(reason), seconds=time.monotonic() - began)
     except PROBLEMS as problem:

@@ -11,6 +11,7 @@ class Options:
     """How to run, as opposed to what: but for `fault`, nothing here may change a verdict. timeout: seconds for one launch.
 
     torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
+    waits: its ranks will hang until the time limit, which takes no core meanwhile.
     """
 
     out: Path = Path("out")
@@ -20,6 +21,7 @@ class Options:
     timeout: float = 120.0
     fault: str | None = None
     torchrun_args: tuple[str, ...] = ()
+    waits: bool = False
 
 
 class Unsupported(Exception):

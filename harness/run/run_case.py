@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 
 from harness import trainers
 from harness.evidence.store import CASE_FILE, TRAITS_FILE, write_text
@@ -43,7 +42,6 @@ def run_case(case: Case, options: Options) -> Judgement:
     case = traits.settled(case, chosen)
     for name, launched in case.launches.items():
         make_plan(launched, chosen[name])
-    started = time.monotonic()
     cached = reference_folder(case, options)
     folder = folder_of(case, options)
     with only_one(options.out / ".locks" / f"{folder.name}.lock"):
@@ -52,7 +50,7 @@ def run_case(case: Case, options: Options) -> Judgement:
         write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in chosen.items()}, indent=1))
         hard_link(cached / "reference.npz", folder / "reference.npz")
         launch_all(case, folder, cached / "weights.npz", options)
-        judgement = judge_folder(folder, seconds=time.monotonic() - started)
+        judgement = judge_folder(folder)
         store_report(judgement)
         if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence
             shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)

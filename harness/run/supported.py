@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 from harness import trainers
+from harness.launch import machine
 from harness.run.options import Options
 from harness.spec.case import Case
 from harness.spec.limits import too_much_memory
@@ -52,6 +53,4 @@ def _too_few_descriptors(case: Case) -> str:
 
 def visible_gpus() -> int:
     """Counted without touching CUDA, which ranks forked from here could not use any more."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return len(machine.gpus())

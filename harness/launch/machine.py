@@ -1,0 +1,80 @@
+"""What this machine can carry: its GPUs by UUID, or its cores, each of which carries some ranks. Imports no torch for that
+where the driver's own tool is at hand, and touches no GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import subprocess
+from pathlib import Path
+
+RANKS_PER_CORE = 4
+"""Ranks of a case wait for each other much of the time, and other cases' ranks work meanwhile; 50 MB each."""
+COUNT = "HARNESS_SLOTS"
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+
+
+def cores() -> list[int]:
+    """Those that this process may use: of its affinity, and no more than a container's limit of CPU time comes to."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return sorted(allowed)[: limit_of_cores()]
+
+
+def limit_of_cores() -> int | None:
+    """Of the container we are in, at least one; None without a limit."""
+    words = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ["max"]
+    return None if words[0] == "max" else max(1, int(words[0]) // int(words[1]))
+
+
+def core_slots() -> tuple[str, ...]:
+    """RANKS_PER_CORE for each core, or as many as HARNESS_SLOTS says; named alike in processes that count differently."""
+    usable, told = cores(), os.environ.get(COUNT, "")
+    if told and (not told.isdecimal() or int(told) < 1):
+        raise ValueError(f"{COUNT}: expected how many ranks this machine carries at a time, found {told!r}")
+    count = int(told) if told else RANKS_PER_CORE * len(usable)
+    names = (f"core_{core:03d}_{turn}" for turn in itertools.count() for core in usable)
+    return tuple(itertools.islice(names, count))
+
+
+def gpus() -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES may name them: UUIDs, so that who sees others of them names them alike."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = uuids()
+    if not known:
+        return counted_by_torch(told)
+    return known if told is None else named(told, known)
+
+
+def named(visible: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, up to the first that is not there."""
+    found: list[str] = []
+    for word in filter(None, (part.strip() for part in visible.split(","))):
+        if word.isdecimal():
+            matching = known[int(word) : int(word) + 1]
+        else:  # a part of a GPU (MIG) is not listed and is what it is called
+            matching = (word,) if word.startswith("MIG-") else tuple(uuid for uuid in known if uuid.startswith(word))
+        if len(matching) != 1:
+            break
+        found += matching
+    return tuple(dict.fromkeys(found))
+
+
+@functools.cache
+def uuids() -> tuple[str, ...]:
+    """Of all GPUs of the machine, as its driver lists them; none where there is no such tool."""
+    try:
+        listed = subprocess.run(LIST_GPUS, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in listed.splitlines() if line.strip().startswith("GPU-"))
+
+
+def counted_by_torch(visible: str | None) -> tuple[str, ...]:
+    """Without the driver's tool, and on other makes: torch counts them without touching one."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    words = [word.strip() for word in visible.split(",")] if visible else [str(number) for number in range(count)]
+    return tuple(words[:count])

@@ -1,0 +1,154 @@
+"""The slots of this machine, taken by launches of all processes of one user: a launch takes as many as it has ranks.
+
+A slot is a file in one folder; it is taken while anybody holds a shared lock on it: the harness that took it, each rank
+that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
+
+Who takes slots stands in the gate, one at a time and in the order of coming, until it has all that it wants. Two takers
+that have half each cannot be, and a launch of many ranks is not overtaken for ever by launches of few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.launch.job import Job, LaunchError
+from harness.launch.machine import core_slots, gpus
+
+HELD = "HARNESS_HELD_SLOTS"  # in the environment of a rank: the files of the slots it runs on
+FOLDER = "HARNESS_SLOTS_FOLDER"
+POLL = 0.02  # seconds
+PATIENCE = 30.0  # seconds after which one that waits for others says so
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Slots by name, and their files."""
+
+    names: tuple[str, ...]
+    files: tuple[Path, ...]
+    gpus: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks on these slots need: rank i of this machine finds its GPU as device i."""
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.names)} if self.gpus and self.names else {}
+        return {HELD: os.pathsep.join(map(str, self.files)), **visible}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots that are shared by all who name the same folder."""
+
+    folder: Path
+    slots: tuple[str, ...]
+    gpus: bool = False
+
+    @contextmanager
+    def taken(self, wanted: int) -> Iterator[Taken]:
+        """That many slots, waited for; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
+        if self.gpus and wanted > len(self.slots):
+            raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
+        own_folder(self.folder)
+        with ExitStack() as held:
+            yield self._take(min(wanted, len(self.slots)), held)
+
+    def _take(self, wanted: int, held: ExitStack) -> Taken:
+        found: dict[str, Path] = {}
+        began = time.monotonic()
+        with locked(self.folder / "gate"):
+            while len(found) < wanted:
+                for name in (name for name in self.slots if name not in found):
+                    if len(found) < wanted and self._is_mine(name, held):
+                        found[name] = self.folder / name
+                if len(found) < wanted:
+                    time.sleep(POLL)
+                    began = self._say_who(wanted, found, began)
+        ordered = tuple(name for name in self.slots if name in found)
+        return Taken(ordered, tuple(found[name] for name in ordered), self.gpus)
+
+    def _is_mine(self, name: str, held: ExitStack) -> bool:
+        """A slot nobody holds. Nobody can come between the two locks: only who stands in the gate asks for the first."""
+        file = open(self.folder / name, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller works
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(f"{os.getpid()} {shlex.join(sys.argv)[:200]}")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        held.enter_context(file)
+        return True
+
+    def _say_who(self, wanted: int, found: dict[str, Path], since: float) -> float:
+        """Once in PATIENCE, if others than this process hold what is waited for."""
+        if time.monotonic() - since < PATIENCE:
+            return since
+        others = {(self.folder / name).read_text(encoding="utf-8") for name in self.slots if name not in found}
+        others = {text for text in others if text.partition(" ")[0] != str(os.getpid())}
+        if others:
+            told = "; ".join(f"pid {text}" for text in sorted(others))
+            print(f"harness: waits for {wanted - len(found)} of {wanted} slots, held by {told}", file=sys.stderr)
+        return time.monotonic()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with open(path, "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def own_folder(folder: Path) -> None:
+    """Makes it; refuses one in which somebody else could put files."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = folder.lstat()
+    if folder.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o022:
+        raise LaunchError(f"{folder}: not a folder that is yours alone: remove it, or name another in {FOLDER}")
+
+
+def pool_of(device: str) -> Pool:
+    """The slots of this machine for ranks on `device`. LaunchError where how many was not told in a number."""
+    folder = Path(os.environ.get(FOLDER) or f"/tmp/harness-slots-{os.getuid()}")
+    try:
+        return Pool(folder, gpus(), gpus=True) if device == "cuda" else Pool(folder, core_slots())
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
+def wanted_by(job: Job) -> int:
+    """As many as the job has ranks on this machine."""
+    if job.slots is not None:
+        return job.slots
+    return ranks_here(job.torchrun_args) if job.torchrun_args else job.world_size
+
+
+def ranks_here(torchrun_args: tuple[str, ...]) -> int:
+    """What torchrun starts on each node: `--nproc-per-node 8`, as typed in any of its spellings; else 1."""
+    words = [part for word in torchrun_args for part in word.split("=", 1)]
+    places = [place for place, word in enumerate(words) if word.replace("_", "-") == "--nproc-per-node"]
+    told = words[places[-1] + 1] if places and places[-1] + 1 < len(words) else "1"
+    if told.isdecimal():
+        return int(told)
+    return len(gpus()) if told in ("gpu", "auto") and gpus() else len(core_slots())
+
+
+def hold_mine() -> None:
+    """To be called by a rank: its slots are taken as long as it lives."""
+    for path in filter(None, os.environ.get(HELD, "").split(os.pathsep)):
+        with contextlib.suppress(FileNotFoundError):
+            _held.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115 - held until the end
+            fcntl.flock(_held[-1], fcntl.LOCK_SH)
+
+
+_held: list = []
