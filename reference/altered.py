@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 Alter = Callable[[nn.Module, int], None]
 """Alters a model in place before a step's forward pass."""
+Alteration = Callable[[nn.Module], None]
+"""Alters a module in place."""
 
 KINDS = {
     "attention": ".attention",
@@ -34,7 +34,7 @@ class Variation:
     observed: str
     expected: str
     part: str
-    alter: Callable[[nn.Module], None] = lambda module: None
+    alter: Alteration = lambda module: None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
@@ -76,7 +76,7 @@ def _by_rows(model: nn.Module, other: nn.Module, chosen: Tensor) -> Callable[...
     return forward
 
 
-def instead(name: str) -> Callable[[Callable[..., Tensor]], Callable[[nn.Module], None]]:
+def instead(name: str) -> Callable[[Callable[..., Tensor]], Alteration]:
     """Of a module's submodule, "" for itself: forward(what it did before, the module, its arguments) in place of its own."""
 
     def put(forward: Callable[..., Tensor]) -> Callable[[nn.Module], None]:
@@ -89,55 +89,39 @@ def instead(name: str) -> Callable[[Callable[..., Tensor]], Callable[[nn.Module]
     return put
 
 
+OF_ITSELF = instead("")
+Change = Callable[[Tensor], Tensor]
+Rows = Iterable[tuple[str, Alteration]]
+"""What is observed, in words, and how a module is altered so."""
+
+
+def alike(name: str, part: str, expected: str, rows: Rows) -> list[Variation]:
+    return [Variation(name, observed, expected, part, alter) for observed, alter in rows]
+
+
+def given(change: Change) -> Alteration:
+    """What a module gives, changed."""
+    return OF_ITSELF(lambda original, _, *args, **named: change(original(*args, **named)))
+
+
+def angles(change: Change) -> Alteration:
+    def alter(attention: nn.Module) -> None:
+        before = attention.angles
+        attention.angles = lambda positions, like: change(before(positions, like))
+
+    return alter
+
+
 def put_instead(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     before = module.forward
     module.forward = lambda *args, **kwargs: forward(before, *args, **kwargs)
 
 
-def setting(**values: Any) -> Callable[[nn.Module], None]:
+def setting(**values: Any) -> Alteration:
     """Of the configuration that a module reads."""
 
     def alter(module: nn.Module) -> None:
         module.config = replace(module.config, **values)
-
-    return alter
-
-
-# ---- masks of dropout
-
-
-def masks_by_rank(groups: Mapping[int, np.ndarray], seed: int) -> Alter:
-    """Each rank draws its masks from the sum of the seed and its number. groups: by rank, the rows that it computes."""
-    now: dict[str, int] = {}
-
-    def forward(original: Any, tokens: Tensor, *rest: Any, model: nn.Module, **named: Any) -> Tensor:
-        usual, whole = model.mask_seed, original(tokens, *rest, **named)
-        for rank, rows in groups.items():
-            model.mask_seed = zlib.crc32(f"{seed + rank} {now['step']}".encode())
-            chosen = torch.zeros(len(tokens), dtype=torch.bool)
-            chosen[torch.from_numpy(rows)] = True
-            whole = torch.where(chosen[:, None, None], original(tokens, *rest, **named), whole)
-        model.mask_seed = usual
-        return whole
-
-    def alter(model: nn.Module, step: int) -> None:
-        begins = step <= now.get("step", step)  # another model, trained from the beginning
-        now["step"] = step
-        if begins:
-            put_instead(model, lambda original, *args, **named: forward(original, *args, model=model, **named))
-
-    return alter
-
-
-def recomputed_without_random_state(names: Sequence[str]) -> Alter:
-    """These modules are recomputed in backward, with the random numbers that then come."""
-
-    def alter(model: nn.Module, step: int) -> None:
-        for name in names if step == 1 else ():
-            put_instead(
-                model.get_submodule(name),
-                lambda original, *args: checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False),
-            )
 
     return alter
 

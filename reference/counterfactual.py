@@ -186,6 +186,8 @@ class _Copy:
         state, after = optimizer_state(self.model, self.optimizer), by_fqn(self.model)
         if otherwise.left:
             _set_parameters(self.model, after := otherwise.left(number, after))
+        if len(gradients) < len(after):  # what did not run has none
+            gradients = self.zeros() | gradients
         return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
 
     def _set_rates(self, number: int) -> float:

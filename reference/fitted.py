@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .altered import Variation, setting
+from .altered import Alteration, Variation, angles, given, setting
 from .config import ModelConfig
 from .data import IGNORED
-from .variations import OF_ITSELF, logits, scaled, with_eps
-
-Alteration = Callable[[nn.Module], None]
+from .variations import capped, scaled, with_eps
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,18 @@ def families(model: ModelConfig) -> list[Family]:
     rows: list[tuple[float, float, str, str, str, str, Callable[[float], Alteration]]] = [
         (1e2, 1e8, "rotary base", "the rotary base is {:.6g}", theta, "attention", lambda x: setting(rope_theta=x)),
         (
-            1e-9,
-            1e-1,
-            "norm eps",
-            "the norm's eps is {:.6g}",
-            eps,
-            "norm",
-            with_eps,
+            1e-2,
+            1e2,
+            "rotary positions",
+            "positions are {:.6g} times",
+            "1",
+            "attention",
+            lambda x: angles(lambda a: x * a),
         ),
+        (1e-9, 1e-1, "norm eps", "the norm's eps is {:.6g}", eps, "norm", with_eps),
         (0.1, 10, "attention scale", "attention scores are {:.6g} times", "1", "inner", scaled),
-        (0.05, 20, "logit scale", "logits are {:.6g} times", "1", "model", lambda x: logits(lambda y: x * y)),
+        (0.05, 20, "logit scale", "logits are {:.6g} times", "1", "model", lambda x: given(lambda y: x * y)),
+        (1, 1e3, "logit cap", "logits are capped at {:.6g}", "none", "model", lambda x: given(capped(x))),
         (
             0.05,
             20,
@@ -54,7 +54,7 @@ def families(model: ModelConfig) -> list[Family]:
             "embeddings are {:.6g} times",
             "1",
             "embedding",
-            lambda x: OF_ITSELF(lambda f, _, y: x * f(y)),
+            lambda x: given(lambda y: x * y),
         ),
     ]
     found = [_family(*row) for row in rows]

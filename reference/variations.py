@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,63 +13,78 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .altered import Variation, instead, put_instead, setting
-from .config import ModelConfig, TrainingConfig
-from .data import SEPARATOR, documents
+from .altered import OF_ITSELF, Alteration, Change, Rows, Variation, alike, angles, given, put_instead, setting
+from .blocks import of_blocks
+from .config import ModelConfig, RopeScaling, TrainingConfig
+from .masks import other_documents, other_dropout
 from .model import at_least_float32, rotate
-
-LOW = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OF_ITSELF = instead("")
-
-
-# ---- what may be otherwise
+from .rounding import lower_precisions
 
 
 def variations(model: ModelConfig, training: TrainingConfig, degrees: Iterable[int] = ()) -> list[Variation]:
     """Those of one number that is known, or of none. degrees: of axes, by which something may be counted."""
     counts = sorted({2, *degrees} - {1})
-    found = [*_rotary(model), *_attention(model), *_norms(model), *_feed_forward(), *_precision(training)]
-    found += [one for count in counts for one in (*_counted(count), *_normaliser(count))]
-    found += [*_residuals(), *_ends(model), *(_documents() if training.document_mask else ())]
-    return found + ([_no_dropout(model)] if model.dropout else [])
+    found = [
+        *_rotary(model),
+        *_attention(model, training, counts),
+        *_norms(model),
+        *_feed_forward(),
+        *lower_precisions(training),
+    ]
+    found += [one for count in counts for one in _normaliser(count)]
+    found += [*of_blocks(model, counts), *_ends(model), *(other_documents() if training.document_mask else ())]
+    return found + (other_dropout(model) if model.dropout else [])
+
+
+# ---- rotary embedding
 
 
 def _rotary(model: ModelConfig) -> list[Variation]:
-    theta, scaling = f"{model.rope_theta:g}", model.rope_scaling
-    found = [
-        Variation("rotary base", f"the rotary base is {base:g}", theta, "attention", setting(rope_theta=base))
-        for base in (10_000.0, 500_000.0, 1_000_000.0)
-        if base != model.rope_theta
+    bases = [base for base in (10_000.0, 500_000.0, 1_000_000.0) if base != model.rope_theta]
+    rows: list[tuple[str, str, str, Alteration]] = [
+        *(("base", f"the rotary base is {b:g}", f"{model.rope_theta:g}", setting(rope_theta=b)) for b in bases),
+        ("pairs", "rotary turns pairs (i, i + d/2)", "adjacent pairs", _turn_halves),
+        ("left out", "queries and keys are not turned", "rotary", angles(lambda a: 0 * a)),
+        ("reversed", "queries and keys are turned backwards", "forwards", angles(torch.neg)),
+        ("half", "half of each head is turned", "all of it", angles(_first_half)),
+        ("of keys", "keys are not turned, queries are", "both", _turned_by("wk", -1)),
+        ("of queries", "queries are not turned, keys are", "both", _turned_by("wq", -1)),
+        ("of values", "values are turned as well", "queries and keys", _turned_by("wv", 1)),
     ]
-    found += [
-        Variation("rotary pairs", "rotary turns pairs (i, i + d/2)", "adjacent pairs", "attention", _turn_halves),
-        Variation(
-            "rotary left out", "queries and keys are not turned", "rotary", "attention", _angles(lambda a: 0 * a)
-        ),
-        Variation(
-            "rotary reversed", "queries and keys are turned backwards", "forwards", "attention", _angles(torch.neg)
-        ),
-        Variation("rotary of keys", "keys are not turned, queries are", "both", "attention", _turn_queries_only),
-    ]
-    if scaling is not None:
-        found.append(
-            Variation(
-                "rotary scaling",
-                "rotary frequencies are not rescaled",
-                "rescaled",
-                "attention",
-                setting(rope_scaling=None),
+    if model.rope_scaling is None:
+        rows += [
+            ("scaling", f"rotary frequencies are rescaled by {f:g}", "as they are", _scaled_by(f)) for f in (8, 32)
+        ]
+    else:
+        rows.append(("scaling", "rotary frequencies are not rescaled", "rescaled", setting(rope_scaling=None)))
+        rows += [
+            (
+                "scaling",
+                f"rotary frequencies are rescaled with {key} {value:g}",
+                f"{usual:g}",
+                setting(rope_scaling=other),
             )
-        )
-    return found
+            for key, value, usual, other in _other_scalings(model.rope_scaling)
+        ]
+    return [Variation(f"rotary {name}", text, wanted, "attention", alter) for name, text, wanted, alter in rows]
 
 
-def _angles(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    def alter(attention: nn.Module) -> None:
-        before = attention.angles
-        attention.angles = lambda positions, like: change(before(positions, like))
+def _scaled_by(factor: float) -> Alteration:
+    return setting(rope_scaling=RopeScaling(factor=factor))
 
-    return alter
+
+def _other_scalings(usual: RopeScaling) -> Iterable[tuple[str, float, float, RopeScaling]]:
+    """One number of it otherwise: as published for another model, or half or twice of it."""
+    for key, own in vars(usual).items():
+        known = {"factor": (8.0, 32.0, 16.0), "original_max_position": (8192, 4096, 2048)}.get(key, ())
+        for value in dict.fromkeys((*known, 2 * own, own / 2)):
+            if value != own:
+                yield key, value, own, replace(usual, **{key: type(own)(value)})
+
+
+def _first_half(angles: Tensor) -> Tensor:
+    pairs = torch.arange(angles.shape[-1], device=angles.device)
+    return torch.where(pairs < angles.shape[-1] // 2, angles, 0)
 
 
 def _turn_halves(attention: nn.Module) -> None:
@@ -81,57 +98,121 @@ def _turn_halves(attention: nn.Module) -> None:
         )
 
 
-def _turn_queries_only(attention: nn.Module) -> None:
-    """Turns keys back before they are turned."""
+def _turned_by(name: str, times: int) -> Alteration:
+    """What a projection gives, turned besides what is done with it: backwards undoes that."""
 
-    def turned_back(original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        keys = original(x).unflatten(-1, (-1, attention.config.head_dim))
-        angles = attention.angles(torch.arange(x.shape[1]), at_least_float32(keys))
-        return rotate(keys, -angles).flatten(-2)
+    def alter(attention: nn.Module) -> None:
+        def turned(original: Change, x: Tensor) -> Tensor:
+            heads = original(x).unflatten(-1, (-1, attention.config.head_dim))
+            angles = attention.angles(torch.arange(x.shape[1]), at_least_float32(heads))
+            return rotate(heads, times * angles).flatten(-2)
 
-    put_instead(attention.wk, turned_back)
+        put_instead(attention.get_submodule(name), turned)
+
+    return alter
 
 
-def _attention(model: ModelConfig) -> list[Variation]:
+# ---- attention
+
+
+def _attention(model: ModelConfig, training: TrainingConfig, counts: Iterable[int]) -> list[Variation]:
     width, usual = model.head_dim, "1 / sqrt(head_dim)"
     scales = {"1 / head_dim": width**-0.5, "1": width**0.5, "1 / sqrt(dim)": (width / model.dim) ** 0.5}
-    found = [
-        Variation("attention scale", f"attention scores are scaled by {text}", usual, "inner", scaled(times))
-        for text, times in scales.items()
+    scales = {text: times for text, times in scales.items() if times != 1}
+    windows = {n for n in (training.seq_len // 2, training.seq_len // 4, training.seq_len // 8) if n > 1}
+    masks = {"each token sees the next one": _ahead(1), "each token sees all others": _ahead(None)}
+    masks |= {f"each token sees itself and the {n - 1} before it": _last(n) for n in sorted(windows)}
+    scaling = ((f"attention scores are scaled by {text}", scaled(times)) for text, times in scales.items())
+    return [
+        *alike("attention scale", "inner", usual, scaling),
+        *alike("attention mask", "inner", "itself and all earlier ones", ((t, _by_mask(m)) for t, m in masks.items())),
+        *alike("query heads", "inner", f"i // {model.n_heads // model.n_kv_heads}", _of_heads(model, counts)),
+        *alike("attention inputs", "inner", "", OF_INPUTS.items()),
+        *alike("projections exchanged", "attention", "", _exchanged(model)),
+        Variation("heads joined", "heads are joined without being transposed", "", "inner", OF_ITSELF(_not_transposed)),
     ]
-    found += [
-        Variation("attention mask", "each token sees the next one", "itself and earlier ones", "inner", _masked(1)),
-        Variation("attention mask", "each token sees all others", "itself and earlier ones", "inner", _masked(None)),
-    ]
-    if model.n_kv_heads not in (1, model.n_heads):
-        text = f"query head i reads K/V head i mod {model.n_kv_heads}"
-        expected = f"i // {model.n_heads // model.n_kv_heads}"
-        found.append(Variation("query heads", text, expected, "inner", _tiled(model.n_kv_heads)))
-    return found
 
 
-def scaled(times: float) -> Callable[[nn.Module], None]:
+OF_INPUTS: dict[str, Alteration] = {
+    "keys are taken for values": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, k, k, *rest)),
+    "values are taken for keys": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, v, *rest)),
+    "keys and values are exchanged": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, k, *rest)),
+    "queries and keys are exchanged": OF_ITSELF(lambda original, _, q, k, v, *rest: original(k, q, v, *rest)),
+    "queries and keys are normed": OF_ITSELF(
+        lambda original, _, q, k, v, *rest: original(F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:]), v, *rest)
+    ),
+}
+
+
+def scaled(times: float) -> Alteration:
     return OF_ITSELF(lambda original, _, q, *rest: original(times * q, *rest))
 
 
-def _masked(ahead: int | None) -> Callable[[nn.Module], None]:
+def _ahead(most: int | None) -> Callable[[int], Tensor]:
+    """Of n tokens, whether each sees each."""
+    return lambda n: torch.ones(n, n, dtype=torch.bool).tril(n if most is None else most)
+
+
+def _last(most: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.ones(n, n, dtype=torch.bool).tril().triu(1 - most)
+
+
+def _by_mask(mask: Callable[[int], Tensor]) -> Alteration:
     def forward(original: Any, _: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
-        mask = mask if ahead is None else mask.tril(ahead)
+        seen = mask(q.shape[-2])
         if documents is not None:
-            mask = mask & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            seen = seen & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     return OF_ITSELF(forward)
 
 
-def _tiled(heads: int) -> Callable[[nn.Module], None]:
+def _of_heads(model: ModelConfig, counts: Iterable[int]) -> Rows:
+    """Which K/V head each query head reads, in place of its own. counts: of ranks that may divide the heads."""
+    heads, queries = model.n_kv_heads, range(model.n_heads)
+    repeats = model.n_heads // heads
+    shares = {count: heads // count for count in counts if heads % count == 0 and heads > count}
+    usual = [head // repeats for head in queries]
+    others = {
+        f"i mod {heads}": [head % heads for head in queries],
+        **{
+            f"i mod {n}, of each of {c} shares": [i // (n * repeats) * n + i % n for i in queries]
+            for c, n in shares.items()
+        },
+        "0": [0 for _ in queries],
+        f"(i // {repeats} + 1) mod {heads}": [(head + 1) % heads for head in usual],
+        f"{heads - 1} - i // {repeats}": [heads - 1 - head for head in usual],
+    }
+    for text, read in others.items():
+        places = torch.tensor([repeats * head for head in read])
+        for what in ("K/V", "K", "V") if read != usual else ():
+            yield f"query head i reads {what} head {text}", _reading(places, keys="K" in what, values="V" in what)
+
+
+def _reading(places: Tensor, *, keys: bool, values: bool) -> Alteration:
     def forward(original: Any, _: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        repeats = q.shape[1] // heads
-        order = torch.tensor([repeats * (head % heads) for head in range(q.shape[1])])
-        return original(q, k[:, order], v[:, order], *rest)
+        return original(q, k[:, places] if keys else k, v[:, places] if values else v, *rest)
 
     return OF_ITSELF(forward)
+
+
+def _exchanged(model: ModelConfig) -> Rows:
+    """Of attention's projections, those of one shape."""
+    shapes, prefix = model.parameter_shapes(), "layers.0.attention"
+    for one, other in (("wq", "wo"), ("wk", "wv"), ("wq", "wk"), ("wq", "wv")):
+        if shapes[f"{prefix}.{one}.weight"] == shapes[f"{prefix}.{other}.weight"]:
+            yield f"{one} and {other} are exchanged", partial(_exchange, one=one, other=other)
+
+
+def _exchange(attention: nn.Module, *, one: str, other: str) -> None:
+    first, second = attention.get_submodule(one), attention.get_submodule(other)
+    first.forward, second.forward = second.forward, first.forward
+
+
+def _not_transposed(original: Any, _: nn.Module, *inputs: Any) -> Tensor:
+    found = original(*inputs)  # [b, heads, s, head_dim], taken for [b, s, heads, head_dim]
+    batch, heads, length, width = found.shape
+    return found.reshape(batch, length, heads, width).transpose(1, 2)
 
 
 def seen_in_order(order: np.ndarray, rank: np.ndarray) -> list[Variation]:
@@ -145,250 +226,106 @@ def seen_in_order(order: np.ndarray, rank: np.ndarray) -> list[Variation]:
     }
     if np.array_equal(earlier, causal):
         masks.pop(next(iter(masks)))
-    return [
-        Variation("attention over cp", text, "itself and all earlier tokens", "inner", _by_mask(torch.from_numpy(mask)))
-        for text, mask in masks.items()
-    ]
+    rows = ((text, _where_it_fits(torch.from_numpy(mask))) for text, mask in masks.items())
+    return alike("attention over cp", "inner", "itself and all earlier tokens", rows)
 
 
-def _by_mask(mask: Tensor) -> Callable[[nn.Module], None]:
-    return OF_ITSELF(
-        lambda original, _, q, k, v, documents=None: (
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            if q.shape[-2] == len(mask)
-            else original(q, k, v, documents)
-        )
-    )
-
-
-def _norms(model: ModelConfig) -> list[Variation]:
-    eps = f"{model.norm_eps:g}"
-    found = [
-        Variation(
-            "norm eps",
-            f"the norm's eps is {value:g}",
-            eps,
-            "norm",
-            with_eps(value),
-        )
-        for value in (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
-        if value != model.norm_eps
-    ]
-    centred = OF_ITSELF(lambda original, _, x: original(x - x.mean(-1, keepdim=True)))
-    found += [
-        Variation("norm centred", "the norm subtracts the mean", "root mean square only", "norm", centred),
-        Variation("norm left out", "the norm is left out", "", "norm", OF_ITSELF(lambda original, _, x: x)),
-        Variation("norm weight", "the norm's weight is left out", "", "norm", OF_ITSELF(_unweighted)),
-        Variation("norm weight", "the norm multiplies by 1 + weight", "weight", "norm", OF_ITSELF(_one_more)),
-    ]
-    return found
-
-
-def with_eps(value: float) -> Callable[[nn.Module], None]:
-    return lambda norm: setattr(norm, "eps", value)
-
-
-def _unweighted(original: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
-    return original(x) / norm.weight
-
-
-def _one_more(original: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
-    return original(x) * (1 + 1 / norm.weight)
-
-
-def _feed_forward() -> list[Variation]:
-    acts: dict[str, Callable[[Tensor], Tensor]] = {
-        **{"GELU": F.gelu, "GELU by tanh": lambda x: F.gelu(x, approximate="tanh")},
-        **{"ReLU": F.relu, "the sigmoid": torch.sigmoid},
-    }
-    found = [
-        Variation("activation", f"the feed-forward's activation is {name}", "SiLU", "feed_forward", _gated(act))
-        for name, act in acts.items()
-    ]
-    exchanged = OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w3(x)) * m.w1(x)))
-    ungated = OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w1(x))))
-    return [
-        *found,
-        Variation("gate", "w1 and w3 are exchanged", "", "feed_forward", exchanged),
-        Variation("gate", "the feed-forward is not gated by w3", "", "feed_forward", ungated),
-    ]
-
-
-def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    return OF_ITSELF(lambda _, m, x: m.w2(act(m.w1(x)) * m.w3(x)))
-
-
-def _precision(training: TrainingConfig) -> list[Variation]:
-    wanted = training.dtype
-    found = []
-    for name, dtype in LOW.items():
-        if name != wanted:
-            found += [
-                Variation(
-                    "precision", f"norms compute in {name}", "at least float32", "norm", OF_ITSELF(_norm_in(dtype))
-                ),
-                Variation("precision", f"rotary angles are in {name}", wanted, "attention", _angles(_rounded(dtype))),
-                Variation("precision", f"rotary angles are computed in {name}", wanted, "attention", _angles_in(dtype)),
-                Variation("precision", f"attention computes in {name}", wanted, "inner", OF_ITSELF(_in_dtype(dtype))),
-            ]
-    return found
-
-
-def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.to(dtype).to(x.dtype)
-
-
-def _norm_in(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def forward(_: Any, norm: nn.Module, x: Tensor) -> Tensor:
-        low = x.to(dtype)
-        return (low * torch.rsqrt(low.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * norm.weight
-
-    return forward
-
-
-def _angles_in(dtype: torch.dtype) -> Callable[[nn.Module], None]:
-    def alter(attention: nn.Module) -> None:
-        before = attention.angles
-        attention.angles = lambda positions, like: before(positions, like.to(dtype)).to(like.dtype)
-
-    return alter
-
-
-def _in_dtype(dtype: torch.dtype) -> Callable[..., Tensor]:
-    return lambda original, _, q, k, v, *rest: original(q.to(dtype), k.to(dtype), v.to(dtype), *rest).to(q.dtype)
-
-
-def _counted(times: int) -> list[Variation]:
-    """What enters or leaves a block, or a part of it, several times."""
-    rows = [
-        (
-            "residual counted",
-            f"the residual stream is counted {times} times where attention is added",
-            (times, 1, 1, 1),
-        ),
-        (
-            "residual counted",
-            f"the residual stream is counted {times} times where feed-forward is added",
-            (1, 1, times, 1),
-        ),
-        ("part counted", f"what attention adds is counted {times} times", (1, times, 1, 1)),
-        ("part counted", f"what feed-forward adds is counted {times} times", (1, 1, 1, times)),
-    ]
-    again = OF_ITSELF(lambda original, _, x, *rest: original(x, *rest) + (times - 1) * x)
-    whole = Variation(
-        "residual counted", f"a block's input is added to its output {times} times", "once", "block", again
-    )
-    return [whole, *(Variation(name, text, "once", "block", OF_ITSELF(_block(*by))) for name, text, by in rows)]
-
-
-def _residuals() -> list[Variation]:
-    rows = [
-        ("residual left out", "the residual stream is left out where attention is added", _block(0, 1, 1, 1)),
-        ("residual left out", "the residual stream is left out where feed-forward is added", _block(1, 1, 0, 1)),
-        ("part left out", "attention is left out", _block(1, 0, 1, 1)),
-        ("part left out", "feed-forward is left out", _block(1, 1, 1, 0)),
-        ("parts in parallel", "feed-forward is given what attention is given", _parallel),
-    ]
-    return [Variation(name, text, "", "block", OF_ITSELF(forward)) for name, text, forward in rows]
-
-
-def _block(stream: float, attention: float, second_stream: float, feed_forward: float) -> Callable[..., Tensor]:
-    def forward(_: Any, block: nn.Module, x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
-        added = block.attention_dropout(block.attention(block.attention_norm(x), positions, documents))
-        x = stream * x + attention * added
-        return second_stream * x + feed_forward * block.ffn_dropout(block.feed_forward(block.ffn_norm(x)))
-
-    return forward
-
-
-def _parallel(_: Any, block: nn.Module, x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
-    added = block.attention_dropout(block.attention(block.attention_norm(x), positions, documents))
-    return x + added + block.ffn_dropout(block.feed_forward(block.ffn_norm(x)))
-
-
-def _ends(model: ModelConfig) -> list[Variation]:
-    """Embedding and logits."""
-    times, inverse = math.sqrt(model.dim), 1 / math.sqrt(model.dim)
-    found = [
-        Variation(
-            "embedding scale",
-            "embeddings are multiplied by sqrt(dim)",
-            "",
-            "embedding",
-            OF_ITSELF(lambda f, _, x: times * f(x)),
-        ),
-        Variation("logit scale", "logits are divided by sqrt(dim)", "", "model", logits(lambda x: inverse * x)),
-    ]
-    return found + [
-        Variation(
-            "logit cap",
-            f"logits are capped at {cap}",
-            "",
-            "model",
-            logits(_capped(cap)),
-        )
-        for cap in (30, 50)
-    ]
-
-
-def _capped(cap: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: cap * torch.tanh(x / cap)
-
-
-def logits(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    return OF_ITSELF(lambda original, _, *args, **named: change(original(*args, **named)))
-
-
-def _normaliser(times: int) -> list[Variation]:
-    """exp(logit) is summed over ranks that hold the same; gradients of the copies may be lost."""
-    text = f"the loss's normaliser counts each logit {times} times"
-    return [
-        Variation("normaliser", text, "once", "model", logits(lambda x: torch.cat([x] * times, -1))),
-        Variation(
-            "normaliser", text, "once", "model", logits(lambda x: torch.cat([x, *[x.detach()] * (times - 1)], -1))
-        ),
-    ]
-
-
-def _no_dropout(model: ModelConfig) -> Variation:
-    return Variation("dropout", "no dropout took place", f"{model.dropout:g}", "model", _off)
-
-
-def _off(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "p") and isinstance(module.p, float):
-            module.p = 0.0
-
-
-# ---- documents
-
-
-def _documents() -> list[Variation]:
-    def begins(tokens: Tensor, own: Tensor) -> Tensor:
-        return (tokens == SEPARATOR).long().cumsum(dim=-1)
-
-    found = [
-        Variation("document mask", "documents see each other", "", "model", _mask_of(lambda tokens, own: None)),
-        Variation(
-            "document mask",
-            "a separator belongs to the document after it",
-            "the one that it ends",
-            "model",
-            _mask_of(begins),
-        ),
-    ]
-    return found
-
-
-def _mask_of(other: Callable[[Tensor, Tensor], Tensor | None]) -> Callable[[nn.Module], None]:
-    def forward(original: Any, _: Any, tokens: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
-        return original(tokens, positions, documents if documents is None else other(tokens, documents))
+def _where_it_fits(mask: Tensor) -> Alteration:
+    def forward(original: Any, _: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        fits = q.shape[-2] == len(mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask) if fits else original(q, k, v, *rest)
 
     return OF_ITSELF(forward)
 
 
-def mask_of_step(tokens: np.ndarray, step: int) -> Variation:
-    """tokens: of that step, row by row."""
-    kept = documents(torch.from_numpy(np.ascontiguousarray(tokens)))
-    alter = _mask_of(lambda _, own: kept if own.shape == kept.shape else own)
-    return Variation("document mask", f"the document mask of step {step} is used", "the step's own", "model", alter)
+# ---- norms and feed-forward
+
+
+def _norms(model: ModelConfig) -> list[Variation]:
+    values = [value for value in (1e-5, 1e-6, 1e-8, 1e-12, 0.0) if value != model.norm_eps]
+    root = f"sqrt(mean + {model.norm_eps:g})"
+    weighted = {
+        "the norm's weight is left out": lambda original, norm, x: original(x) / norm.weight,
+        "the norm multiplies by 1 + weight": lambda original, norm, x: original(x) * (1 + 1 / norm.weight),
+    }
+    return [
+        *alike("norm eps", "norm", f"{model.norm_eps:g}", ((f"the norm's eps is {v:g}", with_eps(v)) for v in values)),
+        *alike("norm weight", "norm", "weight", ((text, OF_ITSELF(forward)) for text, forward in weighted.items())),
+        *alike("norm left out", "norm", "", [("the norm is left out", OF_ITSELF(lambda original, _, x: x))]),
+        *alike("norm centred", "norm", "root mean square only", [("the norm subtracts the mean", _CENTRED)]),
+        *alike("norm eps", "norm", root, [("the norm divides by sqrt(mean) + eps", OF_ITSELF(_eps_outside))]),
+        *alike("norm scale", "norm", "of the mean of squares", [("the norm divides by the root of a sum", _OF_SUM)]),
+    ]
+
+
+_CENTRED = OF_ITSELF(lambda original, _, x: original(x - x.mean(-1, keepdim=True)))
+_OF_SUM = OF_ITSELF(lambda original, norm, x: norm.weight * F.normalize(x, dim=-1, eps=norm.eps))
+
+
+def with_eps(value: float) -> Alteration:
+    return lambda norm: setattr(norm, "eps", value)
+
+
+def _eps_outside(_: Any, norm: nn.Module, x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + norm.eps) * norm.weight
+
+
+ACTIVATIONS: dict[str, Change] = {
+    **{"GELU": F.gelu, "GELU by tanh": lambda x: F.gelu(x, approximate="tanh"), "ReLU": F.relu},
+    **{"the sigmoid": torch.sigmoid, "x sigmoid(1.702 x)": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh},
+    **{"the square of ReLU": lambda x: F.relu(x) ** 2, "Mish": F.mish, "none": lambda x: x},
+}
+
+
+def _feed_forward() -> list[Variation]:
+    gates = {
+        "w1 and w3 are exchanged": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w3(x)) * m.w1(x))),
+        "the feed-forward is not gated by w3": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w1(x)))),
+        "the feed-forward adds w3's part instead of gating by it": OF_ITSELF(
+            lambda _, m, x: m.w2(F.silu(m.w1(x)) + m.w3(x))
+        ),
+    }
+    acts = ((f"the feed-forward's activation is {name}", _gated(act)) for name, act in ACTIVATIONS.items())
+    return [*alike("activation", "feed_forward", "SiLU", acts), *alike("gate", "feed_forward", "", gates.items())]
+
+
+def _gated(act: Change) -> Alteration:
+    return OF_ITSELF(lambda _, m, x: m.w2(act(m.w1(x)) * m.w3(x)))
+
+
+# ---- embedding and logits
+
+
+def _ends(model: ModelConfig) -> list[Variation]:
+    root = math.sqrt(model.dim)
+    caps = ((f"logits are capped at {cap}", given(capped(cap))) for cap in (30, 50))
+    found = [
+        *alike(
+            "embedding scale", "embedding", "", [("embeddings are multiplied by sqrt(dim)", given(lambda x: root * x))]
+        ),
+        *alike("logit scale", "model", "", [("logits are divided by sqrt(dim)", given(lambda x: x / root))]),
+        *alike("logit cap", "model", "", caps),
+    ]
+    if not model.tied_embeddings:
+        text = "the output multiplies by the embedding's weight"
+        found += alike("output weight", "model", "its own", [(text, _tied)])
+    return found
+
+
+def _tied(model: nn.Module) -> None:
+    if not model.config.tied_embeddings:
+        put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
+
+
+def capped(cap: float) -> Change:
+    return lambda x: cap * torch.tanh(x / cap)
+
+
+def _normaliser(times: int) -> list[Variation]:
+    """exp(logit) is summed over ranks that hold the same; gradients of the copies may be lost."""
+    changes: list[Change] = [
+        lambda x: torch.cat([x] * times, -1),
+        lambda x: torch.cat([x, *[x.detach()] * (times - 1)], -1),
+    ]
+    text = f"the loss's normaliser counts each logit {times} times"
+    return alike("normaliser", "model", "once", ((text, given(change)) for change in changes))

@@ -59,7 +59,7 @@ def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     other = {fqn for _, step, _ in trial.steps() for fqn in step.activity.other_states}
     if not other or "gradients" not in broken:
         return
-    from harness.reference.altered import recomputed_without_random_state
+    from harness.reference.masks import recomputed_without_random_state
 
     blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
     lost = "its masks are not those that the loss was computed with"
@@ -243,6 +243,7 @@ class Tries:
     @cached_property
     def _variations(self) -> list[Variation]:
         from harness.reference import variations
+        from harness.reference.masks import mask_of_step
 
         case, tokens = self.trial.case, self.trial.reference.tokens
         degrees = {len(groups[0]) for groups in self.trial.plan.groups.values()}
@@ -251,7 +252,7 @@ class Tries:
             for step in range(1, self.step):
                 ids = self.trial.reference.samples[step - 1]
                 at = [self.trial.reference.sample_ids.index(id_) for id_ in ids]
-                found.append(variations.mask_of_step(tokens[at, : case.seq_len(step)], step))
+                found.append(mask_of_step(tokens[at, : case.seq_len(step)], step))
         if case.dims.cp > 1:
             held = [positions(case, rank, case.seq_len(self.step)) for rank in self.trial.plan.peers(0, "cp")]
             owner = np.empty(case.seq_len(self.step), int)
@@ -279,13 +280,15 @@ class Tries:
         return {part: modules_of(model, part) for part in (*KINDS, "block", "model")}
 
     def _masks(self) -> Iterator[Found]:
-        from harness.reference.altered import masks_by_rank
+        """Drawn from something else than the seed and the step."""
+        from harness.reference.masks import masks_by_rank, other_seeds
 
+        seed = self.trial.case.training.seed
         members = {rank: rows for rank, rows in self.rows.items() if rank}
-        altered = masks_by_rank(members, self.trial.case.training.seed)
-        if self.ranks(self.bench.losses(masks_by_rank(members, self.trial.case.training.seed))) is not None:
-            observed = "each rank draws dropout masks from the sum of the seed and its number"
-            yield Found(Cause("dropout", observed, expected="the seed's"), altered, None, 0.0, 1)
+        others = {"each rank draws dropout masks from the sum of the seed and its number": masks_by_rank(members, seed)}
+        for observed, altered in (others | other_seeds(seed)).items():
+            if self.ranks(self.bench.losses(altered)) is not None:
+                yield Found(Cause("dropout", observed, expected="the seed's and the step's"), altered, None, 0.0, 1)
 
     def fitted(self) -> Iterator[Found]:
         from harness.reference.fitted import families

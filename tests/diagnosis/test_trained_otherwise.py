@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from literal import with_step
-from trained import RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
+from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
 
 from harness.checks import judge
 from harness.judge.trial import Trial
 from harness.reference.altered import altering
 from harness.reference.fitted import families
+from harness.reference.masks import other_seeds
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
 from harness.reference.variations import variations
@@ -87,6 +88,32 @@ def test_a_model_that_computes_something_else_is_told_by_what_and_where(
     trial = ran(case_of(), **altered(name, *modules))
     assert diagnosed(trial).cause == told
     assert not not_explained(trial)
+
+
+LAYERS = replace(MODEL, n_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("layers 1 and 2 run in exchanged order", [""]),
+        ("the residual stream is taken after the norm where attention is added", ["layers.1"]),
+    ],
+)
+def test_blocks_in_another_order_or_that_add_to_something_else_are_told(
+    ran: Ran, name: str, modules: list[str]
+) -> None:
+    case = case_of(model=LAYERS)
+    (variation,) = [one for one in variations(LAYERS, RECIPE) if one.observed == name]
+    trial = ran(case, altered=altering(variation, modules, 1))
+    assert diagnosed(trial).cause.startswith(name)
+    assert not not_explained(trial)
+
+
+def test_masks_of_dropout_that_are_the_same_in_every_step_are_told(ran: Ran) -> None:
+    same = "masks are those of step 1 in every step"
+    trial = ran(case_of(model=replace(MODEL, dropout=0.2)), altered=other_seeds(RECIPE.seed)[same])
+    assert diagnosed(trial).cause == f"{same}, requested the seed's and the step's"
 
 
 def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:

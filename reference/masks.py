@@ -1,0 +1,156 @@
+"""Other masks: those of dropout, and those that documents make."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .altered import OF_ITSELF, Alter, Alteration, Variation, alike, put_instead
+from .config import ModelConfig
+from .data import SEPARATOR, documents
+from .model import Llama
+
+
+def other_dropout(model: ModelConfig) -> list[Variation]:
+    usual = model.dropout
+    others = [p for p in dict.fromkeys((0.1, 0.2, 0.5, usual / 2, 2 * usual, 1 - usual)) if 0 < p < 1 and p != usual]
+    parts = {"attention": "attention_dropout", "feed-forward": "ffn_dropout"}
+    rows = [
+        ("no dropout took place", _with_p(0.0)),
+        *((f"dropout has probability {p:g}", _with_p(p)) for p in others),
+        *((f"no dropout took place after {name}", _with_p(0.0, only)) for name, only in parts.items()),
+        *((f"no dropout took place after {name}, nor was it drawn", _left_out(only)) for name, only in parts.items()),
+        ("dropout does not divide by 1 - p", _undivided),
+    ]
+    return alike("dropout", "model", f"{usual:g}", rows)
+
+
+def _dropouts(model: nn.Module, name: str = "") -> list[nn.Module]:
+    return [one for fqn, one in model.named_modules() if isinstance(getattr(one, "p", None), float) and name in fqn]
+
+
+def _with_p(p: float, name: str = "") -> Alteration:
+    """Random numbers are drawn all the same, so that those that are left get their own."""
+
+    def alter(model: nn.Module) -> None:
+        for one in _dropouts(model, name):
+            one.p = p
+
+    return alter
+
+
+def _left_out(name: str) -> Alteration:
+    def alter(model: nn.Module) -> None:
+        for one in _dropouts(model, name):
+            put_instead(one, lambda original, x: x)
+
+    return alter
+
+
+def _undivided(model: nn.Module) -> None:
+    for one in _dropouts(model):
+        put_instead(one, lambda original, x, kept=1 - one.p: kept * original(x))
+
+
+def other_seeds(seed: int) -> dict[str, Alter]:
+    """What masks of a step are drawn from, in words, in place of the seed and the step."""
+    steps: dict[str, Callable[[int], int]] = {
+        "masks are those of step 1 in every step": lambda step: 1,
+        "masks are those of step 0 in every step": lambda step: 0,
+        "masks of a step are those of the step before": lambda step: step - 1,
+        "masks of a step are those of the next one": lambda step: step + 1,
+    }
+    seeds = {f"masks are those of seed {other}": _drawn_from(other) for other in sorted({0, seed + 1} - {seed})}
+    return {text: _drawn_from(seed, of) for text, of in steps.items()} | seeds
+
+
+def _drawn_from(seed: int, of: Callable[[int], int] = lambda step: step) -> Alter:
+    def alter(model: nn.Module, step: int) -> None:
+        for module in model.modules():
+            if isinstance(module, Llama):
+                module.mask_seed = zlib.crc32(f"{seed} {of(step)}".encode())
+
+    return alter
+
+
+def masks_by_rank(groups: Mapping[int, np.ndarray], seed: int) -> Alter:
+    """Each rank draws its masks from the sum of the seed and its number. groups: by rank, the rows that it computes."""
+    now: dict[str, int] = {}
+
+    def forward(original: Any, tokens: Tensor, *rest: Any, model: nn.Module, **named: Any) -> Tensor:
+        usual, whole = model.mask_seed, original(tokens, *rest, **named)
+        for rank, rows in groups.items():
+            model.mask_seed = zlib.crc32(f"{seed + rank} {now['step']}".encode())
+            chosen = torch.zeros(len(tokens), dtype=torch.bool)
+            chosen[torch.from_numpy(rows)] = True
+            whole = torch.where(chosen[:, None, None], original(tokens, *rest, **named), whole)
+        model.mask_seed = usual
+        return whole
+
+    def alter(model: nn.Module, step: int) -> None:
+        begins = step <= now.get("step", step)  # another model, trained from the beginning
+        now["step"] = step
+        if begins:
+            put_instead(model, lambda original, *args, **named: forward(original, *args, model=model, **named))
+
+    return alter
+
+
+def recomputed_without_random_state(names: Sequence[str]) -> Alter:
+    """These modules are recomputed in backward, with the random numbers that then come."""
+
+    def alter(model: nn.Module, step: int) -> None:
+        for name in names if step == 1 else ():
+            put_instead(
+                model.get_submodule(name),
+                lambda original, *args: checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False),
+            )
+
+    return alter
+
+
+# ---- documents
+
+
+def other_documents() -> list[Variation]:
+    def begins(tokens: Tensor, own: Tensor) -> Tensor:
+        return (tokens == SEPARATOR).long().cumsum(dim=-1)
+
+    lost, ends = "documents see each other", "the one that it ends"
+    unmasked = OF_ITSELF(lambda original, _, q, k, v, documents=None: original(q, k, v))
+    return [
+        Variation("document mask", lost, "", "model", _mask_of(lambda tokens, own: None)),
+        Variation("document mask", "attention sees other documents", "its own only", "inner", unmasked),
+        Variation("document mask", "a separator belongs to the document after it", ends, "model", _mask_of(begins)),
+        Variation("document positions", "positions begin anew in each document", "in each row", "model", _restarted),
+    ]
+
+
+def _restarted(model: nn.Module) -> None:
+    def forward(original: Any, tokens: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
+        if documents is None:
+            return original(tokens, positions, documents)
+        own = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+        return original(tokens, own.tril(-1).sum(-1), documents)
+
+    put_instead(model, forward)
+
+
+def _mask_of(other: Callable[[Tensor, Tensor], Tensor | None]) -> Alteration:
+    def forward(original: Any, _: Any, tokens: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
+        return original(tokens, positions, documents if documents is None else other(tokens, documents))
+
+    return OF_ITSELF(forward)
+
+
+def mask_of_step(tokens: np.ndarray, step: int) -> Variation:
+    """tokens: of that step, row by row."""
+    kept = documents(torch.from_numpy(np.ascontiguousarray(tokens)))
+    alter = _mask_of(lambda _, own: kept if own.shape == kept.shape else own)
+    return Variation("document mask", f"the document mask of step {step} is used", "the step's own", "model", alter)

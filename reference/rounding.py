@@ -1,0 +1,72 @@
+"""Llama 3 in a lower precision than requested: of one kind of module, or of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .altered import OF_ITSELF, Alteration, Variation, angles, given
+from .config import TrainingConfig
+from .data import IGNORED
+
+LOW = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def lower_precisions(training: TrainingConfig) -> list[Variation]:
+    wanted, found = training.dtype, []
+    for name, dtype in LOW.items():
+        low = lambda x, dtype=dtype: x.to(dtype).to(x.dtype)  # noqa: E731
+        rows: list[tuple[str, str, Alteration]] = [
+            (f"norms compute in {name}", "norm", OF_ITSELF(_norm_in(dtype))),
+            (f"norms multiply by their weights in {name}", "norm", OF_ITSELF(_weighted_in(dtype))),
+            (f"rotary angles are in {name}", "attention", angles(low)),
+            (f"rotary angles are computed in {name}", "attention", _angles_in(dtype)),
+            (f"attention computes in {name}", "inner", OF_ITSELF(_in_dtype(dtype))),
+            (f"what attention gives is rounded to {name}", "attention", given(low)),
+            (f"what feed-forward gives is rounded to {name}", "feed_forward", given(low)),
+            (f"embeddings are rounded to {name}", "embedding", given(low)),
+            (f"the residual stream is rounded to {name}", "block", given(low)),
+            (f"logits are rounded to {name}", "model", given(low)),
+        ]
+        found += [Variation("precision", text, wanted, part, alter) for text, part, alter in rows if name != wanted]
+        if name != wanted:
+            loss = partial(_loss_in, dtype)
+            found.append(Variation("precision", f"the loss is computed in {name}", wanted, "model", loss=loss))
+    return found
+
+
+def _loss_in(dtype: torch.dtype, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.to(dtype), labels, ignore_index=IGNORED, reduction="none").to(logits.dtype)
+
+
+def _norm_in(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def forward(_: Any, norm: nn.Module, x: Tensor) -> Tensor:
+        low = x.to(dtype)
+        return (low * torch.rsqrt(low.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * norm.weight
+
+    return forward
+
+
+def _weighted_in(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def forward(_: Any, norm: nn.Module, x: Tensor) -> Tensor:
+        low = x.to(dtype)
+        return (low * torch.rsqrt(low.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight.to(dtype)).to(x.dtype)
+
+    return forward
+
+
+def _angles_in(dtype: torch.dtype) -> Alteration:
+    def alter(attention: nn.Module) -> None:
+        before = attention.angles
+        attention.angles = lambda positions, like: before(positions, like.to(dtype)).to(like.dtype)
+
+    return alter
+
+
+def _in_dtype(dtype: torch.dtype) -> Callable[..., Tensor]:
+    return lambda original, _, q, k, v, *rest: original(q.to(dtype), k.to(dtype), v.to(dtype), *rest).to(q.dtype)
