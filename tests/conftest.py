@@ -2,11 +2,22 @@
 that are all skipped are not green, as laws are not."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
+from harness.launch import resident_client
+
 os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported
 ENDED = {"skipped": False, "otherwise": False}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_of_tests_leave_no_server() -> Iterator[None]:
+    """Those that tests start; the session's own laws may come from one that stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(resident_client.KIND, "own")
+        yield
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

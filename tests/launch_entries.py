@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -52,6 +54,17 @@ def reduces(options: dict[str, Any]) -> None:
     for _ in range(options.get("times", 1)):
         all_reduce()
     print("the sum is right on rank", rank)
+
+
+def says_its_circumstances(options: dict[str, Any]) -> None:
+    umask = os.umask(0)
+    terminals = [os.isatty(stream) for stream in (0, 1, 2)]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    print(os.environ.get("HARNESS_COLOUR"), os.getcwd(), oct(umask), limit, sorted(os.sched_getaffinity(0)), terminals)
+
+
+def draws(options: dict[str, Any]) -> None:
+    print(numpy.random.random())
 
 
 def says_its_environment(options: dict[str, Any]) -> None:

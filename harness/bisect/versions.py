@@ -123,7 +123,7 @@ def typed(options: Options) -> list[str]:
     """Options as one types them."""
     trainer = TrainerSpec.parse(options.trainer)
     given = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
-    given |= {"out": str(options.out.resolve()), "timeout": str(options.timeout)}
+    given |= {"out": str(options.out.resolve()), "timeout": str(options.timeout), "server": "own"}
     return [word for key, value in given.items() if value for word in (f"--{key}", value)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness import trainers
 from harness.faults import FaultError, load_fault
+from harness.launch import resident_client
 from harness.reference.config import DTYPES
 from harness.run.options import Options
 from harness.spec import case_files, random_cases
@@ -80,6 +81,12 @@ def add_how_to_run(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--launcher", default="local", choices=("local", "torchrun"))
     how.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see docs/running.md")
+    how.add_argument(
+        "--server",
+        choices=resident_client.KINDS,
+        help="the process that forks ranks: one that stays for the next commands (see `harness server`), or this command's "
+        "own; default resident, in CI own",
+    )
     how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_out(how, help="where evidence goes; default out")
     how.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one launch; default 120")
@@ -135,6 +142,7 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
     fault = _checked_fault(args.fault) if getattr(args, "fault", None) else None
+    resident_client.choose(args.server)
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
         raise BadInput("--torchrun-args: they are for --launcher torchrun only")

@@ -8,21 +8,19 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from harness.launch.job import LaunchError
+from harness.launch.own_server import Link, OwnServer
 from harness.launch.process import kill_group
-from harness.launch.python_path import python_path
+from harness.launch.resident_client import any_server
 
 READY_PATIENCE = 120.0  # importing torch takes 3 s, on a cold disk a minute
 CLOSE_PATIENCE = 5.0
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
 class LocalRanks:
@@ -75,53 +73,60 @@ class LocalRanks:
 
 
 class RankServer:
-    """One server process, started at once in the background; many jobs, also at the same time.
+    """One server, which is met or started at once, in the background; many jobs, also at the same time.
 
     The ranks see the modules the server imported (torch, harness.reference.model) as they were then: after another version of
     one of these is checked out, close it and make another.
     """
 
-    def __init__(self, modules: Iterable[str] = ()) -> None:
+    def __init__(
+        self, modules: Iterable[str] = (), link: Callable[[Iterable[str], IO[bytes]], Link] = OwnServer
+    ) -> None:
         """modules: what it imports besides, where it is there: a trainer's own dependencies."""
         self.modules = tuple(modules)
         self.news = threading.Condition()
         self.jobs: dict[int, LocalRanks] = {}
         self.numbers = itertools.count(1)
         self.seconds: float | None = None  # what starting took; None until it is ready
-        self.gone, self.ill = False, ""
+        self.gone, self.closed = False, False
+        self.ill, self.status = "", ""
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - the server holds it too
-        self.process, self.requests, reports = self.spawn()
-        self.pid, self.owner = self.process.pid, os.getpid()
-        threading.Thread(target=self.listen, args=(reports,), name="rank server reports", daemon=True).start()
+        self.link: Link | None = None
+        self.owner = os.getpid()
+        self.listener = threading.Thread(target=self.listen, args=(link,), name="rank server reports", daemon=True)
+        self.listener.start()
 
-    def spawn(self) -> tuple[subprocess.Popen, int, int]:
-        """A session of its own: Ctrl-C is for the harness. Its input is closed when we are, whatever ends us."""
-        theirs_in, ours_out = os.pipe()
-        ours_in, theirs_out = os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "harness.launch.server", str(theirs_in), str(theirs_out), *self.modules],
-            pass_fds=(theirs_in, theirs_out),
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self.errors,
-            stderr=self.errors,
-            start_new_session=True,
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        return process, ours_out, ours_in
+    @property
+    def pid(self) -> int:
+        """Once it is ready."""
+        assert self.link is not None
+        return self.link.pid
 
-    def listen(self, reports: int) -> None:
-        with open(reports, encoding="utf-8") as lines:
-            for line in lines:
+    def listen(self, link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
+        try:
+            found = link(self.modules, self.errors)
+        except OSError as error:
+            self.ill = str(error)
+            return self.end(f"the rank server did not start: {error}")
+        with self.news:
+            self.link = found
+            if self.closed:
+                found.hang_up()
+        reports = open(found.reports, encoding="utf-8", closefd=False)  # noqa: SIM115 - the link closes it
+        with contextlib.suppress(ConnectionResetError):
+            for line in reports:
                 self.hear(json.loads(line))
-        self.process.wait()
+        self.status = found.end()
+        self.end(f"the rank server (pid {found.pid}) ended: {self.last_words()}")
+
+    def end(self, why: str) -> None:
+        """It is gone, and so are all ranks."""
         with self.news:
             self.gone = True
             for ranks in list(self.jobs.values()):
                 for rank in set(ranks.pids) - set(ranks.statuses):
                     kill_group(ranks.pids[rank])  # the rank died with the server, what it started did not
-                ranks.gone, ranks.trouble = True, f"the rank server (pid {self.pid}) ended: {self.last_words()}"
+                ranks.gone, ranks.trouble = True, why
             self.news.notify_all()
 
     def hear(self, report: dict[str, Any]) -> None:
@@ -134,14 +139,15 @@ class RankServer:
 
     def kill(self, why: str) -> None:
         self.ill = why
-        self.process.kill()
+        if self.link:
+            self.link.kill()
 
     def last_words(self) -> str:
         if self.ill:
             return self.ill
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"status {self.process.returncode}"
+        return lines[-1] if lines else self.status
 
     def ready(self) -> None:
         """Wait until the server has imported torch; LaunchError if it never will."""
@@ -149,26 +155,27 @@ class RankServer:
             if not self.news.wait_for(lambda: self.gone or self.seconds is not None, READY_PATIENCE):
                 self.kill(f"it was not ready in {READY_PATIENCE:g} s and was killed")
         if self.gone or self.seconds is None:
-            raise LaunchError(f"the rank server (pid {self.pid}) did not start: {self.last_words()}")
+            raise LaunchError(f"the rank server did not start: {self.last_words()}")
 
     def ask(self, **request: Any) -> None:
         with self.news:
-            if not self.gone:
-                with contextlib.suppress(BrokenPipeError):  # it just died; listen() will say so
-                    os.write(self.requests, json.dumps(request).encode() + b"\n")
+            if self.link and not self.gone:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it just died; listen() will say so
+                    os.write(self.link.requests, json.dumps(request).encode() + b"\n")
 
     def close(self) -> None:
         """End the server and every rank it has. launch() calls under way return, their ranks "lost"."""
-        if self.owner != os.getpid() or self.requests < 0:
+        if self.owner != os.getpid() or self.closed:
             return
         with self.news:
-            os.close(self.requests)
-            self.requests, self.gone = -1, True
-        try:
-            self.process.wait(CLOSE_PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            over, self.gone, self.closed = self.gone, True, True
+            if self.link is None or over:  # listen() hangs up as soon as there is one
+                return
+            self.link.hang_up()
+        self.listener.join(CLOSE_PATIENCE)
+        if self.listener.is_alive():
+            self.link.kill()
+            self.listener.join()
 
     def __enter__(self) -> RankServer:
         return self
@@ -177,21 +184,16 @@ class RankServer:
         self.close()
 
 
-def environment() -> dict[str, str]:
-    """Ours, one thread per library, and the harness importable from wherever we run."""
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path()}
-
-
 _default: RankServer | None = None
 _default_lock = threading.Lock()
 
 
 def default_server(modules: Iterable[str] = ()) -> RankServer:
-    """This process's server, started now, with these modules, if there is none or the last one died. Call it early: it
-    starts in 3 s."""
+    """This process's server, met or started now, with these modules, if there is none or the last one died. Call it early:
+    one that starts takes 3 s."""
     global _default
     with _default_lock:
         if _default is None or _default.gone or _default.owner != os.getpid():
-            _default = RankServer(modules)
+            _default = RankServer(modules, any_server)
             atexit.register(_default.close)
         return _default

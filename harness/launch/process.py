@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import sys
 from pathlib import Path
 
@@ -70,3 +71,9 @@ def loopback() -> dict[str, str]:
     """Keeps gloo on this machine and away from its name server: else it looks its own host name up."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user

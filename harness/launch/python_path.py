@@ -9,6 +9,8 @@ from pathlib import Path
 
 from harness import ROOT
 
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
 
 def python_path() -> str:
     """PYTHONPATH for them: ours, and before it the folder of the harness, unless that is one of installed packages.
@@ -17,4 +19,10 @@ def python_path() -> str:
     """
     installed = {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))}
     own = [] if ROOT in {Path(folder).resolve() for folder in installed} else [str(ROOT)]
-    return os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH", ""))))
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join((*own, *(map(os.path.abspath, given.split(os.pathsep)) if given else ())))
+
+
+def environment() -> dict[str, str]:
+    """Ours, one thread per library, and the harness importable from wherever we run."""
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path()}

@@ -35,6 +35,8 @@ _stacks: Any = None  # the file faulthandler writes to: it must never be collect
 def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
     """Be rank `rank` of a job on this machine, in a process just forked from the server, whose pid is `parent`."""
     die_with_parent(parent)
+    if "numpy" in sys.modules:  # forked with one generator, all ranks of all launches would draw the same from it
+        sys.modules["numpy"].random.seed()
     job = json.loads(job_file.read_text(encoding="utf-8"))
     run(job, rank, environment=local_environment(job, rank))
 

@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,28 +51,35 @@ PRELOAD = (
 
 
 class Server:
-    def __init__(self, requests: int, reports: int) -> None:
-        self.requests, self.reports = requests, reports
+    """requests, reports: file descriptors, maybe the same one. alive: whether the harness is, as far as the kernel knows: a
+    process forked from it may hold our input open after its death. private: more descriptors that are not for ranks."""
+
+    def __init__(self, requests: int, reports: int, alive: Callable[[], bool], private: Iterable[int] = ()) -> None:
+        self.requests, self.reports, self.alive = requests, reports, alive
         self.children: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
         self.folders: dict[int, Path] = {}  # of jobs
         self.unread = b""
         self.deaths, wake = os.pipe()
         os.set_blocking(wake, False)
-        self.private = [requests, reports, self.deaths, wake]
+        self.private = {requests, reports, self.deaths, wake, *private}
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the wake-up is not written
         for number in (signal.SIGINT, signal.SIGUSR1):  # a rank too young to dump its stack must not die of being asked
             signal.signal(number, signal.SIG_IGN)
 
-    def serve(self) -> None:
-        harness = os.getppid()
-        while os.getppid() == harness:  # a process forked from the harness may hold our input open after its death
-            ready, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
-            if self.deaths in ready:
-                os.read(self.deaths, 4096)
-                self.reap()
-            if self.requests in ready and not self.read():
-                break
+    def serve(self, ready: float) -> None:
+        """Until the harness is gone. ready: seconds that importing took."""
+        try:
+            self.report(ready=ready)
+            while self.alive():
+                found, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
+                if self.deaths in found:
+                    os.read(self.deaths, 4096)
+                    self.reap()
+                if self.requests in found and not self.read():
+                    break
+        except (BrokenPipeError, ConnectionResetError):  # it died while we spoke with it
+            pass
         self.end()
 
     def end(self) -> None:
@@ -161,14 +168,10 @@ def import_once(modules: Iterable[str]) -> None:
 
 
 def main(requests: int, reports: int, modules: Iterable[str]) -> None:
-    began = time.monotonic()
-    server = Server(requests, reports)
+    began, harness = time.monotonic(), os.getppid()
+    server = Server(requests, reports, alive=lambda: os.getppid() == harness)
     preload(modules)
-    server.report(ready=time.monotonic() - began)
-    try:
-        server.serve()
-    except BrokenPipeError:  # the harness died while we reported
-        server.end()
+    server.serve(time.monotonic() - began)
 
 
 if __name__ == "__main__":

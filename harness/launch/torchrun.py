@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.launch.job import Job, LaunchError, rank_file, read_json
-from harness.launch.local import environment
 from harness.launch.process import kill_group, loopback
+from harness.launch.python_path import environment
 from harness.launch.slots import pool_of, wanted_by
 
 POLL = 0.05

@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--harness-source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
     group.addoption("--harness-launcher", default="local", choices=("local", "torchrun"))
+    group.addoption("--harness-server", choices=("resident", "own"), help="as --server of `harness run`")
     group.addoption("--harness-device", default="cpu", choices=("cpu", "cuda"))
     group.addoption(
         "--harness-timeout", type=float, default=120.0, metavar="S", help="seconds for one launch; default 120"

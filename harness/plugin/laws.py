@@ -15,7 +15,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from harness import trainers
-from harness.launch import default_server
+from harness.launch import default_server, resident_client
 from harness.plugin.items import MARK, CaseFile, Law, tier_mark
 from harness.run.options import Options
 from harness.spec.case import TIERS
@@ -149,6 +149,7 @@ def options_of(config: pytest.Config) -> Options:
         trainers.load(trainer)
     except ValueError as error:
         raise pytest.UsageError(f"--harness-trainer: {error}") from error
+    resident_client.choose(config.getoption("--harness-server"))
     launcher, device = config.getoption("--harness-launcher"), config.getoption("--harness-device")
     return Options(out=out, trainer=trainer, launcher=launcher, device=device, timeout=timeout)
 

@@ -49,6 +49,11 @@ def test_a_rank_finds_the_environment_torchrun_would_give_one_thread_and_its_opt
     assert [Path(exit.log).read_text() for exit in exits] == [f"{r} {r} 2 2 red 1 {{'a': 1}}\n" for r in (0, 1)]
 
 
+def test_ranks_do_not_draw_the_same_random_numbers_because_they_were_forked(tmp_path):
+    drawn = {Path(exit.log).read_text() for name in ("run", "repeat") for exit in launch(job(tmp_path / name, "draws"))}
+    assert len(drawn) == 4
+
+
 def test_a_rank_that_raises_is_blamed_with_its_line_and_the_other_is_a_victim(tmp_path):
     victim, culprit = launch(job(tmp_path, "raises"))
     assert (culprit.how, culprit.code, culprit.blamed) == ("raised", 1, True)
