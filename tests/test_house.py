@@ -12,13 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    *("reference", "evidence", "spec", "plan", "probe", "launch", "trainers", "faults"),
+    *("reference", "evidence", "spec", "plan", "probe", "record", "launch", "trainers", "faults"),
     *("judge", "checks", "diagnosis", "report", "run", "bisect", "onboarding", "cli", "plugin"),
 )
 OF_ITS_OWN = {
     "evidence": {"reference", "evidence"},
     "spec": {"reference", "evidence", "spec"},
     "probe": {"evidence", "probe"},
+    "record": {"evidence", "probe", "record"},
 }
 LONGEST_FILE, LONGEST_FUNCTION = 400, 40
 FILES = {

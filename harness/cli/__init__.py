@@ -8,7 +8,22 @@ import traceback
 from collections.abc import Sequence
 
 from harness.bisect.search import BisectError
-from harness.cli import bisect, check, doctor, faults, golden, init, join, matrix, plan, report, run, server
+from harness.cli import (
+    bisect,
+    check,
+    doctor,
+    faults,
+    golden,
+    init,
+    join,
+    matrix,
+    plan,
+    record,
+    report,
+    run,
+    server,
+    show,
+)
 from harness.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
 from harness.cli.interrupt import one_interrupt
 from harness.cli.options import BadInput, Parser
@@ -21,7 +36,7 @@ from harness.report.output import OutputError, any_letters, complain
 from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
-COMMANDS = (init, doctor, run, matrix, check, report, plan, golden, faults, bisect, join, server)
+COMMANDS = (init, doctor, run, matrix, check, report, record, show, plan, golden, faults, bisect, join, server)
 EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
 
 

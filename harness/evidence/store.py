@@ -66,16 +66,38 @@ def _unwritable(path: Path, error: OSError) -> str:
     return f"{path}: cannot be written: {error.strerror or error}; free the disk or choose another --out"
 
 
+def encoded_without_values(record: Any) -> Any:
+    """Plain JSON. Of arrays only their types and shapes are kept."""
+    return _encode(record, None)
+
+
+def decoded_without_values(kind: type[T], plain: Any) -> T:
+    """The inverse: arrays have the right shape, take no memory and hold zeros, which nobody may take for values."""
+    read: Callable[[Any, _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
+    return read(plain, _NoValues())
+
+
+class _NoValues:
+    def take(self, dtype: str, shape: list[int]) -> np.ndarray:
+        return without_values(tuple(shape), dtype)
+
+
+def without_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Stands for an array whose values are not kept."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 def _join(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([a.view(np.uint8).reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.uint8)
 
 
-def _encode(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Plain JSON, each array replaced by its place in the blob."""
+def _encode(value: Any, arrays: list[np.ndarray] | None) -> Any:
+    """Plain JSON, each array replaced by its place in the blob; None where there is no blob."""
     if dataclasses.is_dataclass(value):
         return {f.name: _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
-        arrays.append(np.ascontiguousarray(value).reshape(-1))
+        if arrays is not None:
+            arrays.append(np.ascontiguousarray(value).reshape(-1))
         return [str(value.dtype), list(value.shape)]
     if isinstance(value, dict):
         return [[key, _encode(item, arrays)] for key, item in value.items()]
@@ -102,7 +124,7 @@ class _Blob:
 
 
 @functools.cache
-def _reader(kind: Any) -> Callable[[Any, _Blob], Any]:
+def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
     """How a value of this annotated type is rebuilt; made once a type, for a run has tens of thousands of values."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):

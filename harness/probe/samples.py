@@ -33,6 +33,20 @@ class _Fed(NamedTuple):
     tokens: torch.Tensor
 
 
+def leave_pass(clock: Clock, output: Any) -> None:
+    """A forward pass ends. Backward comes to the output of one that trains."""
+    account = clock.account
+    if account.kind == "undecided":
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(_reached, clock, account))
+    clock.leave_forward()
+
+
+def _reached(clock: Clock, account: Account, _: torch.Tensor) -> None:
+    clock.decide(account)
+
+
 class SampleRecorder:
     def __init__(self, clock: Clock, row_length: Callable[[int], int] | None = None) -> None:
         self._clock, self._row_length = clock, row_length
@@ -69,16 +83,7 @@ class SampleRecorder:
             self._tokens.append(_Fed(self._clock.account, local(first).clone()))
 
     def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
-        """Backward comes to the output of a pass that trains."""
-        account = self._clock.account
-        if account.kind == "undecided":
-            for tensor in tree_leaves(output):
-                if torch.is_tensor(tensor) and tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._reached, account))
-        self._clock.leave_forward()
-
-    def _reached(self, account: Account, _: torch.Tensor) -> None:
-        self._clock.decide(account)
+        leave_pass(self._clock, output)
 
     def tensors(self) -> list[torch.Tensor]:
         """The probe's own, kept till the end."""

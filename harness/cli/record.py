@@ -1,0 +1,64 @@
+"""`harness record -- COMMAND`: any training job as it is, and what its ranks really did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from harness.cli.exit_codes import BROKEN
+from harness.cli.options import BadInput, add_command
+from harness.cli.show import shown
+from harness.evidence.store import write_text
+from harness.judge.stored_recording import STARTED
+from harness.record import injection
+from harness.record.chosen import Chosen
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "record", command, "run any training command, not edited, and record what its ranks do"
+    )
+    add_recording(parser)
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("out/recording"), metavar="DIR", help="default out/recording"
+    )
+
+
+def add_recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", default="", metavar="SPANS", help="what is recorded; default 1-3; such as 1-3,100")
+    parser.add_argument("--every", type=int, default=0, metavar="N", help="every N-th step as well")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun .. train.py ..")
+
+
+def command(args: argparse.Namespace) -> int:
+    """The command's own exit code where that is not 0, for what fails has not become another job by being recorded."""
+    code = record(args, args.out)
+    found = shown(args.out)
+    return found if code == 0 else (code if 0 < code < 126 else BROKEN)
+
+
+def record(args: argparse.Namespace, directory: Path) -> int:
+    """Runs the command; its exit code. Raises BadInput where it cannot be run."""
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise BadInput("nothing to record: `harness record -- torchrun --nproc-per-node 8 train.py`")
+    steps = ",".join(filter(None, (args.steps or "1-3", f"/{args.every}" if args.every else "")))
+    try:
+        Chosen.parse(steps)
+    except ValueError as error:
+        raise BadInput(f"--steps: {error}") from error
+    injection.fresh(directory)
+    try:
+        code = injection.run(words, directory, steps)
+    except injection.CommandError as error:
+        raise BadInput(str(error)) from error
+    told = {"command": shlex.join(words), "code": code, "steps": steps, "ranks": injection.requested_ranks(words)}
+    write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words)}, indent=1))
+    return code
+
+
+def _why(directory: Path, words: list[str]) -> str:
+    return "" if any((directory / "ranks").glob("*.record")) else injection.why_nothing(directory, words)

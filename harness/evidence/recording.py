@@ -1,0 +1,119 @@
+"""What one rank of a recorded job leaves: the evidence of some of its steps, and in front of it a summary.
+
+The summary is a line of JSON, the rest is packed. Of a job of thousands of ranks the summaries alone are read. A file is
+written complete or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from harness.evidence.format import version_of
+from harness.evidence.records import RankEvidence
+from harness.evidence.store import EvidenceError, decoded_without_values, encoded_without_values
+from harness.evidence.whole_file import whole_file
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """The first tensor that a forward pass was called with."""
+
+    digest: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Of a step, beside its StepEvidence; step 0 is before the first one. digests: by fqn, of this rank's part of each
+    parameter. not_finite: parameters with infinite numbers or NaN. seconds: until the next step began; 0 if none did.
+    peak: bytes of memory that were in use at most, so far."""
+
+    step: int
+    digests: dict[str, int]
+    not_finite: tuple[str, ...] = ()
+    fed: tuple[Fed, ...] = ()
+    seconds: float = 0.0
+    peak: int = 0
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last collective that a rank issued, as text, and where it stands among those of its group."""
+
+    text: str
+    ranks: tuple[int, ...]
+    group: str
+    seq: int
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """evidence: without values. parts: the classes of its models; left_out: what is not recorded, and why. optimizers: each in
+    one line. stepped: parameters that an optimizer has. ended: "ok", "raised", or "" while it runs, and if it was killed.
+    steps_seen: of all that it trained. own: seconds that the recorder took; first: of them, until the first step was over.
+    """
+
+    evidence: RankEvidence
+    steps: tuple[RecordedStep, ...]
+    parts: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    stepped: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    ended: str = ""
+    error: str = ""
+    steps_seen: int = 0
+    last: Last | None = None
+    host: str = ""
+    own: float = 0.0
+
+
+def record_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"rank_{rank:05d}.record"
+
+
+def save_record(path: Path, summary: object, record: RankRecord) -> None:
+    """Raises OSError."""
+    head = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
+    body = json.dumps(encoded_without_values(record), separators=(",", ":")).encode()
+    with whole_file(path) as file:
+        file.write(json.dumps(head, separators=(",", ":")).encode() + b"\n" + zlib.compress(body, 1))
+
+
+def load_summary(path: Path, kind: type[S]) -> S:
+    """Raises EvidenceError."""
+    with _said(path), open(path, "rb") as file:
+        head = json.loads(file.readline())
+        if head["format"] != _version(kind):
+            raise EvidenceError(f"{path}: written by another version of the harness; record the job again")
+        return decoded_without_values(kind, head["summary"])
+
+
+def load_record(path: Path) -> RankRecord:
+    """Raises EvidenceError. Who calls this has read the summary, which tells the version."""
+    with _said(path), open(path, "rb") as file:
+        file.readline()
+        return decoded_without_values(RankRecord, json.loads(zlib.decompress(file.read())))
+
+
+def _version(kind: type) -> str:
+    return f"{version_of(kind)} {version_of(RankRecord)}"
+
+
+@contextlib.contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except EvidenceError:
+        raise
+    except Exception as error:  # one flipped byte makes zlib and json raise almost anything
+        raise EvidenceError(f"{path}: damaged recording ({error!r}); record the job again") from error

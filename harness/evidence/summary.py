@@ -1,0 +1,278 @@
+"""What a page on all ranks of a recorded job needs of one of them.
+
+Many things are one number here: ranks that have the same number have the same things. Ranks of groups are written as a
+person writes ranges, for a group may have thousands.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.evidence.recording import Last, RankRecord
+from harness.evidence.records import Collective, RankEvidence, TensorEvidence
+
+INSIDE = ("forward", "backward", "pipeline")
+POINT_TO_POINT = ("send", "recv")
+UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a rank moved in the step that is shown, over one group, by one collective in one phase."""
+
+    ranks: str
+    op: str
+    phase: str
+    dtype: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Issued:
+    """All that a rank issued over one group in the steps recorded, in order, as one number."""
+
+    group: str
+    ranks: str
+    calls: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """model: names, whole shapes and dtypes of its parameters. placements: how many are claimed to lie so. slices: which parts
+    of them it claims to hold, 0 where something claims nothing. contents, fed: by step. shown: the step of `uses`. idle:
+    groups over which nothing ran. waits: barriers inside of forward and backward. kept: bytes of parameters that are in
+    memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. unstepped: parameters that no
+    optimizer has. digests of parameters, in `contents`, are of those that `slices` are of, where there are any.
+    """
+
+    rank: int
+    world: int
+    ended: str
+    error: str
+    host: str
+    steps_seen: int
+    last: Last | None
+    parts: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    model: int
+    parameters: int
+    elements: int
+    placements: dict[str, int]
+    slices: int
+    contents: dict[int, int]
+    fed: dict[int, int]
+    not_finite: dict[int, tuple[str, ...]]
+    shown: int
+    uses: tuple[Use, ...]
+    issued: tuple[Issued, ...]
+    idle: tuple[str, ...]
+    waits: int
+    unstepped: int
+    memory: dict[str, int]
+    kept: int
+    settings: dict[str, str]
+    versions: dict[str, str]
+    wrappers: dict[str, int]
+    roles: dict[str, str]
+    argv: tuple[str, ...]
+    left_out: tuple[str, ...]
+    seconds: dict[int, float]
+    peak: int
+    own: float
+
+
+COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
+"""What a summary has of the record as it is."""
+
+
+def summary_of(record: RankRecord) -> Summary:
+    evidence = record.evidence
+    plain: dict[str, Any] = {name: getattr(record, name) for name in COPIED}
+    return Summary(
+        rank=evidence.rank,
+        world=evidence.world_size,
+        placements=dict(Counter(placement_text(tensor) for tensor in evidence.parameters)),
+        issued=issued(evidence),
+        idle=tuple(sorted({ranks_key(group.ranks) for group in _idle(evidence)})),
+        versions=evidence.environment,
+        wrappers=dict(Counter(wrapper.kind for wrapper in evidence.structure.values())),
+        roles=roles(evidence),
+        **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
+    )
+
+
+def _model(record: RankRecord) -> dict[str, Any]:
+    parameters = record.evidence.parameters
+    return {
+        "model": number(sorted((t.fqn, t.global_shape, t.dtype) for t in parameters)),
+        "parameters": len(parameters),
+        "elements": sum(math.prod(t.global_shape) for t in parameters),
+        "unstepped": len({t.fqn for t in parameters} - set(record.stepped)) if record.stepped else 0,
+    }
+
+
+def _steps(record: RankRecord) -> dict[str, Any]:
+    """What is compared in every step that was recorded."""
+    places = claimed_places(record.evidence)
+    told = {fqn for fqn, *_ in places} or {tensor.fqn for tensor in record.evidence.parameters}
+    held = {s.step: sorted((fqn, value) for fqn, value in s.digests.items() if fqn in told) for s in record.steps}
+    return {
+        "slices": number(places) if places else 0,
+        "contents": {step: number(values) for step, values in held.items() if values},
+        "fed": {s.step: number([(fed.digest, fed.shape) for fed in s.fed]) for s in record.steps if s.fed},
+        "not_finite": {s.step: s.not_finite for s in record.steps if s.not_finite},
+        "seconds": {s.step: s.seconds for s in record.steps if s.seconds},
+        "peak": max((s.peak for s in record.steps), default=0),
+    }
+
+
+def _shown(evidence: RankEvidence, shown: int) -> dict[str, Any]:
+    """What is shown of one step only."""
+    seen = next((step for step in evidence.steps if step.step == shown), None)
+    return {
+        "shown": shown,
+        "uses": uses(evidence, shown),
+        "waits": _waits(evidence, shown),
+        "memory": dict(seen.memory) if seen else {},
+        "kept": max((after.storage for after in seen.after_forward), default=0) if seen else 0,
+        "settings": {name: " and ".join(values) for name, values in seen.settings.items()} if seen else {},
+    }
+
+
+def step_shown(evidence: RankEvidence) -> int:
+    """The second, in which groups are set up and caches filled; else the last that was recorded. 0: there is none."""
+    steps = [step.step for step in evidence.steps]
+    return 2 if 2 in steps else max(steps, default=0)
+
+
+def uses(evidence: RankEvidence, step: int) -> tuple[Use, ...]:
+    calls, moved = Counter[tuple[str, str, str, str]](), Counter[tuple[str, str, str, str]]()
+    for call in evidence.collectives:
+        if call.step == step and call.phase in INSIDE and len(call.ranks) > 1 and call.op != "barrier":
+            key = (ranks_key(call.ranks), call.op, call.phase, call.dtype)
+            calls[key] += 1
+            moved[key] += call.bytes
+    return tuple(Use(*key, calls[key], moved[key]) for key in sorted(calls))
+
+
+def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
+    """By group. What is sent from one rank to another has no order that others share."""
+    sequences: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for call in evidence.collectives:
+        if call.op not in POINT_TO_POINT and len(call.ranks) > 1:
+            sequences[call.group, ranks_key(call.ranks)].append(_as_issued(call))
+    return tuple(Issued(*key, len(calls), number(calls)) for key, calls in sorted(sequences.items()))
+
+
+def _as_issued(call: Collective) -> list[Any]:
+    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.step]
+
+
+def _idle(evidence: RankEvidence) -> list[Any]:
+    used = {call.ranks for call in evidence.collectives}
+    return [group for group in evidence.groups if len(group.ranks) > 1 and group.ranks not in used]
+
+
+def _waits(evidence: RankEvidence, step: int) -> int:
+    return sum(c.op == "barrier" and c.step == step and c.phase in INSIDE for c in evidence.collectives)
+
+
+# ---- claims
+
+
+def placement_text(tensor: TensorEvidence) -> str:
+    """ "Replicate over 2, Shard(0) over 8"; "plain"."""
+    if tensor.mesh is None:
+        return "plain"
+    degrees = np.array(tensor.mesh).shape
+    texts = [f"{kind} over {n}" for kind, n in zip(tensor.placements, degrees, strict=True) if n > 1]
+    return ", ".join(texts) or "on one rank"
+
+
+def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
+    """Which of its parts this rank claims to hold, of each parameter of which something claims it. Ranks with equal places are
+    replicas. What DDP looks after is whole on the ranks of its group."""
+    whole = {w.replicate_ranks for w in evidence.structure.values() if w.kind in ("ddp", "replicate")}
+    of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
+    found = []
+    for tensor in evidence.parameters:
+        place = _place(evidence.rank, tensor) if tensor.mesh is not None else of_ddp
+        if place is not None:
+            found.append((tensor.fqn, *place))
+    return found
+
+
+def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
+    """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is."""
+    mesh = np.array(tensor.mesh)
+    if rank not in mesh:
+        return None
+    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
+    cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
+    if any(kind == "Partial" for kind, _, _ in cut):
+        return None
+    return (number(sorted(mesh.flatten().tolist())), *(one for one in cut if one[0] != "Replicate"))
+
+
+def roles(evidence: RankEvidence) -> dict[str, str]:
+    """By group, what is claimed: that a wrapper shards parameters over it, or replicates them; that DTensors are cut or copied
+    over it, of which nobody says whether that is tensor parallelism."""
+    found: dict[str, str] = {}
+    for tensor in evidence.parameters:
+        for kind, ranks in _lines(evidence.rank, tensor):
+            found[ranks] = "cut" if "Shard" in kind else found.get(ranks, "copied")
+    for wrapper in evidence.structure.values():
+        if len(wrapper.shard_ranks) > 1:
+            found[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
+        if len(wrapper.replicate_ranks) > 1:
+            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}"
+    return found
+
+
+def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
+    """Of each axis of its mesh, the placement and the ranks along it."""
+    mesh = np.array(tensor.mesh if tensor.mesh is not None else [])
+    if rank not in mesh:
+        return []
+    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
+    lines: list[Any] = [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])] for axis in range(mesh.ndim)]
+    named = zip(tensor.placements, lines, strict=True)
+    return [(kind, ranks_key(tuple(sorted(int(r) for r in line)))) for kind, line in named if len(line) > 1]
+
+
+# ---- words for many things
+
+
+def number(things: Any) -> int:
+    """The same for equal things, in every process."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(things).encode(), digest_size=8).digest())
+
+
+@functools.lru_cache(maxsize=4096)
+def ranks_key(ranks: tuple[int, ...]) -> str:
+    """0-7, 0-56:8 (every eighth), 0,3,4."""
+    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
+    if len(ranks) < 3 or len(steps) > 1:
+        return ",".join(map(str, ranks))
+    (step,) = steps
+    return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+
+
+@functools.lru_cache(maxsize=65536)
+def ranks_of(key: str) -> tuple[int, ...]:
+    """The inverse."""
+    if "-" not in key:
+        return tuple(int(rank) for rank in key.split(",") if rank)
+    span, _, step = key.partition(":")
+    first, last = map(int, span.split("-"))
+    return tuple(range(first, last + 1, int(step or 1)))

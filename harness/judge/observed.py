@@ -1,0 +1,178 @@
+"""What really ran, from the summaries of a recording's ranks: pure, with nothing declared and nothing guessed.
+
+Groups over which the same is done, and of which the same is claimed, are one axis. It has a name only where a wrapper or a
+DTensor tells it: FSDP and tensor parallelism use the same collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from harness.evidence.summary import Summary, Use, ranks_of
+
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """In one step, by one collective in one phase, on each rank of a group. least, most: bytes, where ranks differ."""
+
+    op: str
+    phase: str
+    dtype: str
+    calls: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """groups: in the words of summary.ranks_key. role: what is claimed of them; empty if nothing is."""
+
+    size: int
+    role: str
+    groups: tuple[str, ...]
+    moved: tuple[Moved, ...]
+
+
+def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
+    """The largest groups first. Stages of a pipeline differ in what they do: groups of one size and role that share no rank, of
+    which some do all that others do, are one axis."""
+    uses: dict[str, list[Use]] = defaultdict(list)
+    roles: dict[str, str] = {}
+    for summary in summaries:
+        for use in summary.uses:
+            uses[use.ranks].append(use)
+            roles.setdefault(use.ranks, summary.roles.get(use.ranks, ""))
+    alike: dict[tuple[int, str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
+    for key, done in uses.items():
+        signature = frozenset((use.op, use.phase) for use in done)
+        alike[len(ranks_of(key)), roles[key], signature].append(key)
+    kinds = sorted(alike.items(), key=lambda kind: -len(kind[0][2]))
+    merged: list[tuple[int, str, frozenset[tuple[str, str]], list[str]]] = []
+    for (size, role, signature), groups in kinds:
+        mine = {rank for group in groups for rank in ranks_of(group)}
+        home = next(
+            (m for m in merged if (m[0], m[1]) == (size, role) and signature <= m[2] and _apart(m[3], mine)), None
+        )
+        if home is not None:
+            home[3].extend(groups)
+        else:
+            merged.append((size, role, signature, groups))
+    found = [Axis(n, role, tuple(sorted(gs, key=ranks_of)), _moved(gs, uses)) for n, role, _, gs in merged]
+    return tuple(sorted(found, key=lambda axis: (-axis.size, axis.role == "", axis.groups)))
+
+
+def _apart(groups: Iterable[str], ranks: set[int]) -> bool:
+    return not any(rank in ranks for group in groups for rank in ranks_of(group))
+
+
+def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved, ...]:
+    by: dict[tuple[str, str, str], list[Use]] = defaultdict(list)
+    for use in (use for group in groups for use in uses[group]):
+        by[use.phase, use.op, use.dtype].append(use)
+    return tuple(
+        Moved(op, phase, dtype, max(u.calls for u in us), min(u.bytes for u in us), max(u.bytes for u in us))
+        for (phase, op, dtype), us in sorted(by.items())
+    )
+
+
+# ---- what is the same on which ranks
+
+
+def together(summaries: Iterable[Summary], what: Callable[[Summary], H | None]) -> dict[H, list[int]]:
+    """The ranks by what they have, None left out; the most first."""
+    found: dict[H, list[int]] = defaultdict(list)
+    for summary in summaries:
+        if (thing := what(summary)) is not None:
+            found[thing].append(summary.rank)
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
+
+
+def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
+    """Ranks that claim to hold the same parts of the same parameters, where there are several."""
+    found: dict[tuple[int, int], list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        if summary.slices:
+            found[summary.model, summary.slices].append(summary)
+    return [family for family in found.values() if len(family) > 1]
+
+
+def differing_replicas(summaries: Iterable[Summary]) -> dict[int, list[tuple[list[int], list[int]]]]:
+    """By step, of ranks that claim the same parts those that hold what most of them hold, and those that hold something else.
+    What is there before the first step may be anything."""
+    found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    for family in replicas(summaries):
+        for step in sorted({step for one in family for step in one.contents if step}):
+            kinds = together(family, functools.partial(_contents, step))
+            if len(kinds) > 1:
+                most, *others = kinds.values()
+                found[step].append((most, sorted(rank for ranks in others for rank in ranks)))
+    return dict(sorted(found.items()))
+
+
+def _contents(step: int, one: Summary) -> int | None:
+    return one.contents.get(step)
+
+
+def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:
+    """(group, its ranks) whose members did not issue the same collectives in the same order."""
+    found: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    there = set()
+    for summary in summaries:
+        there.add(summary.rank)
+        for one in summary.issued:
+            found[one.group, one.ranks][summary.rank] = one.digest
+    wrong = []
+    for (group, key), digests in found.items():
+        present = {rank for rank in ranks_of(key) if rank in there}
+        if len(set(digests.values())) > 1 or set(digests) != present:
+            wrong.append((group, ranks_of(key)))
+    return wrong
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Ranks that have something other than most: what it is, theirs, and what most have."""
+
+    what: str
+    ranks: tuple[int, ...]
+    theirs: str
+    most: str
+
+
+def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
+    """Things that no layout makes different: switches, versions, the optimizer, the model's classes."""
+    summaries = list(summaries)
+    found: list[Odd] = []
+    switches = sorted({name for one in summaries for name in one.settings} - {"threads"})
+    told: list[tuple[str, Callable[[Summary], str | None]]] = [
+        *((name, functools.partial(_of, "settings", name)) for name in switches),
+        *((f"{name}'s version", functools.partial(_of, "versions", name)) for name in ("torch", "python")),
+        ("optimizer", lambda one: ", ".join(one.optimizers)),
+        ("classes of models", lambda one: ", ".join(one.parts)),
+        ("steps", lambda one: str(one.steps_seen) if one.ended == "ok" else None),
+    ]
+    for what, read in told:
+        kinds = together(summaries, read)
+        most, *others = kinds.items() if kinds else [("", [])]
+        found += [Odd(what, tuple(ranks), theirs, most[0]) for theirs, ranks in others]
+    return found
+
+
+def _of(table: str, name: str, one: Summary) -> str | None:
+    return getattr(one, table).get(name)
+
+
+def left_on(summaries: Iterable[Summary]) -> dict[str, int]:
+    """Switches that cost time, and on how many ranks they were on."""
+    costly = {"autograd anomaly detection": "on", "CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    costly |= {"torch.distributed debug level": "DETAIL", "TORCH_NCCL_NAN_CHECK": "1"}
+    found = Counter(
+        name for one in summaries for name, on in costly.items() if on in one.settings.get(name, "").split(" and ")
+    )
+    return dict(found)

@@ -1,0 +1,81 @@
+"""A recording, read: its ranks' summaries, and what the command became of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.evidence.recording import Last, load_summary
+from harness.evidence.store import EvidenceError
+from harness.evidence.summary import Summary, ranks_of
+
+STARTED = "recording.json"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """requested: how many ranks the command says that it starts, None where it does not say. code: of its exit, None while
+    nobody knows. nothing: why no rank left evidence. last: of ranks that were killed, the last collective. unreadable: why."""
+
+    directory: Path
+    summaries: dict[int, Summary]
+    command: str = ""
+    code: int | None = None
+    requested: int | None = None
+    nothing: str = ""
+    last: dict[int, Last] = field(default_factory=dict)
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        """As most ranks say; else as requested."""
+        sizes = [one.world for one in self.summaries.values()]
+        return max(sizes, default=self.requested or 0)
+
+
+def load_recording(directory: Path) -> Recording:
+    """Raises EvidenceError where nothing was recorded."""
+    files = sorted((directory / "ranks").glob("rank_*.record"))
+    told = _started(directory)
+    if not files and not told:
+        raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")
+    summaries, unreadable = {}, {}
+    for file in files:
+        try:
+            one = load_summary(file, Summary)
+            summaries[one.rank] = one
+        except EvidenceError as error:
+            unreadable[int(file.stem.removeprefix("rank_"))] = str(error)
+    last = {rank: found for rank, one in summaries.items() if not one.ended and (found := _trace(directory, one))}
+    return Recording(
+        directory,
+        summaries,
+        command=told.get("command", ""),
+        code=told.get("code"),
+        requested=told.get("ranks"),
+        nothing=told.get("nothing", ""),
+        last=last,
+        unreadable=unreadable,
+    )
+
+
+def _started(directory: Path) -> dict[str, Any]:
+    try:
+        return json.loads((directory / STARTED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EvidenceError(f"{directory / STARTED}: damaged ({error}); record the job again") from error
+
+
+def _trace(directory: Path, one: Summary) -> Last | None:
+    """What a killed process left of its last collective, later than its record."""
+    file = directory / "ranks" / f"rank_{one.rank:05d}.last"
+    try:
+        op, group, place, step, phase = json.loads(file.read_bytes().split(b"\n")[0])
+    except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
+        return one.last
+    ranks = next((i.ranks for i in one.issued if i.group == group), "")
+    return Last(f"{op} in step {step}, {phase}", ranks_of(ranks), group, place)

@@ -1,0 +1,34 @@
+"""The steps that are recorded: "1-3,100", and every so many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+USUAL = "1-3"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """spans: first and last step of each. every: those that this number divides as well; 0: none. Step 0, before the first
+    one, is always one of them."""
+
+    spans: tuple[tuple[int, int], ...] = ((1, 3),)
+    every: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Chosen:
+        """ "1-3,100,/500": of three parts, the last says every 500th. Raises ValueError."""
+        parts = [part.strip() for part in (text or USUAL).split(",") if part.strip()]
+        every = max((int(part[1:]) for part in parts if part.startswith("/")), default=0)
+        spans = []
+        for part in (part for part in parts if not part.startswith("/")):
+            first, _, last = part.partition("-")
+            spans.append((int(first), int(last or first)))
+        if any(not 1 <= first <= last for first, last in spans) or every < 0:
+            raise ValueError(f"{text!r}: steps are numbers from 1, and spans of them, such as 1-3,100")
+        return cls(tuple(spans), every)
+
+    def __contains__(self, step: object) -> bool:
+        if not isinstance(step, int) or step == 0:
+            return step == 0
+        return any(first <= step <= last for first, last in self.spans) or bool(self.every and step % self.every == 0)

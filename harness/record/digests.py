@@ -1,0 +1,51 @@
+"""What a tensor holds, in one number: equal bytes give equal numbers, and other bytes, or in another order, others.
+
+Computed where the tensor lies, and not read: who reads it waits. Sums and products of 64 bits wrap around.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from harness.probe.structure import local
+
+CHUNK = 1 << 20  # elements at once, so that little memory is needed beside the tensor
+FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and mix high bits with low ones
+BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 []: of this rank's part."""
+    whole = _integers(local(tensor))
+    total = torch.zeros((), dtype=torch.int64, device=whole.device)
+    for start in range(0, whole.numel(), CHUNK):
+        part = whole[start : start + CHUNK].to(torch.int64, copy=True)  # or it would be the trainer's own
+        place = torch.arange(start, start + part.numel(), dtype=torch.int64, device=whole.device)
+        mixed = part.add_(place.add_(1).mul_(FIRST))
+        mixed ^= mixed >> 32
+        mixed *= SECOND
+        mixed ^= mixed >> 29
+        total += mixed.sum()
+    return total
+
+
+@torch.no_grad()
+def not_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """bool []: whether any number of this rank's part is infinite or none."""
+    held = local(tensor)
+    if not (held.is_floating_point() or held.is_complex()):
+        return torch.zeros((), dtype=torch.bool, device=held.device)
+    return ~torch.isfinite(held).all()
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a row of integers. Trap: what has fewer than two elements may have a stride that forbids it."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() < 2 or flat.stride(0) != 1:
+        flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
+    if flat.dtype == torch.bool:
+        return flat.view(torch.uint8)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(BY_SIZE[flat.element_size()])

@@ -1,0 +1,42 @@
+"""Which rank of how many this process is, and whether the file of that rank is its own to write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+RANKS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+
+def place_of() -> tuple[int, int]:
+    """As torch.distributed has it, else as launchers do; rank 0 of 1 where nobody says anything."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    for rank, world in RANKS:
+        if rank in os.environ and world in os.environ:
+            return int(os.environ[rank]), int(os.environ[world])
+    return 0, 1
+
+
+def claimed(directory: Path, rank: int) -> bool:
+    """The first process that trains as a rank has its file, and after a restart by torchrun the first of the new ones."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        (directory / "processes" / f"rank_{rank:05d}.{attempt}").touch(exist_ok=False)
+        return True
+    except FileExistsError:
+        print(f"harness: another process trains as rank {rank} already; this one is not recorded", file=sys.stderr)
+    except OSError as error:
+        print(f"harness: this process is not recorded: {error}", file=sys.stderr)
+    return False
+
+
+def unsaved(directory: Path, rank: int, why: str) -> None:
+    """Said, and left for whoever looks for the record."""
+    print(f"harness: {why}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a full disk
+        (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)

@@ -1,0 +1,192 @@
+"""In one rank of a job that knows nothing of it: the probe's observers, put on whatever it turns out to train.
+
+A model is the outermost module that is called while gradients are recorded; there may be several, and stages of a pipeline.
+Nothing is hung on it: what is looked at, is looked at where it is called. A step is over when an optimizer has stepped, and
+the next forward pass begins another. In steps that are not chosen nothing is copied, computed or waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from harness.evidence.recording import RankRecord, record_file, save_record
+from harness.evidence.summary import summary_of
+from harness.probe.clock import Clock
+from harness.probe.pipeline import PipelineRecorder
+from harness.probe.samples import leave_pass
+from harness.record.chosen import Chosen
+from harness.record.place import claimed, place_of, unsaved
+from harness.record.seen import Seen
+from harness.record.trace import TracedCollectives
+
+_recorder: Recorder | None = None
+
+
+def imported(module: str) -> None:
+    """Called by the process's own imports: of torch, and of its pipelines once it uses them."""
+    global _recorder
+    if module == "torch":
+        _recorder = Recorder(
+            Path(os.environ["HARNESS_RECORD"]), Chosen.parse(os.environ.get("HARNESS_RECORD_STEPS", ""))
+        )
+        _recorder.install()
+    elif _recorder is not None:
+        _recorder.pipeline.install()
+
+
+class Recorder:
+    def __init__(self, directory: Path, chosen: Chosen) -> None:
+        self.directory, self.chosen = directory, chosen
+        self.clock = Clock()
+        self.collectives = TracedCollectives(self.clock, self.is_chosen)
+        self.pipeline = PipelineRecorder(self.clock)
+        self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own)
+        self.ended, self.error, self.failed, self.own = "", "", "", 0.0
+        self._inside = False
+        self._saved = True
+        self._mine: bool | None = None
+        self._place: tuple[int, int] | None = None
+
+    def install(self) -> None:
+        self.collectives.install()
+        torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer)
+        torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer)
+        self.clock.between_steps = self._between_steps
+        self._see_calls()
+        atexit.register(self._at_exit)
+        self._see_errors()
+
+    def is_chosen(self) -> bool:
+        """Whether what happens now is recorded; in step 0 what sets the job up is."""
+        return self.clock.step in self.chosen
+
+    # ---- forward passes
+
+    def _see_calls(self) -> None:
+        """Trap: a compiler that traces this sees only that it is compiling, and goes on to the module."""
+        original = nn.Module.__call__
+
+        @functools.wraps(original)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._inside:
+                return original(module, *args, **kwargs)
+            return self._called(original, module, args, kwargs)
+
+        nn.Module.__call__ = called
+
+    def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """By nobody whom we have seen. A recomputation in backward is, and belongs to no pass of its own."""
+        if torch._C._current_graph_task_id() != -1 or not self._is_model(module):
+            return original(module, *args, **kwargs)
+        self._inside = True
+        self.clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
+        output = None
+        try:
+            self._timed(self.seen.pass_begins, args, kwargs)
+            output = original(module, *args, **kwargs)
+            self._timed(self.seen.pass_ends, module)
+        finally:
+            leave_pass(self.clock, output)
+            self._inside = False
+        return output
+
+    def _is_model(self, module: nn.Module) -> bool:
+        if self.seen.is_part(module):
+            return True
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            return False
+        return bool(self._timed(self.seen.attach, module))
+
+    def _timed(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Only in chosen steps, and how long it takes is on record."""
+        if self.failed or not self.is_chosen():
+            return None
+        began = time.perf_counter()
+        try:
+            return act(*args)
+        except Exception as error:  # a mistake of ours ends the recording, and never the training
+            self.failed = f"the recorder itself raised {error!r} in {act.__name__}"
+            print(f"harness: nothing more is recorded: {self.failed}", file=sys.stderr)
+            return None
+        finally:
+            self.own += time.perf_counter() - began
+
+    # ---- optimizers
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self._timed(self.seen.optimizer_begins, optimizer)
+        self.clock.enter_optimizer()
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self.clock.leave_optimizer()
+        self._timed(self.seen.optimizer_ended, optimizer)
+        self._saved = False
+
+    def _between_steps(self) -> None:
+        if self.clock.step and not self._saved:
+            self.seen.step_is_over()
+            self._timed(self.seen.see_what_was_left)
+            self._timed(self.save)
+
+    # ---- the end
+
+    def _see_errors(self) -> None:
+        hook = sys.excepthook
+
+        def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not (issubclass(kind, SystemExit) and not error.args):
+                self.ended, self.error = "raised", f"{kind.__name__}: {error}".splitlines()[0][:300]
+            hook(kind, error, trace)
+
+        sys.excepthook = raised
+
+    def _at_exit(self) -> None:
+        if self.seen.classes and self.seen.pid == os.getpid():
+            self.ended = self.ended or "ok"
+            self.save()
+
+    def save(self) -> None:
+        """What cannot be written is said; training goes on."""
+        self._saved = True
+        rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
+        if self._mine is None:
+            self._mine = claimed(self.directory, rank)
+        if not self._mine:
+            return
+        try:
+            record = self._record(rank, world)
+            save_record(record_file(self.directory, rank), summary_of(record), record)
+            self.collectives.open_trace(record_file(self.directory, rank), finished=bool(self.ended))
+        except Exception as error:
+            unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
+
+    def _record(self, rank: int, world: int) -> RankRecord:
+        return RankRecord(
+            evidence=self.seen.evidence(rank, world),
+            steps=self.seen.steps(),
+            parts=self.seen.classes,
+            optimizers=self.seen.optimizers,
+            stepped=self.seen.stepped,
+            argv=tuple(sys.argv),
+            left_out=(*self.seen.left_out, *filter(None, [self.failed, self.collectives.failed])),
+            ended=self.ended,
+            error=self.error,
+            steps_seen=self.clock.finished,
+            last=self.collectives.last,
+            host=os.uname().nodename,
+            own=self.own,
+        )

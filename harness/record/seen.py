@@ -1,0 +1,275 @@
+"""All that is seen of one rank in the steps that are recorded."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from harness.evidence.recording import Fed, RecordedStep
+from harness.evidence.records import AfterForward, Group, RankEvidence, StepEvidence, TensorEvidence, Wrapper
+from harness.evidence.store import without_values
+from harness.probe import environment, structure
+from harness.probe.clock import Account, Clock
+from harness.probe.collectives import CollectiveRecorder
+from harness.probe.compiler import compiler
+from harness.probe.pipeline import PipelineRecorder
+from harness.probe.resharding import GatheredRecorder, after_forward
+from harness.probe.settings import settings
+from harness.probe.structure import local, named_parameters, sharded_parameters
+from harness.probe.values import held_bytes
+from harness.record.digests import digest, not_finite
+
+
+@dataclass
+class Step:
+    """Of one step. What is computed on a device is read when the step is over."""
+
+    began: float = 0.0
+    ended: float = 0.0
+    digests: dict[str, torch.Tensor] = field(default_factory=dict)
+    bad: dict[str, torch.Tensor] = field(default_factory=dict)
+    fed: list[tuple[Account, torch.Tensor, tuple[int, ...], str]] = field(default_factory=list)
+    after: list[tuple[Account, AfterForward]] = field(default_factory=list)
+    settings: dict[str, set[str]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    lr: float | None = None
+    peak: int = 0
+
+
+class Seen:
+    def __init__(
+        self, clock: Clock, collectives: CollectiveRecorder, pipeline: PipelineRecorder, own: Callable[[], float]
+    ) -> None:
+        self._parts: list[weakref.ref[nn.Module]] = []
+        self._classes: dict[str, None] = {}
+        self.left_out: list[str] = []
+        self.pid = os.getpid()
+        self._clock, self._collectives, self._pipeline = clock, collectives, pipeline
+        self._parameters: tuple[TensorEvidence, ...] = ()
+        self._steps: dict[int, Step] = {}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizer_texts: dict[str, None] = {}
+        self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._started = settings()
+        self._layout: tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]] = ((), {}, ())
+        self._own = own
+        self._gathered = GatheredRecorder(clock)
+
+    # ---- models. They are the trainer's: nothing here keeps one alive
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [part for ref in self._parts if (part := ref()) is not None]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self._classes)
+
+    def is_part(self, module: nn.Module) -> bool:
+        return self._known.get(module, False)
+
+    def attach(self, module: nn.Module) -> bool:
+        """Whether it is a model of its own: a module of one that is known is not, nor one whose parameters have its names."""
+        if module in self._known:
+            return self._known[module]
+        inner = any(module is other for part in self.parts for other in part.modules())
+        own = self._known[module] = not inner and self._has_names_of_its_own(module)
+        if own:
+            self._add(module)
+        return own
+
+    def _add(self, module: nn.Module) -> None:
+        within = set(module.modules())
+        for part in [part for part in self.parts if part in within]:  # it was called alone before
+            self._known[part] = False
+        self._parts = [ref for ref in self._parts if ref() not in within]
+        self._parts.append(weakref.ref(module))
+        self._classes[type(module).__name__] = None
+        self.pid = os.getpid()
+        self._parameters = tuple(_claim(fqn, p) for fqn, p in named_parameters(self.parts))
+        self._note_contents(0)
+
+    def _has_names_of_its_own(self, module: nn.Module) -> bool:
+        within = set(module.modules())
+        known = {fqn: id(p) for fqn, p in named_parameters(part for part in self.parts if part not in within)}
+        clash = next((fqn for fqn, p in named_parameters([module]) if known.get(fqn, id(p)) != id(p)), None)
+        if clash is not None:
+            self.left_out.append(f"{type(module).__name__}, which has a parameter {clash} as another model has")
+        return clash is None
+
+    # ---- passes
+
+    def pass_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self._step()
+        step.began = step.began or time.perf_counter() - self._own()
+        first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+        if first is not None and self._clock.account.kind != "evaluation" and first.device.type != "meta":
+            dtype = str(first.dtype).removeprefix("torch.")
+            step.fed.append((self._clock.account, digest(first), tuple(first.shape), dtype))
+
+    def pass_ends(self, part: nn.Module) -> None:
+        if self._clock.account.kind != "evaluation":
+            self._step().after.append((self._clock.account, after_forward(part)))
+            self._note_settings()
+
+    def _step(self) -> Step:
+        return self._steps.setdefault(self._clock.step, Step())
+
+    def _note_settings(self) -> None:
+        for name, value in settings().items():
+            self._step().settings.setdefault(name, set()).add(value)
+
+    # ---- optimizers
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        self._optimizer_texts[_optimizer_text(optimizer)] = None
+        self._note_settings()
+        step = self._step()
+        if "lr" in optimizer.param_groups[0]:
+            step.lr = float(optimizer.param_groups[0]["lr"])
+        step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
+
+    def optimizer_ended(self, optimizer: Optimizer) -> None:
+        step = self._step()
+        self._note_contents(self._clock.step, optimizer)
+        step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
+        states = [s for each in self._optimizers for s in each.state.values()]
+        held = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
+        step.memory["optimizer_state"] = held_bytes(held)
+        step.peak = _peak()
+
+    def _note_contents(self, number: int, optimizer: Optimizer | None = None) -> None:
+        """Of all parameters, or of those that an optimizer has stepped."""
+        step = self._steps.setdefault(number, Step())
+        owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for fqn, parameter in sharded_parameters(self.parts):
+            if owned is None or id(parameter) in owned:
+                step.digests[fqn] = digest(parameter)
+                step.bad[fqn] = not_finite(parameter)
+
+    def see_what_was_left(self) -> None:
+        self._gathered.see_what_was_left(self.parts)
+
+    def step_is_over(self) -> None:
+        """Another begins."""
+        last = self._clock.finished
+        if last in self._steps:
+            self._steps[last].ended = time.perf_counter() - self._own()
+        for number in [number for number in self._pipeline.actions if number not in self._steps]:
+            del self._pipeline.actions[number]
+
+    # ---- what is left behind
+
+    def evidence(self, rank: int, world: int) -> RankEvidence:
+        groups, wrappers, _ = self._layout = self._layout_now()
+        return RankEvidence(
+            rank=rank,
+            world_size=world,
+            parameters=self._parameters,
+            groups=groups,
+            collectives=self._collectives.settled(),
+            steps=tuple(self._step_evidence(n, step) for n, step in sorted(self._steps.items()) if n and step.memory),
+            structure=wrappers,
+            environment=environment(),
+            compiler=compiler(),
+            settings=self._started,
+            after_evaluation=tuple(self._gathered.after_evaluation),
+        )
+
+    def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:
+        """What it was last, where the script has left its groups and given up its model before it ends."""
+        groups, wrappers, stepped = self._layout
+        owned = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        stepped = tuple(fqn for fqn, p in sharded_parameters(self.parts) if id(p) in owned) or stepped
+        if not dist.is_initialized():
+            return groups, wrappers, stepped
+        return structure.groups(), structure.wrappers(self.parts) or wrappers, stepped
+
+    def _step_evidence(self, number: int, step: Step) -> StepEvidence:
+        return StepEvidence(
+            step=number,
+            microbatches=(),
+            reported_loss=None,
+            grad_norm=None,
+            lr=step.lr,
+            gradients={},
+            parameters={},
+            optimizer_state={},
+            memory=step.memory,
+            actions=tuple(self._pipeline.actions.get(number, ())),
+            after_forward=tuple(after for account, after in step.after if account.kind == "training"),
+            settings={name: tuple(sorted(values)) for name, values in step.settings.items()},
+        )
+
+    def steps(self) -> tuple[RecordedStep, ...]:
+        return tuple(self._recorded(number, step) for number, step in sorted(self._steps.items()))
+
+    def _recorded(self, number: int, step: Step) -> RecordedStep:
+        return RecordedStep(
+            step=number,
+            digests=dict(zip(step.digests, _read(step.digests.values()), strict=True)),
+            not_finite=tuple(fqn for fqn, bad in zip(step.bad, _read(step.bad.values()), strict=True) if bad),
+            fed=tuple(
+                Fed(int(number), shape, dtype)
+                for account, number, shape, dtype in step.fed
+                if account.kind == "training"
+            ),
+            seconds=step.ended - step.began if step.ended and step.began else 0.0,
+            peak=step.peak,
+        )
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        return tuple(self._optimizer_texts)
+
+    @property
+    def stepped(self) -> tuple[str, ...]:
+        return self._layout[2]
+
+
+def _claim(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
+    held = local(parameter)
+    kind = np.dtype(str(held.dtype).removeprefix("torch.")) if held.dtype != torch.bfloat16 else np.dtype("float32")
+    return TensorEvidence(
+        fqn=fqn,
+        global_shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        mesh=parameter.device_mesh.mesh.tolist() if hasattr(parameter, "device_mesh") else None,
+        placements=structure.placements(parameter),
+        value=without_values(tuple(held.shape), kind.name),
+    )
+
+
+def _read(values: Any) -> list[Any]:
+    """All at once: each single one would be waited for."""
+    values = list(values)
+    devices = {value.device for value in values}
+    if len(devices) != 1:
+        return [value.item() for value in values]
+    return torch.stack(values).tolist()
+
+
+def _optimizer_text(optimizer: Optimizer) -> str:
+    usual = optimizer.param_groups[0] if optimizer.param_groups else {}
+    told = {key: usual[key] for key in ("betas", "momentum", "weight_decay", "amsgrad") if key in usual}
+    words = ", ".join(f"{key} {value}" for key, value in told.items() if not torch.is_tensor(value))
+    return f"{type(optimizer).__name__}({words})"
+
+
+def _peak() -> int:
+    """Of the accelerator's allocator where there is one, else of the process."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

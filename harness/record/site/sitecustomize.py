@@ -1,0 +1,85 @@
+"""Python runs this when it starts in a command that is recorded: once torch is imported, the recorder is installed.
+
+Whatever goes wrong here is said and never ends somebody's training. A sitecustomize of the user's, which this one hides,
+runs afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+AWAITED = ("torch", "torch.distributed.pipelining.schedules")
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Has the recorder hear of a module as soon as it has been imported, each one once."""
+
+    def __init__(self) -> None:
+        self.awaited = set(AWAITED)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.awaited:
+            return None
+        self.awaited.discard(name)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            tell(name)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def tell(name: str) -> None:
+    try:
+        if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
+            sys.path.append(os.environ["HARNESS_RECORD_CODE"])
+        from harness.record import recorder
+
+        recorder.imported(name)
+        note("torch")
+    except Exception as error:
+        note("failed", repr(error))
+        print(f"harness: this process is not recorded: {error!r}", file=sys.stderr)
+
+
+def note(state: str, text: str = "") -> None:
+    """How far a process got, for the case that no rank leaves evidence."""
+    folder = os.path.join(os.environ["HARNESS_RECORD"], "processes")
+    try:
+        with open(os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}.{state}"), "w") as file:
+            file.write(" ".join([text, *sys.orig_argv]))
+    except OSError as error:
+        print(f"harness: {folder} cannot be written: {error}", file=sys.stderr)
+
+
+def the_hidden_one() -> None:
+    """The sitecustomize that Python would have found without ours."""
+    others = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def launches_ranks() -> bool:
+    """torchrun and the like import torch and train nothing."""
+    words = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed")
+    return "RANK" not in os.environ and any(os.path.basename(word) in words for word in sys.orig_argv[:4])
+
+
+if os.environ.get("HARNESS_RECORD"):
+    if not launches_ranks():
+        note("started")
+        sys.meta_path.insert(0, AfterImport())
+    the_hidden_one()

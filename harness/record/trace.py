@@ -1,0 +1,74 @@
+"""Collectives: those of chosen steps on record, of all others only the last one, which a killed process leaves as well.
+
+That one is in a file of a page, mapped into memory, beside the rank's record. A process that ends by itself removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.evidence.recording import Last
+from harness.probe.clock import Clock
+from harness.probe.collectives import CollectiveRecorder, _group_of, members
+
+PAGE = 4096
+
+
+class TracedCollectives(CollectiveRecorder):
+    def __init__(self, clock: Clock, chosen: Callable[[], bool]) -> None:
+        super().__init__(clock.where, None, lambda: clock.account)
+        self._clock, self._chosen = clock, chosen
+        self._counts: Counter[str] = Counter()
+        self._latest: tuple[str, Any, int, int, str] | None = None
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._page: mmap.mmap | None = None
+        self.failed = ""
+
+    def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+        """A call that cannot be read is not on record; it is made all the same."""
+        if self.failed:
+            return
+        try:
+            self._trace(op, payload, args)
+        except Exception as error:
+            self.failed = f"a call of {op} could not be read: {error!r}"
+            print(f"harness: no collective is recorded any more: {self.failed}", file=sys.stderr)
+
+    def _trace(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+        group = _group_of(args)
+        name = group.group_name
+        if name not in self._ranks:
+            self._ranks[name] = members(group)
+        self._counts[name] += 1
+        self._latest = (op, name, self._counts[name], *self._clock.where())
+        if self._page is not None:
+            text = json.dumps(self._latest).encode()[: PAGE - 1]
+            self._page[: len(text) + 1] = text + b"\n"
+        if self._chosen():
+            super()._note(op, payload, args)
+
+    @property
+    def last(self) -> Last | None:
+        return last_of(self._latest, self._ranks) if self._latest else None
+
+    def open_trace(self, beside: Path, *, finished: bool) -> None:
+        path = beside.with_suffix(".last")
+        if finished:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        elif self._page is None:
+            path.write_bytes(bytes(PAGE))
+            with open(path, "r+b") as file:
+                self._page = mmap.mmap(file.fileno(), PAGE)
+
+
+def last_of(latest: Any, ranks: dict[str, tuple[int, ...]]) -> Last:
+    op, name, place, step, phase = latest
+    return Last(f"{op} in step {step}, {phase}", ranks.get(name, ()), name, place)

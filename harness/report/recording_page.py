@@ -1,0 +1,322 @@
+"""A recording on one page: what is odd first, then what really ran. At most 40 lines of 80 columns."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from harness.evidence.summary import Summary, ranks_key, ranks_of
+from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.observed import (
+    Axis,
+    Moved,
+    axes,
+    differing_replicas,
+    left_on,
+    odd_ranks,
+    out_of_order,
+    replicas,
+    together,
+)
+from harness.judge.stored_recording import Recording
+from harness.report.text import WIDTH, wrapped
+
+LINES = 40
+ROLES = {
+    "sharded by fsdp2": "FSDP2 shards parameters",
+    "sharded by fsdp1": "FSDP1 shards parameters",
+    "replicated by fsdp2": "HSDP replicates parameters",
+    "replicated by fsdp1": "HSDP replicates parameters",
+    "replicated by ddp": "DDP replicates parameters",
+    "replicated by replicate": "replicate() replicates parameters",
+    "cut": "DTensors are cut",
+    "copied": "DTensors are copied",
+}
+NOT_JUDGED = (
+    "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md); "
+    "what groups are for, --layout"
+)
+WAITED = re.compile("onnection reset|onnection closed|imed out|imeout|peer")
+GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
+PHASES = ("forward", "pipeline", "backward")
+Rows = list[tuple[str, str]]
+
+
+def page(recording: Recording) -> str:
+    """All that can be said without a declaration."""
+    summaries = [one for _, one in sorted(recording.summaries.items())]
+    rows = [*odd(recording), *facts(recording, summaries)] if summaries else odd(recording)
+    lines = [_title(recording), *_table(rows)]
+    return "\n".join(_cut(lines))
+
+
+def _title(recording: Recording) -> str:
+    left = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
+    code = "" if recording.code in (0, None) else f", exit code {recording.code}"
+    return f"{recording.directory}: {left}{code}"
+
+
+def _cut(lines: list[str]) -> list[str]:
+    """What is odd comes first, and facts are cut from below."""
+    if len(lines) <= LINES:
+        return lines
+    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: `harness show --all`"]
+
+
+# ---- what is odd
+
+
+def odd(recording: Recording) -> Rows:
+    """Empty where nothing is."""
+    summaries = [one for _, one in sorted(recording.summaries.items())]
+    return [
+        *_no_evidence(recording),
+        *_ended(recording),
+        *_order(summaries),
+        *_replicas(summaries),
+        *_not_finite(summaries),
+        *[
+            ("UNLIKE OTHERS", f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}")
+            for one in odd_ranks(summaries)[:4]
+        ],
+    ]
+
+
+def _no_evidence(recording: Recording) -> Rows:
+    rows = [("NO EVIDENCE", recording.nothing)] if recording.nothing else []
+    missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
+    if missing and recording.summaries:
+        rows.append(
+            ("NO EVIDENCE", f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing")
+        )
+    rows += [("UNREADABLE", text) for text in list(recording.unreadable.values())[:2]]
+    return rows
+
+
+def _ended(recording: Recording) -> Rows:
+    """Who raised, in their own words; who was killed, and in which collective they then were."""
+    rows: Rows = []
+    raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
+    causes = sorted(raised.items(), key=lambda item: bool(WAITED.search(item[0])))  # who lost a peer is seldom to blame
+    rows += [("RAISED", f"{some_ranks(ranks)}: {GLOO.sub('', error)}") for error, ranks in causes[:3]]
+    killed = [one.rank for one in recording.summaries.values() if not one.ended]
+    places = {
+        rank: f"{last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
+        for rank in killed
+        if (last := recording.last.get(rank))
+    }
+    for text, ranks in _grouped(places)[:4]:
+        rows.append(("ENDED UNHEARD", f"{some_ranks(ranks)}, killed or still running; last collective: {text}"))
+    unknown = [rank for rank in killed if rank not in places]
+    if unknown:
+        rows.append(("ENDED UNHEARD", f"{some_ranks(unknown)}, before any collective"))
+    return rows
+
+
+def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        found.setdefault(text, []).append(rank)
+    return sorted(found.items(), key=lambda item: len(item[1]))
+
+
+def _order(summaries: Sequence[Summary]) -> Rows:
+    if any(not one.ended or one.ended == "raised" for one in summaries):
+        return []  # who ended early issued less, and that is said
+    wrong = out_of_order(summaries)
+    shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
+    return [("ORDER", f"members of {shown} issued different collectives, or in another order")] if wrong else []
+
+
+def _replicas(summaries: Sequence[Summary]) -> Rows:
+    for step, families in differing_replicas(summaries).items():
+        most, others = families[0]
+        many = f" (in {len(families)} sets of replicas)" if len(families) > 1 else ""
+        text = f"{some_ranks(others)} claim the same parts as {some_ranks(most)}, and hold other bytes after step {step}{many}"
+        return [("REPLICAS DIFFER", text)]
+    return []
+
+
+def _not_finite(summaries: Sequence[Summary]) -> Rows:
+    steps = sorted({step for one in summaries for step in one.not_finite})
+    if not steps:
+        return []
+    bad = {one.rank: one.not_finite[steps[0]] for one in summaries if steps[0] in one.not_finite}
+    names = list(dict.fromkeys(name for names in bad.values() for name in names))
+    when = f"after step {steps[0]}" if steps[0] else "before the first step"
+    shown = ", ".join(names[:3]) + ", .." * (len(names) > 3)
+    return [("NOT FINITE", f"{len(names)} parameters {when} ({shown}), on {some_ranks(bad)}")]
+
+
+# ---- what ran
+
+
+def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
+    return [
+        ("command", _command(recording.command or " ".join(summaries[0].argv))),
+        ("model", _model(summaries)),
+        *_axes(axes(summaries)),
+        *_idle(summaries),
+        ("parameters", _placements(summaries)),
+        ("contents", _contents(summaries)),
+        *_fed(summaries),
+        ("memory", _memory(summaries)),
+        *_costs(summaries),
+        ("recorder", _own(summaries)),
+        ("not judged", NOT_JUDGED),
+    ]
+
+
+def _command(command: str, most: int = 150) -> str:
+    """Of files only their names, and of a long one its beginning."""
+    text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", "", command)
+    return text if len(text) <= most else f"{text[:most]} .."
+
+
+def _model(summaries: Sequence[Summary]) -> str:
+    kinds = together(summaries, lambda one: (one.parts, one.parameters, one.elements))
+    (parts, count, elements), ranks = next(iter(kinds.items()))
+    where = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
+    left = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
+    seen = max(one.steps_seen for one in summaries)
+    unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
+    return (
+        f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{unstepped}{where}; "
+        f"{', '.join(summaries[0].optimizers) or 'no optimizer stepped'}; {seen} steps; "
+        f"torch {summaries[0].versions.get('torch', '?')}{left}"
+    )
+
+
+def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
+    for axis in found:
+        yield f"over {axis.size} ranks", f"{_role(axis)}{groups_text(axis.groups)}"
+        for moved in sorted(axis.moved, key=lambda moved: PHASES.index(moved.phase))[:6]:
+            yield "", f"  {_moved(moved)}"
+    if not found:
+        yield "groups", "no collective ran in forward or backward: each rank trains alone"
+
+
+def _role(axis: Axis) -> str:
+    """Of what only operators tell, nothing."""
+    return f"{ROLES[axis.role]}: " if axis.role in ROLES else ""
+
+
+def _moved(moved: Moved) -> str:
+    size = bytes_text(moved.most)
+    size = size if moved.least == moved.most else f"{bytes_text(moved.least)} to {size}"
+    calls = "once" if moved.calls == 1 else f"in {moved.calls} calls"
+    return f"{moved.op} in {moved.phase}: {size} {moved.dtype} a step, {calls}"
+
+
+def _idle(summaries: Sequence[Summary]) -> Rows:
+    idle = sorted({key for one in summaries for key in one.idle}, key=ranks_of)
+    return [("idle groups", f"nothing ran over {groups_text(idle)}")] if idle else []
+
+
+def _placements(summaries: Sequence[Summary]) -> str:
+    total: Counter[str] = Counter()
+    for text, count in summaries[0].placements.items():
+        total[text] += count
+    wrappers = ", ".join(f"{count} x {kind}" for kind, count in summaries[0].wrappers.items())
+    lies = "; ".join(f"{count} {'plain tensors' if text == 'plain' else text}" for text, count in total.most_common(4))
+    return lies + (f"; wrappers {wrappers}" if wrappers else "")
+
+
+def _contents(summaries: Sequence[Summary]) -> str:
+    """What is equal by its bytes. Where nothing is claimed, equal bytes are called that and no more."""
+    last = max((step for one in summaries for step in one.contents), default=None)
+    if last is None:
+        return "nobody looked"
+    kinds = together(summaries, lambda one: (one.model, one.contents.get(last)))
+    families = replicas(summaries)
+    when = f"after step {last}" if last else "before the first step"
+    parts = f"{len(kinds)} different part{'s' * (len(kinds) != 1)} of the parameters {when}"
+    several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
+    equal = f", equal on {groups_text(several)}" if several else ""
+    claimed = (
+        f"; replicas as claimed: {len(families)} sets of {len(families[0])}"
+        if families
+        else "; none claimed to be replicas"
+    )
+    return parts + equal + claimed
+
+
+def _fed(summaries: Sequence[Summary]) -> Rows:
+    steps = sorted({step for one in summaries for step in one.fed})
+    if not steps:
+        return []
+    kinds = together(summaries, lambda one: one.fed.get(steps[0]))
+    several = [ranks_key(tuple(sorted(ranks))) for ranks in kinds.values() if len(ranks) > 1]
+    same = f"; the same to {groups_text(several)}" if several else ""
+    many = f"{len(kinds)} different input{'s' * (len(kinds) != 1)}"
+    return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", many + same)]
+
+
+def _memory(summaries: Sequence[Summary]) -> str:
+    words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
+    parts = [f"{word} {_range([one.memory.get(kind, 0) for one in summaries])}" for kind, word in words.items()]
+    parts += [f"parameters as forward ends {_range([one.kept for one in summaries])}"]
+    return ", ".join(parts) + f"; peak {_range([one.peak for one in summaries])}"
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return bytes_text(most) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
+
+
+def _costs(summaries: Sequence[Summary]) -> Rows:
+    rows: Rows = []
+    waiting = [one.rank for one in summaries if one.waits]
+    if waiting:
+        rows.append(("barriers", f"inside of forward and backward, on {some_ranks(waiting)}"))
+    on = left_on(summaries)
+    if on:
+        rows.append(("switched on", ", ".join(f"{name} ({count} ranks)" for name, count in on.items())))
+    return rows
+
+
+def _own(summaries: Sequence[Summary]) -> str:
+    shown = summaries[0].shown
+    took = [one.seconds[shown] for one in summaries if one.seconds.get(shown)]
+    step = f"; step {shown} took {max(took):.3g} s without that" if took else ""
+    return f"{max(one.own for one in summaries):.2f} s of a rank's time in all{step}"
+
+
+# ---- words
+
+
+def groups_text(keys: Sequence[str], most: int = 4) -> str:
+    """[0-7] [8-15] .. (16 groups)"""
+    shown = " ".join(_group_text(key) for key in keys[:most])
+    return shown + (f" .. ({len(keys)} groups)" if len(keys) > most else "")
+
+
+def _group_text(key: str) -> str:
+    """A few ranks are listed; of many, every how manieth."""
+    ranks = ranks_of(key)
+    return ranks_text(ranks) if len(ranks) <= 6 or ":" not in key else f"[{key.replace(':', ' by ')}]"
+
+
+def some_ranks(ranks: Iterable[int], most: int = 6) -> str:
+    """rank 3; ranks 0-6; ranks 0, 4, 9 and 12 more."""
+    listed = sorted(set(ranks))
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if listed == list(range(listed[0], listed[-1] + 1)):
+        return f"ranks {listed[0]}-{listed[-1]}"
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"ranks {', '.join(map(str, listed[:most]))}{more}"
+
+
+def _table(rows: Rows) -> list[str]:
+    lines: list[str] = []
+    for label, text in rows:
+        within = "  " if text.startswith("  ") else ""
+        filled = list(
+            itertools.chain.from_iterable(wrapped(part, " " * 18 + within) for part in text.strip().splitlines())
+        )
+        first, *rest = filled or [""]
+        lines += [f"  {label:<15} {first.removeprefix(' ' * 18)}"[:WIDTH], *rest]
+    return lines

@@ -1,0 +1,98 @@
+"""What ran, read from literal summaries: nothing declared, nothing guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from harness.evidence.summary import Issued, Summary, Use, ranks_key, ranks_of
+from harness.judge.observed import axes, differing_replicas, odd_ranks, out_of_order
+
+GATHER = ("all_gather", "forward", "float32", 3, 1000)
+SUM = ("all_reduce", "backward", "float32", 1, 250)
+
+
+def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
+    plain: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Summary)), 0)
+    tables = (
+        "placements",
+        "contents",
+        "fed",
+        "not_finite",
+        "memory",
+        "settings",
+        "versions",
+        "wrappers",
+        "roles",
+        "seconds",
+    )
+    plain |= {name: {} for name in tables}
+    plain |= {name: () for name in ("parts", "optimizers", "uses", "issued", "idle", "argv", "left_out")}
+    plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "steps_seen": 3}
+    return Summary(**plain | changes)
+
+
+def hsdp(rank: int, **changes: Any) -> Summary:
+    shard, replicate = ("0,1" if rank < 2 else "2,3"), ("0,2" if rank % 2 == 0 else "1,3")
+    roles = {shard: "sharded by fsdp2", replicate: "replicated by fsdp2"}
+    uses = (Use(shard, *GATHER), Use(replicate, *SUM))
+    plain = {"roles": roles, "uses": uses, "slices": 1 + rank % 2, "contents": {1: 10 + rank % 2}}
+    return summary(rank, **plain | changes)
+
+
+def test_groups_that_do_the_same_are_one_axis_with_the_name_that_wrappers_give_it() -> None:
+    found = axes([hsdp(rank) for rank in range(4)])
+    assert [(axis.role, axis.groups) for axis in found] == [
+        ("sharded by fsdp2", ("0,1", "2,3")),
+        ("replicated by fsdp2", ("0,2", "1,3")),
+    ]
+
+
+def test_without_a_claim_an_axis_has_no_name() -> None:
+    found = axes([summary(rank, uses=(Use("0-3", *GATHER),)) for rank in range(4)])
+    assert [axis.role for axis in found] == [""]
+
+
+def test_stages_of_a_pipeline_that_do_less_at_its_ends_are_on_one_axis() -> None:
+    one = [summary(0, uses=(Use("0,1", *SUM), Use("0,1", *GATHER))), summary(2, uses=(Use("2,3", *SUM),))]
+    assert [axis.groups for axis in axes(one)] == [("0,1", "2,3")]
+
+
+def test_replicas_that_hold_the_same_bytes_agree() -> None:
+    assert differing_replicas([hsdp(rank) for rank in range(4)]) == {}
+
+
+def test_a_replica_that_holds_other_bytes_is_named() -> None:
+    ranks = [hsdp(rank) for rank in range(3)] + [hsdp(3, contents={1: 99})]
+    assert differing_replicas(ranks) == {1: [([1], [3])]}
+
+
+def test_what_replicas_hold_before_the_first_step_is_their_own_business() -> None:
+    assert differing_replicas([hsdp(rank, contents={0: rank, 1: 10 + rank % 2}) for rank in range(4)]) == {}
+
+
+def test_ranks_that_nothing_claims_to_be_replicas_are_not_compared() -> None:
+    assert differing_replicas([summary(rank, slices=0, contents={1: rank}) for rank in range(4)]) == {}
+
+
+def test_a_member_that_issued_something_else_or_nothing_is_out_of_order() -> None:
+    same = [summary(rank, issued=(Issued("g", "0-3", 5, 7),)) for rank in range(3)]
+    assert out_of_order([*same, summary(3, issued=(Issued("g", "0-3", 5, 7),))]) == []
+    assert out_of_order([*same, summary(3, issued=(Issued("g", "0-3", 5, 8),))]) == [("g", (0, 1, 2, 3))]
+    assert out_of_order([*same, summary(3)]) == [("g", (0, 1, 2, 3))]
+
+
+def test_a_member_without_evidence_is_not_called_out_of_order() -> None:
+    assert out_of_order([summary(rank, issued=(Issued("g", "0-3", 5, 7),)) for rank in range(3)]) == []
+
+
+def test_the_rank_with_another_switch_is_the_odd_one() -> None:
+    ranks = [summary(rank, settings={"cudnn.benchmark": "on" if rank == 2 else "off"}) for rank in range(4)]
+    (odd,) = odd_ranks(ranks)
+    assert (odd.what, odd.ranks, odd.theirs, odd.most) == ("cudnn.benchmark", (2,), "on", "off")
+
+
+def test_ranks_are_written_short_and_read_again() -> None:
+    for ranks in ((0, 1), tuple(range(8)), (0, 8, 16), (0, 3, 4)):
+        assert ranks_of(ranks_key(ranks)) == ranks
+    assert ranks_key((0, 8, 16)) == "0-16:8"

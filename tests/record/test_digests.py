@@ -1,0 +1,40 @@
+"""A digest tells bytes apart, and leaves the trainer's tensor as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.record.digests import digest, not_finite
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_digest_leaves_the_tensor_as_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    before = tensor.clone()
+    assert digest(tensor).item() == digest(before).item()
+    assert torch.equal(tensor, before)
+
+
+def test_other_bytes_or_another_order_give_another_digest() -> None:
+    tensor = torch.arange(12.0)
+    seen = {digest(one).item() for one in (tensor, tensor.flip(0), tensor + 1e-6, tensor[:11], tensor.double())}
+    assert len(seen) == 5
+
+
+def test_a_slice_that_does_not_begin_at_a_round_address_has_the_digest_of_its_copy() -> None:
+    whole = torch.arange(101.0)
+    assert digest(whole[1:]).item() == digest(whole[1:].clone()).item()
+    assert digest(whole.reshape(1, -1).t()).item() == digest(whole).item()
+
+
+def test_tensors_without_elements_have_a_digest() -> None:
+    assert digest(torch.zeros(0)).item() == 0
+
+
+def test_infinite_numbers_are_noticed_and_integers_are_finite() -> None:
+    assert not_finite(torch.tensor([1.0, float("inf")]))
+    assert not not_finite(torch.tensor([1.0]))
+    assert not not_finite(torch.tensor([1]))

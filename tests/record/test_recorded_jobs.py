@@ -1,0 +1,80 @@
+"""Real jobs under torchrun, not edited: what their ranks leave, and what is said where they leave nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.evidence.recording import load_record, record_file
+from harness.judge.observed import axes
+from harness.judge.stored_recording import load_recording
+from harness.record.injection import requested_ranks
+
+SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def record(out: Path, *words: str) -> int:
+    return main(["record", "-o", str(out), "--", *words])
+
+
+def test_an_unedited_job_is_recorded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert record(Path("one"), *TORCHRUN, "2", SCRIPT) == 0
+    recording = load_recording(tmp_path / "one")
+    assert sorted(recording.summaries) == [0, 1]
+    (axis,) = axes(recording.summaries.values())
+    assert (axis.size, axis.role, axis.groups) == (2, "sharded by fsdp2", ("0,1",))
+    found = load_record(record_file(tmp_path / "one", 1))
+    assert [step.step for step in found.evidence.steps] == [1, 2, 3]
+    assert (found.ended, found.steps_seen) == ("ok", 4)
+    assert {call.step for call in found.evidence.collectives} <= {0, 1, 2, 3}
+    assert not list((tmp_path / "one" / "ranks").glob("*.last"))
+    printed = capfd.readouterr().out
+    assert "2 of 2 ranks left evidence" in printed and "FSDP2 shards parameters: [0,1]" in printed
+    assert max(map(len, printed.splitlines())) <= 80 and len(printed.splitlines()) <= 44
+
+
+def test_a_rank_that_is_killed_leaves_its_last_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIES", "1")
+    assert record(tmp_path / "one", *TORCHRUN, "2", SCRIPT) == 1
+    recording = load_recording(tmp_path / "one")
+    assert recording.summaries[1].ended == ""
+    assert "step 3, backward" in recording.last[1].text
+    assert recording.last[1].ranks == (0, 1)
+
+
+def test_a_job_that_ignores_its_environment_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(tmp_path / "one", sys.executable, "-I", "-c", "pass") == 2
+    assert "`python -I` ignores it" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_job_that_trains_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(tmp_path / "one", sys.executable, "-c", "pass") == 2
+    assert "1 Python process ran, and none imported torch" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_users_own_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nopen(os.environ['MARK'], 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    record(tmp_path / "one", sys.executable, "-c", "pass")
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_folder_that_is_no_recording_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("-")
+    assert record(tmp_path, sys.executable, "-c", "pass") == 2
+    assert (tmp_path / "mine.txt").exists()
+    assert "no recording; choose another -o" in capsys.readouterr().err
+
+
+def test_how_many_ranks_a_command_starts_is_read_from_it() -> None:
+    assert requested_ranks(["torchrun", "--nnodes", "2", "--nproc-per-node=8", "train.py"]) == 16
+    assert requested_ranks(["accelerate", "launch", "--num_processes", "4", "train.py"]) == 4
+    assert requested_ranks(["python", "train.py"]) is None

@@ -1,0 +1,45 @@
+"""An ordinary training script that nobody wrote for the harness: FSDP2 or HSDP of a small network. REPLICATE: of how many ranks
+replicas are; DIES: the rank that kills itself in step 3; WRONG: over one mesh of all ranks whatever was wanted."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def build(mesh: object) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(64, 16), *blocks, nn.Linear(16, 64))
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world, replicate = dist.get_rank(), dist.get_world_size(), int(os.environ.get("REPLICATE", "1"))
+    mesh = init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))
+    if "WRONG" in os.environ:
+        mesh = init_device_mesh("cpu", (world,))
+    model = build(mesh if replicate > 1 else mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    for step in range(1, 5):
+        tokens = torch.randint(64, (4, 8))
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        if step == 3 and os.environ.get("DIES") == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("first number", next(model.parameters()).to_local().flatten()[0].item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
