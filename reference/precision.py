@@ -21,7 +21,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
     """Put torchao's modules in the place of these nn.Linear. The parameters stay the same objects, with the same names.
 
-    Products are emulated on CPU, where no hardware has the formats. Tensor parallelism must come after this.
+    Products are emulated where the hardware that the model lies on lacks the format. Tensor parallelism must come after this.
     """
     for name in modules:
         parent, _, child = name.rpartition(".")
@@ -30,7 +30,7 @@ def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
 
 def _quantized(linear: nn.Module, recipe: str) -> nn.Module:
     assert isinstance(linear, nn.Linear), f"{type(linear).__name__} cannot be quantized"
-    emulate = not torch.cuda.is_available()
+    emulate = not in_hardware(recipe, linear.weight.device)
     if recipe == "mxfp8":
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -45,6 +45,17 @@ def _quantized(linear: nn.Module, recipe: str) -> nn.Module:
 
     config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("float8_"))
     return Float8Linear.from_float(linear, dataclasses.replace(config, emulate=emulate))
+
+
+NATIVE_SINCE = {"mxfp8": (10, 0)}
+"""Compute capability from which GPUs multiply in a format; the others of 8 bits from 8.9 on."""
+
+
+def in_hardware(recipe: str, device: torch.device) -> bool:
+    """Whether this device multiplies in the recipe's format. A Hopper (9.0) has float8 and no MXFP8."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= NATIVE_SINCE.get(recipe, (8, 9))
 
 
 class Worker:

@@ -16,8 +16,8 @@ from harness.judge.trial import Trial
 STAGE = "structure"
 
 DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
-FLOAT32 = ("float32 matmul precision", "TF32 in CUDA matmuls")
-FREE = ("cudnn.benchmark",)  # chooses among kernels that are all right
+FLOAT32 = ("float32 matmul precision", "TF32 in CUDA matmuls", "NVIDIA_TF32_OVERRIDE")
+FREE = ("cudnn.benchmark", "bfloat16 sums in CUDA matmuls", "CUBLAS_WORKSPACE_CONFIG")  # kernels that are all right
 
 
 def check(trial: Trial) -> Result:

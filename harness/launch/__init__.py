@@ -16,7 +16,7 @@ from harness.launch.blame import judge
 from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare
 from harness.launch.leftovers import end_leftovers
-from harness.launch.local import LocalRanks, RankServer, default_server
+from harness.launch.local import LocalRanks, RankServer, default_server, importable
 from harness.launch.slots import Pool, Taken, pool_of, wanted_by
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
@@ -62,7 +62,8 @@ def run(job: Job, launcher: str, server: RankServer | None, taken: Taken) -> lis
         ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, prepare(job), taken.environment)
     else:
         job = replace(job, env={**job.env, **taken.environment})
-        ranks = LocalRanks(server or default_server(job.preload), prepare(job), job.world_size, job.preload)
+        modules = importable(job.preload, job.device)
+        ranks = LocalRanks(server or default_server(modules), prepare(job), job.world_size, modules)
     try:
         with ranks:
             ranks.start()

@@ -188,12 +188,18 @@ _default: RankServer | None = None
 _default_lock = threading.Lock()
 
 
-def default_server(modules: Iterable[str] = ()) -> RankServer:
+def importable(modules: Iterable[str], device: str) -> tuple[str, ...]:
+    """What a server may import for the ranks of a job. For GPUs nothing of a trainer: torchao (0.18) asks for one when it is
+    imported, which starts CUDA, and no process forked after that can use it."""
+    return tuple(modules) if device == "cpu" else ()
+
+
+def default_server(modules: Iterable[str] = (), *, device: str = "cpu") -> RankServer:
     """This process's server, met or started now, with these modules, if there is none or the last one died. Call it early:
     one that starts takes 3 s."""
     global _default
     with _default_lock:
         if _default is None or _default.gone or _default.owner != os.getpid():
-            _default = RankServer(modules, any_server)
+            _default = RankServer(importable(modules, device), any_server)
             atexit.register(_default.close)
         return _default

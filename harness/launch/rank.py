@@ -105,7 +105,14 @@ def set_up_torch(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     limit_groups(job["group_timeout"])
     if job["device"] == "cuda":
+        refuse_touched_cuda(torch.cuda._is_in_bad_fork())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def refuse_touched_cuda(touched: bool) -> None:
+    if touched:
+        why = "a module that it imported asked for a GPU, and CUDA cannot be used in a process forked after that"
+        raise RuntimeError(f"the rank server has touched CUDA: {why}; --launcher torchrun forks from no server")
 
 
 def limit_groups(seconds: float) -> None:

@@ -7,7 +7,8 @@ One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n, 
 End of input, however the harness ended, kills every rank. Why not multiprocessing's forkserver: it imports the caller's
 __main__ again and does not tell by which signal a child died.
 
-It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang.
+It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang. Asking whether
+there is a GPU is touching it (cudaGetDeviceCount); none of what is preloaded here does.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Laws:
         """The rank server needs 3 s to start; other tests may run meanwhile."""
         local = self.options.launcher == "local" and not self.config.getoption("collectonly")
         if local and not session.testsfailed and any(isinstance(item, Law) for item in session.items):
-            default_server(trainers.load(self.options.trainer).preload)
+            default_server(trainers.load(self.options.trainer).preload, device=self.options.device)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:

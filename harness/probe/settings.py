@@ -16,8 +16,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from harness.probe.clock import Clock
 
-ENVIRONMENT = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NAN_CHECK")
-"""Variables that make ranks wait, or check every tensor that is sent."""
+ENVIRONMENT = (
+    *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NAN_CHECK"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+)
+"""Variables that make ranks wait, or check every tensor that is sent; and those that change how CUDA's libraries compute."""
 
 
 def _deterministic() -> str:
@@ -32,6 +35,16 @@ def _tf32() -> str:
     return _switch(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
+def _float32_precision() -> str:
+    """Torch refuses to tell it where the newer precision says another thing, which only TF32 does."""
+    matmul = torch.backends.cuda.matmul
+    newer = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else "none"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return f"{newer}, set by fp32_precision"
+
+
 def _switch(on: bool) -> str:
     return "on" if on else "off"
 
@@ -41,8 +54,11 @@ READERS: dict[str, Callable[[], str]] = {
     "deterministic algorithms": _deterministic,
     "cudnn.deterministic": lambda: _switch(torch.backends.cudnn.deterministic),
     "cudnn.benchmark": lambda: _switch(torch.backends.cudnn.benchmark),
-    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "float32 matmul precision": _float32_precision,
     "TF32 in CUDA matmuls": _tf32,
+    "bfloat16 sums in CUDA matmuls": lambda: _switch(
+        bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+    ),
     "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
     "torch.distributed debug level": lambda: dist.get_debug_level().name if dist.is_available() else "OFF",
     "threads": lambda: str(torch.get_num_threads()),

@@ -88,7 +88,7 @@ def baselines(
     needed: Sequence[Case], options: Options, *, jobs: int, curves: bool, progress: Progress
 ) -> dict[str, Baseline]:
     """The cases without any fault, by name."""
-    default_server(trainers.load(options.trainer).preload)
+    default_server(trainers.load(options.trainer).preload, device=options.device)
     tasks = {case.name: _baseline_of(case, options, curves) for case in needed}
     return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
 

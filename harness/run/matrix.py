@@ -23,7 +23,7 @@ PROBLEMS = (CaseError, EvidenceError, LaunchError)
 def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Progress) -> list[Outcome]:
     """Every case, `jobs` at a time; outcomes in the order of `cases`. KeyboardInterrupt leaves ranks still alive."""
     if options.launcher == "local":
-        default_server(trainers.load(options.trainer).preload)
+        default_server(trainers.load(options.trainer).preload, device=options.device)
     outcomes: dict[str, Outcome] = {}
     pool = ThreadPoolExecutor(jobs)
     pending = {pool.submit(attempt, case, options, progress) for case in cases}

@@ -67,6 +67,14 @@ def test_lower_matmul_precision_is_a_finding_where_float32_is_multiplied() -> No
     assert cause(with_setting(float32, "float32 matmul precision", "high")) == told
 
 
+@pytest.mark.parametrize("name", ["bfloat16 sums in CUDA matmuls", "CUBLAS_WORKSPACE_CONFIG"])
+def test_how_cuda_adds_up_is_a_trainers_choice_for_all_ranks(name: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    assert judged("settings", with_setting(trial, name, "its own")).verdict is Verdict.PASS
+    (finding,) = judged("settings", with_setting(trial, name, "its own", at=((1, 3),))).findings
+    assert (finding.rank, finding.step, finding.name) == (1, 3, name)
+
+
 def test_what_a_trainer_may_choose_is_chosen_by_all_ranks_and_in_all_steps() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     assert cause(with_setting(trial, "cudnn.benchmark", "on")) == ""

@@ -181,6 +181,19 @@ def test_every_switch_has_one_value_in_words() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_tf32_is_seen_by_whichever_setting_it_came() -> None:
+    """Torch refuses to tell the older settings once the newer one says more."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert settings_now()["TF32 in CUDA matmuls"] == "on"
+        assert settings_now()["float32 matmul precision"] == "tf32, set by fp32_precision"
+    finally:
+        matmul.fp32_precision = before
+    assert settings_now()["float32 matmul precision"] == "highest"
+
+
 # ---- the compiler
 
 

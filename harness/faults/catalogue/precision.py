@@ -18,6 +18,12 @@ def _first_norm(norm: Any, x: Any) -> bool:
     return norm is _norms[0]
 
 
+def _allow_tf32(*_: Any) -> None:
+    import torch
+
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
 reduced_in_bfloat16 = fault(
     breaks="gradients are reduced in bfloat16 where float32 was requested",
     bug="N01 pytorch #190626, N05 deepspeedai/DeepSpeed #5170: a reduction before the cast to the dtype requested",
@@ -43,6 +49,14 @@ output_converted_too = fault(
     caught_by="features gradients",
     named="odd traces",
     does=op.change_result(".quantize:quantized_modules", lambda modules: (*modules, "output")),
+)
+tf32_by_the_newer_setting = fault(
+    breaks="rank 1 lets TF32 into float32 matmuls by torch's newer setting, of which the older ones refuse to tell anything",
+    bug="Z-class: a switch of precision set by one library for all others",
+    case="float32_fsdp_2",
+    caught_by="settings",
+    named="another setting",
+    does=op.on_rank(1, op.before_call(".trainer:build_parts", _allow_tf32)),
 )
 gradients_one_percent_too_large = fault(
     breaks="gradients are 1% too large",
