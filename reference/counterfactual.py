@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,8 @@ class Otherwise:
 
     weights: before the first step. batch(step, the recipe's) -> what is trained on. gradients(step, those of backward) ->
     those that there are before clipping. given(step, gradients, their norm, parameters) -> what the optimizer is given, in
-    place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. decay(fqn) -> weight decay.
+    place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. recipe(fqn) -> the one whose
+    betas, eps and weight decay the parameter is trained by.
     left(step, parameters) -> what there is when the optimizer is done.
     rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
@@ -54,7 +56,7 @@ class Otherwise:
     gradients: Callable[[int, Arrays], Arrays] | None = None
     given: Callable[[int, Arrays, float, Arrays], Arrays] | None = None
     rate: Callable[[int, str], float] | None = None
-    decay: Callable[[str], float] | None = None
+    recipe: Callable[[str], TrainingConfig] | None = None
     left: Callable[[int, Arrays], Arrays] | None = None
     restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
@@ -221,18 +223,16 @@ def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
 def _optimizer(model: nn.Module, training: TrainingConfig, otherwise: Otherwise) -> torch.optim.Optimizer:
     """As the reference's, one group a parameter, so that each may have a rate and a decay of its own."""
 
-    def decay(fqn: str, p: nn.Parameter) -> float:
-        if otherwise.decay:
-            return otherwise.decay(fqn)
-        return training.weight_decay if training.decay == "all" or p.dim() > 1 else 0.0
+    def group(fqn: str, p: nn.Parameter) -> dict[str, Any]:
+        own = otherwise.recipe(fqn) if otherwise.recipe else training
+        spared = not otherwise.recipe and training.decay != "all" and p.dim() == 1
+        adam = {} if training.optimizer == "sgd" else {"betas": (own.beta1, own.beta2), "eps": own.eps}
+        return {"params": [p], "weight_decay": 0.0 if spared else own.weight_decay, "fqn": fqn, **adam}
 
-    groups = [{"params": [p], "weight_decay": decay(fqn, p), "fqn": fqn} for fqn, p in model.named_parameters()]
+    groups = [group(fqn, p) for fqn, p in model.named_parameters()]
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=training.lr, foreach=False)
-    betas = (training.beta1, training.beta2)
-    return torch.optim.AdamW(
-        groups, lr=training.lr, betas=betas, eps=training.eps, foreach=False, amsgrad=otherwise.amsgrad
-    )
+    return torch.optim.AdamW(groups, lr=training.lr, foreach=False, amsgrad=otherwise.amsgrad)
 
 
 def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, per_token: Loss | None = None) -> float:

@@ -29,7 +29,7 @@ COPIES = {"adamw": 2, "sgd": 0}
 
 def check(trial: Trial) -> Result:
     findings, examined = [], 0
-    copies = COPIES[trial.case.training.optimizer] + trial.assumed.amsgrad
+    copies = COPIES[trial.case.training.optimizer] + trial.assumed.copies
     for rank, evidence in sorted(trial.ranks.items()):
         least, most = trial.plan.parameter_bytes[rank]
         wanted = {"parameters": (least, most), "gradients": (0, most + trial.plan.gradient_spare.get(rank, 0))}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from harness.checks import update
 from harness.checks.replica_agreement import replica_families
 from harness.diagnosis import assume
+from harness.diagnosis.algorithms import agrees, kinds_of_parameters
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.optimizer import agrees
+from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
 from harness.diagnosis.words import in_parameters, on_ranks
 from harness.judge.assumed import AssumedOptimizer
@@ -21,8 +24,7 @@ from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 
-Coefficient = Callable[[int, int, str], float]  # rank, step, fqn
-Norm = Callable[[int, int], float]  # rank, step
+Coefficient = Callable[[int, int, str], Any]  # rank, step, fqn
 
 
 def wrong_clipping(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -32,18 +34,15 @@ def wrong_clipping(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     norm = {step: update.observed_norm(trial, step) for step in trial.case.steps}
     first = trial.first_step
     limit = trial.case.training.max_norm
-    for whose, other in _norms(trial, norm):
-        rank = next((r for r in trial.ranks if not math.isclose(other(r, first), norm[first], rel_tol=1e-9)), None)
-        if rank is not None:
-            seen = f"{other(rank, first):.6g} on rank {rank}, expected {norm[first]:.6g}"
+    for whose, other in _norms(trial):
+        differs = [r for r in sorted(trial.ranks) if not math.isclose(other(r, first), norm[first], rel_tol=1e-9)]
+        if differs:
+            seen = f"{other(differs[0], first):.6g} on rank {differs[0]}, expected {norm[first]:.6g}"
             text = f"each rank clips by {whose}, not by the global norm: {seen}"
-            yield from _hypothesis(
-                trial,
-                Cause("clipped by another norm", text),
-                _by_norm(other, limit),
-                other,
-                1 + (whose == "the norm it reports"),
-            )
+            cause, fitted = Cause("clipped by another norm", text), 1 + (whose == "the norm it reports")
+            yield from _hypothesis(trial, cause, _by_norm(other, limit), other, fitted)
+    yield from _in_groups(trial, limit)
+    yield from _by_value(trial, limit)
     if norm[first] < limit:
         text = f"clipping enlarges gradients: it multiplies by {limit / (norm[first] + 1e-6):.4g}"
         text += f", as the norm {norm[first]:.4g} is below max_norm {limit:g}"
@@ -72,19 +71,46 @@ def _by_norm(norm: Norm, limit: float) -> Coefficient:
     return lambda rank, step, fqn: clip_coefficient(norm(rank, step), limit)
 
 
-def _norms(trial: Trial, right: dict[int, float]) -> Iterator[tuple[str, Norm]]:
-    """Whose norm it may be."""
+def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
+    """Each computed once."""
+    for whose, norm in other_norms(trial):
+        yield whose, functools.cache(norm)
+    if trial.first_step == 1:
+        yield "the norm of the step before", lambda rank, step: update.observed_norm(trial, step - 1)
     own = {(r, s.step): own_norm(s.gradients) for r, e in trial.ranks.items() for s in e.steps}
-    yield "the norm of its own shards", lambda rank, step: own[rank, step]
-    for axis in trial.plan.groups:
-        again = {step: _norm_counting_again(trial, axis, step) for step in trial.case.steps}
-        if any(not math.isclose(again[step], right[step], rel_tol=1e-9) for step in again):
-            yield f"a norm with each replica along {axis} counted again", partial(_of_step, again)
-    largest = {step: _largest(trial, step) for step in trial.case.steps}
-    yield "the largest entry (an infinity norm)", partial(_of_step, largest)
     shown = {(r, s.step): s.grad_norm or 0.0 for r, e in trial.ranks.items() for s in e.steps}
     if set(shown.values()) - {own[place] for place in shown}:
         yield "the norm it reports", lambda rank, step: shown[rank, step]
+
+
+def _in_groups(trial: Trial, limit: float) -> Iterator[Hypothesis]:
+    """Each parameter, layer or kind of parameters by a norm of its own."""
+    vectors = kinds_of_parameters(trial)["norm weights"]
+    groupings = {
+        "parameter": {fqn: fqn for fqn in trial.plan.shapes},
+        "layer": {fqn: ".".join(fqn.split(".")[:2]) for fqn in trial.plan.shapes},
+        "kind of parameters (matrices, vectors)": {fqn: str(fqn in vectors) for fqn in trial.plan.shapes},
+    }
+    for name, group in groupings.items():
+        members = {one: {fqn for fqn in group if group[fqn] == one} for one in group.values()}
+        norms = {(one, s): norm_of(trial, fqns, 0, s) for one, fqns in members.items() for s in trial.case.steps}
+
+        def by(rank: int, step: int, fqn: str, group: Any = group, norms: Any = norms) -> float:
+            return clip_coefficient(norms[group[fqn], step], limit)
+
+        yield from _hypothesis(trial, Cause("clipped by another norm", f"each {name} is clipped by its own norm"), by)
+
+
+def _by_value(trial: Trial, limit: float) -> Iterator[Hypothesis]:
+    seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
+    for most in dict.fromkeys((limit, 1.0)):
+
+        def by(rank: int, step: int, fqn: str, most: float = most) -> Any:
+            gradient = seen[rank, step][fqn].astype(np.float64)
+            return np.minimum(1.0, most / np.maximum(np.abs(gradient), 1e-300))
+
+        text = f"gradients are clipped entry by entry, to {most:g}, not by their norm"
+        yield from _hypothesis(trial, Cause("clipped by value", text), by)
 
 
 def _of_step(norms: dict[int, float], rank: int, step: int) -> float:
@@ -93,25 +119,6 @@ def _of_step(norms: dict[int, float], rank: int, step: int) -> float:
 
 def own_norm(gradients: dict[str, np.ndarray]) -> float:
     return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
-
-
-def _largest(trial: Trial, step: int) -> float:
-    steps = (record for evidence in trial.ranks.values() for record in evidence.steps if record.step == step)
-    return max(float(np.max(np.abs(g), initial=0.0)) for record in steps for g in record.gradients.values())
-
-
-def _norm_counting_again(trial: Trial, axis: str, step: int) -> float:
-    """The global norm if parameters that are alike along an axis count once for every rank of it."""
-    total, counted = [], set()
-    for rank, evidence in sorted(trial.ranks.items()):
-        record = next(record for record in evidence.steps if record.step == step)
-        for fqn, gradient in record.gradients.items():
-            part, peers = trial.slice_of(rank, fqn), trial.plan.group_of(rank, axis)
-            if (fqn, part) not in counted:
-                counted.add((fqn, part))
-                alike = all(trial.slice_of(peer, fqn) == part for peer in peers)
-                total.append(float(np.sum(gradient * gradient)) * (len(peers) if alike else 1))
-    return math.sqrt(math.fsum(total))
 
 
 def _left_out(trial: Trial, norm: dict[int, float], limit: float) -> Iterator[Hypothesis]:
@@ -134,7 +141,8 @@ def _left_out(trial: Trial, norm: dict[int, float], limit: float) -> Iterator[Hy
         yield from _hypothesis(trial, cause, lambda rank, step, fqn: 1.0, fitted=0)
         return
     where = in_parameters(trial, fqns).removeprefix("in ") + ranks
-    own = {step: _norm_without(trial, step, pairs) for step in trial.case.steps}
+    others = set(trial.plan.shapes) - {fqn for _, fqn in pairs}
+    own = {step: norm_of(trial, others, 0, step) for step in trial.case.steps}
     for norms, hint in ((norm, ""), (own, ", the others are clipped by their own norm")):
         cause = Cause("clipping left out", f"clipping is not applied to {where} (coefficient {clip:.4g}){hint}")
         yield from _hypothesis(trial, cause, partial(_but_for, pairs, norms, limit), partial(_of_step, norms))
@@ -144,21 +152,6 @@ def _but_for(
     pairs: set[tuple[int, str]], norms: dict[int, float], limit: float, rank: int, step: int, fqn: str
 ) -> float:
     return 1.0 if (rank, fqn) in pairs else clip_coefficient(norms[step], limit)
-
-
-def _norm_without(trial: Trial, step: int, pairs: set[tuple[int, str]]) -> float:
-    """The global norm of all others."""
-    left = {fqn for _, fqn in pairs}
-    ranks = {
-        rank: replace(
-            evidence,
-            steps=tuple(
-                replace(s, gradients={f: g for f, g in s.gradients.items() if f not in left}) for s in evidence.steps
-            ),
-        )
-        for rank, evidence in trial.ranks.items()
-    }
-    return update.observed_norm(replace(trial, run=replace(trial.run, ranks=ranks)), step)
 
 
 def _hypothesis(
@@ -179,7 +172,9 @@ def _hypothesis(
         other = train_apart(trial, "dp_replicate", otherwise=[{"given": whole(trial, by, ranks)} for ranks in replicas])
         return replace(other, assumed=trial.assumed.and_besides(assumed), reports={**trial.reports, **reports})
 
-    differ = replicas_differ(trial, lambda rank, fqn: [by(rank, step, fqn) for step in trial.case.steps])
+    differ = replicas_differ(
+        trial, lambda rank, fqn: [np.asarray(by(rank, step, fqn)).tobytes() for step in trial.case.steps]
+    )
     yield Hypothesis(cause, apart if differ else together, fitted)
 
 

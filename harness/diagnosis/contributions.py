@@ -19,12 +19,14 @@ from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Mixture, Piece, Pieces, Weights, assuming, mixture_of
 from harness.diagnosis.reports import Number, Reported, assuming_reports, reported_of
-from harness.diagnosis.words import groups_text, rank_words, traffic_lines
+from harness.diagnosis.words import groups_text, in_parameters, rank_words, traffic_lines
 from harness.evidence.text import ranks_text
 from harness.judge.losses import losses
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, groups
+from harness.plan.slices import numel
+from harness.plan.traffic.flow import Flow
 from harness.spec.dims import AXES
 
 DATA_AXES = ("dp_shard", "dp_replicate")
@@ -61,9 +63,21 @@ def _spans(trial: Trial, step: int) -> Iterator[tuple[str, Sequence[int], int]]:
 
 
 def _hypothesis(
-    trial: Trial, pieces: Pieces, cause: Cause, weights: Weights, steps: Sequence[int], fitted: int, lines: Lines = ()
+    pieces: Pieces,
+    cause: Cause,
+    weights: Weights,
+    fqns: Sequence[str],
+    steps: Sequence[int],
+    fitted: int,
+    lines: Lines = (),
 ) -> Hypothesis:
-    return Hypothesis(cause, partial(assuming, pieces=pieces, weights=weights, steps=tuple(steps)), fitted, lines)
+    assume = partial(assuming, pieces=pieces, fqns=fqns, weights=weights, steps=tuple(steps))
+    return Hypothesis(cause, assume, fitted, lines)
+
+
+def _where(trial: Trial, mixture: Mixture) -> str:
+    """Nothing where it is every parameter."""
+    return "" if len(mixture.fqns) == len(trial.plan.shapes) else " " + in_parameters(trial, mixture.fqns)
 
 
 # ---- the same on all ranks
@@ -73,13 +87,15 @@ def _of_all_ranks(
     trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray, broken: Broken
 ) -> Iterator[Hypothesis]:
     rules = [*_by_microbatch(trial, pieces, mixture, seen), *_averaged_locally(trial, pieces, mixture, seen)]
+    where = _where(trial, mixture)
     if not rules and trial.case.exact:
         rules = [(_unequal_text(trial, pieces, seen), lambda step: seen, len(np.unique(seen.round(6))))]
     for text, weights, fitted in rules:
         mean = _reported_mean(trial, text) if "reported_loss" in broken else None
         for when, steps, more in _spans(trial, mixture.step):
             of_all: Weights = lambda step, rank, weights=weights: weights(step)  # type: ignore[misc]  # noqa: E731
-            one = _hypothesis(trial, pieces, Cause("unequal contributions", text + when), of_all, steps, fitted + more)
+            cause = Cause("unequal contributions", text + where + when)
+            one = _hypothesis(pieces, cause, of_all, mixture.fqns, steps, fitted + more)
             yield one if mean is None or when else _and_reported(one, *mean)
 
 
@@ -97,11 +113,15 @@ def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
     each = np.where(np.abs(each - each.round()) <= mixture.close, each.round() + 0.0, each)
     shown = ", ".join(f"{weight:.4g}" for weight in each)
     if lost := [number + 1 for number in range(passes) if each[number] == 0]:
-        which = f"microbatches {', '.join(map(str, lost))} of {passes}"
-        text = f"{which} do not contribute to the gradient (weights {shown})"
+        which, do = (f"microbatch {lost[0]}", "does") if len(lost) == 1 else (f"microbatches {_listed(lost)}", "do")
+        text = f"{which} of {passes} {do} not contribute to the gradient (weights {shown})"
     else:
         text = f"microbatches contribute with weights {shown} to the gradient, each should have 1"
     yield text, lambda step: each[own], len(set(each.tolist()) - {0.0, 1.0}) + 1
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _averaged_locally(
@@ -277,16 +297,21 @@ def _not_reduced(
         text = (
             f"gradient reduction without effect over {over}{{when}}: {_holds(trial, missing)}, though collectives ran"
         )
+    if where := _where(trial, mixture):
+        text = f"gradients are not reduced over {over}{{when}}{where}: {_holds(trial, missing)}"
     text += (
         "" if factor == 1 else f"; its own counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
     )
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
     kind = "gradients not reduced"
     for when, steps, more in _spans(trial, mixture.step):
-        hypothesis = _hypothesis(
-            trial, pieces, Cause(kind, text.format(when=when)), weights, steps, 1 + more, _lines(trial, missing)
-        )
-        yield hypothesis if not alone else _without_traffic(hypothesis, tuple(alone), steps)
+        cause = Cause(kind, text.format(when=when))
+        hypothesis = _hypothesis(pieces, cause, weights, mixture.fqns, steps, 1 + more, _lines(trial, missing))
+        if alone:
+            hypothesis = _without_traffic(hypothesis, tuple(alone), steps)
+        elif len(mixture.fqns) < len(trial.plan.shapes):
+            yield _with_less_traffic(hypothesis, missing, mixture.fqns)
+        yield hypothesis
 
 
 def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Sequence[int]) -> Hypothesis:
@@ -296,6 +321,25 @@ def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Seque
     def assume(trial: Trial) -> Trial:
         other = hypothesis.assume(trial)
         return replace(other, plan=replace(other.plan, unreduced=other.plan.unreduced | left_out))
+
+    return replace(hypothesis, assume=assume)
+
+
+def _with_less_traffic(hypothesis: Hypothesis, missing: tuple[str, ...], fqns: Sequence[str]) -> Hypothesis:
+    """An all_reduce has the bytes of what goes through it."""
+
+    def moved(trial: Trial, rank: int, flow: Flow) -> Flow:
+        if (flow.role, flow.op) != ("gradients", "all_reduce") or flow.axis not in missing:
+            return flow
+        held = {fqn: numel(part) for fqn, part in trial.plan.slices[rank].items()}
+        kept = sum(size for fqn, size in held.items() if fqn not in fqns)
+        return replace(flow, bytes=flow.bytes * kept // sum(held.values()))
+
+    def assume(trial: Trial) -> Trial:
+        other = hypothesis.assume(trial)
+        flows = {rank: tuple(moved(trial, rank, flow) for flow in own) for rank, own in other.plan.flows.items()}
+        even = {rank: tuple(moved(trial, rank, flow) for flow in own) for rank, own in other.plan.even_flows.items()}
+        return replace(other, plan=replace(other.plan, flows=flows, even_flows=even))
 
     return replace(hypothesis, assume=assume)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.diagnosis import assume
-from harness.diagnosis.differences import seen_gradients
+from harness.diagnosis.differences import fqns_of, seen_gradients, wrong_pairs
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
@@ -45,9 +45,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Mixture:
-    """weights: by rank, those fitted in a step. close: weights that are no further apart are the same."""
+    """weights: by rank, those fitted in a step, to the parameters that are wrong in it. close: weights that are no further
+    apart are the same."""
 
     step: int
+    fqns: tuple[str, ...]
     pieces: tuple[Piece, ...]
     weights: dict[int, np.ndarray]
     close: float
@@ -100,15 +102,17 @@ class Pieces:
 
 def mixture_of(trial: Trial, pieces: Pieces, step: int) -> Mixture | None:
     """None where some rank's gradient is no mixture of pieces, or too little of one is seen."""
-    gradients = _of_pieces(trial, pieces, step)
+    gradients, fqns = _of_pieces(trial, pieces, step), wrong_parameters(trial, step)
     tolerated = EXPLAINED if trial.case.exact else trial.bounds.gradient[step]
     found, worst = {}, 0.0
     for rank in sorted(trial.ranks):
-        fit = _fit(trial, rank, step, gradients)
+        if not any(seen.size for fqn, seen in seen_gradients(trial, rank, step).items() if fqn in fqns):
+            continue
+        fit = _fit(trial, rank, step, fqns, gradients)
         if fit is None or not fit[1] <= tolerated:
             return None
         found[rank], worst = fit[0], max(worst, fit[1])
-    return Mixture(step, pieces.all, found, max(EXPLAINED, worst))
+    return Mixture(step, fqns, pieces.all, found, max(EXPLAINED, worst)) if found else None
 
 
 def _of_pieces(trial: Trial, pieces: Pieces, step: int) -> list[Arrays]:
@@ -130,11 +134,18 @@ def _of_pieces(trial: Trial, pieces: Pieces, step: int) -> list[Arrays]:
     return seen
 
 
-def _fit(trial: Trial, rank: int, step: int, gradients: list[Arrays]) -> tuple[np.ndarray, float] | None:
+def wrong_parameters(trial: Trial, step: int) -> tuple[str, ...]:
+    """In recipes with noise: all, for some that are wrong stay within it."""
+    return tuple(fqns_of(trial, wrong_pairs(trial, step)) if trial.case.exact else trial.plan.shapes)
+
+
+def _fit(
+    trial: Trial, rank: int, step: int, fqns: Sequence[str], gradients: list[Arrays]
+) -> tuple[np.ndarray, float] | None:
     """The weights of pieces in a rank's gradient, 1 for those without a valid token, and what they leave unexplained."""
     rows, targets = [], []
     for fqn, seen in seen_gradients(trial, rank, step).items():
-        part = trial.slice_of(rank, fqn)
+        part = trial.slice_of(rank, fqn) if fqn in fqns else None
         if part is None or not seen.size or seen.shape != take(gradients[0][fqn], part).shape:
             continue
         at = np.linspace(0, seen.size - 1, min(seen.size, ENTRIES)).astype(int)
@@ -158,9 +169,9 @@ def _fit(trial: Trial, rank: int, step: int, gradients: list[Arrays]) -> tuple[n
 # ---- what is assumed
 
 
-def assuming(trial: Trial, pieces: Pieces, weights: Weights, steps: Sequence[int]) -> Trial:
-    """As if in these steps each rank's gradient held each piece so often. Replicas that differ train apart, and clip by norms
-    of their own; slices of one copy may hold other pieces."""
+def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights, steps: Sequence[int]) -> Trial:
+    """As if in these steps each rank's gradient of these parameters held each piece so often. Replicas that differ train
+    apart, and clip by norms of their own; slices of one copy may hold other pieces."""
     ranks, once = sorted(trial.ranks), np.ones(len(pieces.all))
 
     def of(step: int, rank: int) -> np.ndarray:
@@ -177,7 +188,7 @@ def assuming(trial: Trial, pieces: Pieces, weights: Weights, steps: Sequence[int
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         counts = {rank: of(step, rank)[[group[0] for _, group in groups]] for rank in ranks}
         return [
-            _assembled(trial, {rank: counts[rank] for rank in ranks if copies[rank] == copy}, gradients)
+            _assembled(trial, fqns, {rank: counts[rank] for rank in ranks if copies[rank] == copy}, gradients)
             for copy in sorted(set(copies.values()))
         ]
 
@@ -198,22 +209,24 @@ def _grouped(
     return [(owner, numbers) for (owner, _), numbers in found.items()]
 
 
-def _assembled(trial: Trial, counts: Mapping[int, np.ndarray], gradients: list[Arrays]) -> Arrays:
-    """Of one copy of the model: each rank's slice of the sum that it has."""
-    sums: dict[bytes, Arrays] = {}
-    for own in counts.values():
-        if own.tobytes() not in sums:
-            sums[own.tobytes()] = {
-                fqn: np.asarray(sum(w * g[fqn] for w, g in zip(own, gradients, strict=True))).astype(first.dtype)
-                for fqn, first in gradients[0].items()
-            }
-    whole = {fqn: gradient.copy() for fqn, gradient in next(iter(sums.values())).items()}
-    for rank, own in counts.items() if len(sums) > 1 else ():
-        for fqn, part in ((fqn, trial.slice_of(rank, fqn)) for fqn in trial.holdings[rank]):
+def _assembled(trial: Trial, fqns: Sequence[str], counts: Mapping[int, np.ndarray], gradients: list[Arrays]) -> Arrays:
+    """Of one copy of the model: each rank's slice of the sum that it has; of other parameters the whole sum."""
+    first = next(iter(counts.values()))
+    whole = {fqn: _sum(gradients, fqn, first if fqn in fqns else np.ones(len(gradients))) for fqn in gradients[0]}
+    if all(np.array_equal(own, first) for own in counts.values()):
+        return whole
+    sums = {own.tobytes(): {fqn: _sum(gradients, fqn, own) for fqn in fqns} for own in counts.values()}
+    for rank, own in counts.items():
+        for fqn, part in ((fqn, trial.slice_of(rank, fqn)) for fqn in trial.holdings[rank] if fqn in fqns):
             if part is not None:
                 at = tuple(slice(start, stop) for start, stop in part)
                 whole[fqn][at] = sums[own.tobytes()][fqn][at]
     return whole
+
+
+def _sum(gradients: list[Arrays], fqn: str, weights: np.ndarray) -> np.ndarray:
+    total = np.asarray(sum(w * own[fqn] for w, own in zip(weights, gradients, strict=True)))
+    return total.astype(gradients[0][fqn].dtype)
 
 
 def clipping_apart(trial: Trial) -> Trial:

@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from harness.checks import update
 from harness.diagnosis import assume
+from harness.diagnosis.algorithms import by_recipes, other_algorithms, other_numbers
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
+from harness.diagnosis.schedules import schedule_of
 from harness.diagnosis.words import in_parameters, on_ranks
-from harness.evidence.records import RankEvidence
 from harness.judge.assumed import AssumedOptimizer
-from harness.judge.result import Cause, Verdict
+from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
@@ -31,8 +31,8 @@ def wrong_optimizer(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "update" not in broken:
         return
     yield from _shown_rate(trial)
-    yield from _other_numbers(trial)
-    yield from _other_algorithms(trial)
+    yield from other_numbers(trial)
+    yield from other_algorithms(trial)
     yield from _not_stepped(trial)
     yield from _rates_and_decays(trial)
 
@@ -56,25 +56,6 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("not finite", text), tuple(name for name in broken if name in NUMBERS))
 
 
-def agrees(trial: Trial, assumed: AssumedOptimizer, training: TrainingConfig | None = None) -> bool:
-    """Whether `update` holds of a few parameters under an assumption, which is then tested on all."""
-    few = {rank: _with_few_parameters(evidence) for rank, evidence in trial.ranks.items()}
-    case = replace(trial.case, training=training) if training else trial.case
-    part = replace(trial, case=case, run=replace(trial.run, ranks=few), assumed=assumed)
-    return update.check(part).verdict is Verdict.PASS
-
-
-def _with_few_parameters(evidence: RankEvidence) -> RankEvidence:
-    def chosen(fqn: str) -> bool:
-        return fqn.endswith(FEW) and not fqn.startswith(tuple(f"layers.{n}" for n in range(1, 10)))
-
-    held = tuple(tensor for tensor in evidence.parameters if chosen(tensor.fqn))
-    resumed = evidence.resumed
-    if resumed is not None:
-        resumed = replace(resumed, parameters={fqn: value for fqn, value in resumed.parameters.items() if chosen(fqn)})
-    return replace(evidence, parameters=held, resumed=resumed)
-
-
 # ---- the recipe's numbers
 
 
@@ -92,7 +73,8 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     _, _, rate, wanted = next(one for one in wrong if one[1] == first)
     like = [str(s.step) for s in trial.reference.steps if math.isclose(s.lr, rate, rel_tol=1e-12)]
     hint = f", the schedule's of step {' or '.join(like)}" if like else ""
-    text = f"learning rate of step {first} is {rate:.6g}{hint}"
+    rule = schedule_of(trial, {(rank, step): lr for rank, step, lr, _ in wrong})
+    text = f"learning rate of step {first} is {rate:.6g}{rule or hint}"
     cause = Cause("learning rate", text + on_ranks(trial, ranks), "", f"{wanted:.6g}")
     shown = {(rank, step.step): wanted.lr if step.lr is None else step.lr for rank, step, wanted in trial.steps()}
     usual = {step.step: step.lr for step in trial.reference.steps}
@@ -110,69 +92,6 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
         )
 
     yield Hypothesis(cause, assuming)
-
-
-def _other_numbers(trial: Trial) -> Iterator[Hypothesis]:
-    """One number of the recipe as it is by mistake: the library's default, another common value, twice or half of it."""
-    asked = trial.case.training
-    values: dict[str, tuple[float, ...]] = {}
-    if asked.optimizer == "adamw":
-        values |= {"beta2": (0.999, 0.95, 0.99, 0.98, asked.beta1), "beta1": (0.9, 0.95, asked.beta2, 0.0)}
-        values |= {"eps": (1e-8, 1e-5, 1e-6, 1e-10, 1e-12, 1e-15)}
-    if asked.max_norm is not None:
-        values |= {"max_norm": (1.0, 0.1, 0.5, 2.0, 5.0, 2 * asked.max_norm, asked.max_norm / 2)}
-    for name, others in values.items():
-        for value in dict.fromkeys(others):
-            change: dict[str, Any] = {name: value}
-            training = replace(asked, **change)
-            if training != asked and agrees(trial, AssumedOptimizer(), training):
-                words = {"max_norm": "the gradient norm's limit"}.get(name, name)
-                cause = Cause(name, f"{words} is {value:g} in the optimizer", "", f"{getattr(asked, name):g}")
-                yield Hypothesis(cause, partial(_by_recipe, training), fitted=2)
-
-
-def _by_recipe(training: TrainingConfig, trial: Trial) -> Trial:
-    return assume.another_recipe(trial, training)
-
-
-def _other_algorithms(trial: Trial) -> Iterator[Hypothesis]:
-    states = [state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values()]
-    if any("max_exp_avg_sq" in state for state in states):
-        text = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that)"
-        cause, assumed = Cause("amsgrad", text, "", "AdamW without it"), AssumedOptimizer(amsgrad=True)
-        yield Hypothesis(cause, lambda trial: assume.another_optimizer(trial, assumed, amsgrad=True))
-    if trial.case.training.optimizer == "adamw" and trial.case.training.weight_decay:
-        yield from _decay_in_the_gradients(trial)
-
-
-def _decay_in_the_gradients(trial: Trial) -> Iterator[Hypothesis]:
-    before: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-    for rank, evidence in trial.ranks.items():
-        held = trial.start_of(rank)
-        for step in evidence.steps:
-            before[rank, step.step], held = held, step.parameters
-    norms = {step: update.observed_norm(trial, step) for step in trial.case.steps}
-    limit, undecayed = trial.case.training.max_norm, replace(trial.case.training, weight_decay=0.0)
-    decay = {fqn: update.recipe_of(trial, fqn).weight_decay for fqn in trial.plan.shapes}
-
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
-        return clip_coefficient(norms[step], limit) * gradient + decay[fqn] * before[rank, step][fqn]
-
-    assumed = AssumedOptimizer(given=given, recipe=lambda fqn: undecayed)
-
-    def assuming(trial: Trial) -> Trial:
-        return assume.another_optimizer(
-            trial,
-            assumed,
-            decay=lambda fqn: 0.0,
-            given=lambda step, gradients, norm, parameters: {
-                fqn: clip_coefficient(norm, limit) * g + decay[fqn] * parameters[fqn] for fqn, g in gradients.items()
-            },
-        )
-
-    if agrees(trial, assumed):
-        text = "weight decay is added to the gradients (L2, as Adam does)"
-        yield Hypothesis(Cause("weight decay in the gradients", text, "", "decoupled (AdamW)"), assuming)
 
 
 # ---- some parameters, or all, from some step on
@@ -274,11 +193,7 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> H
     def chosen(fqn: str) -> TrainingConfig:
         return replace(usual[fqn], weight_decay=decay) if fqn in fqns else usual[fqn]
 
-    assumed = AssumedOptimizer(recipe=chosen)
-    return Hypothesis(
-        Cause("weight decay", text, "", expected),
-        lambda trial: assume.another_optimizer(trial, assumed, decay=lambda fqn: chosen(fqn).weight_decay),
-    )
+    return Hypothesis(Cause("weight decay", text, "", expected), partial(by_recipes, chosen))
 
 
 def _moved_otherwise(trial: Trial) -> list[tuple[int, str]]:

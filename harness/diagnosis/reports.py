@@ -6,7 +6,6 @@ training is wrong, and one that only repeats what is wrong is not blamed.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from harness.checks.reported_rate import CLOSE
 from harness.checks.update import observed_norm
 from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
+from harness.diagnosis.norms import axes_left_out, other_norms, peers
 from harness.diagnosis.words import finding_line, rank_words
 from harness.evidence.records import RankEvidence
 from harness.judge.losses import losses
@@ -25,7 +25,7 @@ from harness.judge.reporting import Read, due, silences
 from harness.judge.result import Cause, Verdict
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate, groups
+from harness.plan.grid import coordinate
 
 Number = Callable[[int, int], float | None]
 """What would be reported by a rank in a step; None where nothing is known."""
@@ -173,7 +173,7 @@ def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
 def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:
     if len(trial.ranks) > 1 and trial.case.dims.cp == 1:
         yield "the loss of its own samples", partial(_loss_over, trial, (), False)
-    for missing, along in _axes_left_out(trial, ("dp_replicate", "dp_shard", "cp")):
+    for missing, along in axes_left_out(trial, ("dp_replicate", "dp_shard", "cp")):
         if along or "cp" in missing:
             text = f"it is not reduced over {' and '.join(missing)}"
             for everyone in (False, True):
@@ -189,10 +189,8 @@ def _other_norms(trial: Trial) -> Iterator[tuple[str, Number]]:
         text = f"the norm after clipping ({clipped[trial.first_step]:.6g}), requested is the one before it"
         yield text, lambda rank, step: clipped[step]
         yield text, lambda rank, step: min(norms[step], limit)
-    if len(trial.ranks) > 1:
-        yield "the norm of its own shards", partial(_norm_over, trial, ())
-    for missing, along in _axes_left_out(trial, ("dp_shard", "cp", "tp", "pp")):
-        yield f"it is not summed over {' and '.join(missing)}", partial(_norm_over, trial, along)
+    for whose, norm in other_norms(trial):
+        yield whose.replace("a norm not", "it is not"), norm
 
 
 def _other_rates(trial: Trial) -> Iterator[tuple[str, Number]]:
@@ -212,27 +210,10 @@ def _ahead(trial: Trial, law: str, by: int, rank: int, step: int) -> float | Non
     return _seen(trial, law, rank, step + by)
 
 
-def _axes_left_out(trial: Trial, axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(those left out, all other axes), few first."""
-    present = [axis for axis in axes if getattr(trial.case.dims, axis) > 1]
-    others = [axis for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if getattr(trial.case.dims, axis) > 1]
-    for count in range(1, len(present) + 1):
-        for missing in itertools.combinations(present, count):
-            yield missing, tuple(axis for axis in others if axis not in missing)
-
-
-def _peers(trial: Trial, rank: int, along: tuple[str, ...]) -> tuple[int, ...]:
-    return next(group for group in groups(trial.case.dims, *along) if rank in group) if along else (rank,)
-
-
-def _norm_over(trial: Trial, along: tuple[str, ...], rank: int, step: int) -> float:
-    return observed_norm(trial, step, _peers(trial, rank, along))
-
-
 def _loss_over(trial: Trial, along: tuple[str, ...], everyone: bool, rank: int, step: int) -> float | None:
     """Over the tokens of the rank and its peers, or divided by those of all."""
     tokens = trial.reference_step(step).valid_tokens if everyone else 0
-    return _loss_of(trial, _peers(trial, rank, along), rank, step, tokens)
+    return _loss_of(trial, peers(trial, rank, along), rank, step, tokens)
 
 
 def _loss_of(trial: Trial, ranks: tuple[int, ...], rank: int, step: int, tokens: int = 0) -> float | None:

@@ -14,7 +14,8 @@ from harness.reference.config import TrainingConfig
 class AssumedOptimizer:
     """given(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: nothing, so that it leaves
     the parameter alone. rate(rank, step, fqn). recipe(fqn). amsgrad: it divides by the largest second moment so far, and
-    keeps that. counter(step, fqn): of the steps taken, for its bias correction. All that is None is as requested.
+    keeps that. copies: it keeps so many more numbers of each parameter than requested. counter(step, fqn): of the steps
+    taken, for its bias correction. All that is None is as requested.
     """
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
@@ -22,6 +23,7 @@ class AssumedOptimizer:
     recipe: Callable[[str], TrainingConfig] | None = None
     counter: Callable[[int, str], int] | None = None
     amsgrad: bool = False
+    copies: int = 0
 
     def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
         """Both; where both say something of the same, the other."""
