@@ -40,7 +40,7 @@ def test_the_first_microbatch_lost() -> None:
     expect(
         with_scaled_samples(accumulating(), dict.fromkeys((0, 1, 4, 5), 0.0)),
         """\
-microbatches 1 of 2 do not contribute to the gradient (weights 0, 1)
+microbatch 1 of 2 does not contribute to the gradient (weights 0, 1)
   assuming this: 2 of 2 broken laws hold, and none that held breaks
   loss: equal to the reference exactly: a loss-curve test passes here""",
     )
@@ -49,7 +49,7 @@ microbatches 1 of 2 do not contribute to the gradient (weights 0, 1)
 def test_the_last_microbatch_lost() -> None:
     expect_first(
         with_scaled_samples(accumulating(), dict.fromkeys((2, 3, 6, 7), 0.0)),
-        """microbatches 2 of 2 do not contribute to the gradient (weights 1, 0)""",
+        """microbatch 2 of 2 does not contribute to the gradient (weights 1, 0)""",
     )
 
 
@@ -77,7 +77,7 @@ def in_noise_of(trial: Trial) -> list[str]:
 
 
 def test_a_microbatch_lost_in_bfloat16_is_named_within_its_noise() -> None:
-    told = "microbatches 1 of 2 do not contribute to the gradient (weights 0, 1)"
+    told = "microbatch 1 of 2 does not contribute to the gradient (weights 0, 1)"
     assert in_noise_of(in_noise(with_scaled_samples(accumulating(), dict.fromkeys((0, 1, 4, 5), 0.0)))) == [told]
 
 

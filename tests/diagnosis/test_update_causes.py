@@ -113,6 +113,32 @@ def test_clipping_left_out_for_one_parameter() -> None:
     expect_first(trial, """clipping is not applied to 1 of 12 parameters (norm.weight) (coefficient 0.1537)""")
 
 
+def test_each_parameter_clipped_by_its_own_norm() -> None:
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        return {fqn: clip(float(np.linalg.norm(g)), LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    expect_first(trial, """each parameter is clipped by its own norm""")
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_that_was_not_requested(nesterov: bool) -> None:
+    held: Arrays = {}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        decayed = {fqn: clip(norm, SGD) * g + SGD.weight_decay * parameters[fqn] for fqn, g in gradients.items()}
+        held.update({fqn: 0.9 * held.get(fqn, 0.0) + g for fqn, g in decayed.items()})
+        return {fqn: g + 0.9 * held[fqn] if nesterov else held[fqn] for fqn, g in decayed.items()}
+
+    trial = trained_otherwise(
+        trial_of(tiny_case("fsdp_2", SGD)), given=given, recipe=lambda fqn: replace(SGD, weight_decay=0.0)
+    )
+    for rank, step, _ in list(trial.steps()):
+        kept = step.memory | {"optimizer_state": step.memory["parameters"]}
+        trial = with_step(trial, rank, step.step, memory=kept)
+    expect_first(trial, f"SGD has {'Nesterov ' * nesterov}momentum 0.9, requested none")
+
+
 def test_each_rank_clips_by_the_norm_of_its_own_shards() -> None:
     trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
     alone = [
@@ -262,7 +288,10 @@ def test_an_optimizer_that_stops_after_the_first_step() -> None:
 
 
 def test_a_first_step_without_a_learning_rate_is_named_by_it() -> None:
-    expect_first(with_rates(0.0, 0.005, 0.01), """learning rate of step 1 is 0, requested 0.005""")
+    expect_first(
+        with_rates(0.0, 0.005, 0.01),
+        """learning rate of step 1 is 0: that of the step before, in every step, requested 0.005""",
+    )
 
 
 def test_what_no_mistake_of_the_optimizer_explains_is_blamed_on_none() -> None:

@@ -1,0 +1,206 @@
+"""The optimizer computes by other numbers, of all parameters or of a kind of them, or is another algorithm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from harness.checks import update
+from harness.diagnosis import assume
+from harness.diagnosis.hypothesis import Hypothesis
+from harness.evidence.records import RankEvidence
+from harness.judge.assumed import AssumedOptimizer
+from harness.judge.result import Cause, Verdict
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
+from harness.reference.config import TrainingConfig
+
+Arrays = dict[str, np.ndarray]
+FEW = ("norm.weight", "attention.wq.weight", "output.weight", "tok_embeddings.weight")  # of each kind one
+BETAS = (0.0, 0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
+EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-10, 1e-12, 1e-15, 1e-16)
+WORDS = {"max_norm": "the gradient norm's limit"}
+
+
+def agrees(trial: Trial, assumed: AssumedOptimizer, training: TrainingConfig | None = None) -> bool:
+    """Whether `update` holds of a few parameters under an assumption, which is then tested on all."""
+    few = {rank: _with_few_parameters(evidence) for rank, evidence in trial.ranks.items()}
+    case = replace(trial.case, training=training) if training else trial.case
+    part = replace(trial, case=case, run=replace(trial.run, ranks=few), assumed=assumed)
+    return update.check(part).verdict is Verdict.PASS
+
+
+def _with_few_parameters(evidence: RankEvidence) -> RankEvidence:
+    def chosen(fqn: str) -> bool:
+        return fqn.endswith(FEW) and not fqn.startswith(tuple(f"layers.{n}" for n in range(1, 10)))
+
+    held = tuple(tensor for tensor in evidence.parameters if chosen(tensor.fqn))
+    resumed = evidence.resumed
+    if resumed is not None:
+        resumed = replace(resumed, parameters={fqn: value for fqn, value in resumed.parameters.items() if chosen(fqn)})
+    return replace(evidence, parameters=held, resumed=resumed)
+
+
+# ---- the recipe's numbers
+
+
+def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
+    """As they are by mistake: a default, another common value, two exchanged; of all parameters, or of a kind of them."""
+    asked = trial.case.training
+    for changes in _changes(asked):
+        training = replace(asked, **changes)
+        if training != asked and agrees(trial, AssumedOptimizer(), training):
+            yield Hypothesis(_changed(asked, changes), partial(_by_recipe, training), 1 + len(changes))
+    alone = [changes for changes in _changes(asked) if len(changes) == 1 and "max_norm" not in changes]
+    for (name, kind), changes in itertools.product(kinds_of_parameters(trial).items(), alone):
+        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+        recipes |= {fqn: replace(recipe, **changes) for fqn, recipe in recipes.items() if fqn in kind}
+        if agrees(trial, AssumedOptimizer(recipe=recipes.__getitem__)):
+            yield Hypothesis(_changed(asked, changes, f" of {name}"), partial(by_recipes, recipes.__getitem__), 3)
+
+
+def _by_recipe(training: TrainingConfig, trial: Trial) -> Trial:
+    return assume.another_recipe(trial, training)
+
+
+def _changes(asked: TrainingConfig) -> Iterator[dict[str, Any]]:
+    """One number, then two."""
+    values: dict[str, tuple[float, ...]] = {}
+    if asked.optimizer == "adamw":
+        values |= {"beta1": BETAS, "beta2": BETAS, "eps": EPSILONS}
+    if asked.max_norm is not None:
+        values |= {"max_norm": (1.0, 0.1, 0.5, 2.0, 5.0, 10.0, 2 * asked.max_norm, asked.max_norm / 2)}
+    others = {name: [v for v in dict.fromkeys(own) if v != getattr(asked, name)] for name, own in values.items()}
+    yield from ({name: value} for name, own in others.items() for value in own)
+    if asked.optimizer == "adamw":
+        pairs = [(asked.beta2, asked.beta1), *itertools.product((0.9, 0.95), (0.95, 0.99, 0.999))]
+        for beta1, beta2 in dict.fromkeys(pairs):
+            if beta1 != asked.beta1 and beta2 != asked.beta2:
+                yield {"beta1": beta1, "beta2": beta2}
+
+
+def _changed(asked: TrainingConfig, changes: Mapping[str, float], of: str = "") -> Cause:
+    """Of one number it is the kind."""
+    seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
+    wanted = " and ".join(f"{getattr(asked, name):g}" for name in changes)
+    exchanged = ": these two are exchanged" * (
+        [*changes.values()] == [getattr(asked, name) for name in [*changes][::-1]]
+    )
+    return Cause(next(iter(changes)), f"{seen} in the optimizer{of}", "", wanted, exchanged * (len(changes) > 1))
+
+
+def kinds_of_parameters(trial: Trial) -> dict[str, set[str]]:
+    """Parameters that one group of an optimizer may hold."""
+    shapes = trial.case.model.parameter_shapes()
+    ends = {fqn for fqn in shapes if not fqn.startswith("layers.") and len(shapes[fqn]) > 1}
+    vectors = {fqn for fqn, shape in shapes.items() if len(shape) == 1}
+    return {"norm weights": vectors, "matrices": set(shapes) - vectors, "embedding and output": ends}
+
+
+def by_recipes(recipe: Callable[[str], TrainingConfig], trial: Trial) -> Trial:
+    return assume.another_optimizer(trial, AssumedOptimizer(recipe=recipe), recipe=recipe)
+
+
+# ---- algorithms
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """assumed: of ranks; trained: of the reference, in the words of reference.counterfactual.Otherwise."""
+
+    cause: Cause
+    assumed: AssumedOptimizer
+    trained: dict[str, Any] = field(default_factory=dict)
+
+
+def other_algorithms(trial: Trial) -> Iterator[Hypothesis]:
+    known = _of_adamw(trial) if trial.case.training.optimizer == "adamw" else _of_sgd(trial)
+    for one in known:
+        if one.assumed.amsgrad or agrees(trial, one.assumed):
+            yield Hypothesis(one.cause, partial(_by_algorithm, one))
+
+
+def _by_algorithm(one: Algorithm, trial: Trial) -> Trial:
+    return assume.another_optimizer(trial, one.assumed, **one.trained)
+
+
+def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
+    states = [state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values()]
+    if any("max_exp_avg_sq" in state for state in states):
+        text = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that)"
+        cause = Cause("amsgrad", text, "", "AdamW without it")
+        yield Algorithm(cause, AssumedOptimizer(amsgrad=True, copies=1), {"amsgrad": True})
+    if trial.case.training.weight_decay:
+        yield _decay_in_the_gradients(trial)
+    if trial.case.resume is None:
+        late = 10**9  # a step so late that nothing is left to correct
+        begun = {fqn: _never_stepped(shape, late) for fqn, shape in trial.plan.shapes.items()}
+        yield Algorithm(
+            Cause(
+                "bias correction",
+                "averages are not corrected for their beginning at zero",
+                "",
+                "corrected, as Adam does",
+            ),
+            AssumedOptimizer(counter=lambda step, fqn: late + step),
+            {"state": lambda step: begun if step == 1 else None},
+        )
+
+
+def _never_stepped(shape: tuple[int, ...], counted: int) -> Arrays:
+    return {"step": np.array(float(counted)), "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
+
+
+def _decay_in_the_gradients(trial: Trial) -> Algorithm:
+    text = "weight decay is added to the gradients (L2, as Adam does)"
+    return _given(trial, Cause("weight decay in the gradients", text, "", "decoupled (AdamW)"), 0.0)
+
+
+def _of_sgd(trial: Trial) -> Iterator[Algorithm]:
+    for momentum, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (False, True)):
+        text = f"SGD has {'Nesterov ' * nesterov}momentum {momentum:g}"
+        yield _given(trial, Cause("momentum", text, "", "none"), momentum, nesterov=nesterov, copies=1)
+
+
+def _given(trial: Trial, cause: Cause, momentum: float, *, nesterov: bool = False, copies: int = 0) -> Algorithm:
+    """What the optimizer is given is a sum over the steps so far of clipped gradients, decay added to each; of a rank's slice,
+    and of the whole."""
+    clip, limit, held = _clips(trial), trial.case.training.max_norm, Arrays()
+    seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
+    decay = {fqn: update.recipe_of(trial, fqn).weight_decay for fqn in trial.plan.shapes}
+    before, undecayed = _parameters_before(trial), replace(trial.case.training, weight_decay=0.0)
+
+    def by_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        total = decayed = np.zeros_like(gradient)
+        for now in range(trial.first_step if momentum else step, step + 1):
+            decayed = clip[now] * seen[rank, now][fqn].astype(np.float64) + decay[fqn] * before[rank, now][fqn]
+            total = momentum * total + decayed
+        return decayed + momentum * total if nesterov else total
+
+    def whole(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        by = clip_coefficient(norm, limit)
+        decayed = {fqn: by * g + decay[fqn] * parameters[fqn] for fqn, g in gradients.items()}
+        held.update({fqn: (momentum * held[fqn] if step > 1 else 0.0) + g for fqn, g in decayed.items()})
+        return {fqn: g + momentum * held[fqn] if nesterov else held[fqn] for fqn, g in decayed.items()}
+
+    assumed = AssumedOptimizer(given=by_rank, recipe=lambda fqn: undecayed, copies=copies)
+    return Algorithm(cause, assumed, {"given": whole, "recipe": lambda fqn: undecayed})
+
+
+def _parameters_before(trial: Trial) -> dict[tuple[int, int], Arrays]:
+    found: dict[tuple[int, int], Arrays] = {}
+    for rank, evidence in trial.ranks.items():
+        held = trial.start_of(rank)
+        for step in evidence.steps:
+            found[rank, step.step], held = held, step.parameters
+    return found
+
+
+def _clips(trial: Trial) -> dict[int, float]:
+    limit = trial.case.training.max_norm
+    return {step: clip_coefficient(update.observed_norm(trial, step), limit) for step in trial.case.steps}

@@ -1,0 +1,96 @@
+"""Norms of gradients that are not the global one: what a rank may clip by, or report, in its place."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+
+from harness.checks.update import observed_norm
+from harness.diagnosis.algorithms import kinds_of_parameters
+from harness.judge.trial import Trial
+from harness.plan.grid import groups
+
+Norm = Callable[[int, int], float]
+"""By rank and step."""
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
+    """In words, and by rank and step."""
+    if len(trial.ranks) > 1:
+        yield "the norm of its own shards", partial(norm_over, trial, ())
+    for missing, along in axes_left_out(trial, AXES[1:]):
+        yield f"a norm not summed over {' and '.join(missing)}", partial(norm_over, trial, along)
+    for axis in trial.plan.groups:
+        yield f"a norm with each replica along {axis} counted again", partial(_counting_again, trial, axis)
+    yield "the largest entry (an infinity norm)", partial(_of_entries, trial, max)
+    yield "the sum of all entries' sizes (norm type 1)", partial(_of_entries, trial, math.fsum)
+    yield "the sum of the norms of all parameters", partial(_sum_of_norms, trial)
+    for name, kind in kinds_of_parameters(trial).items():
+        yield f"the norm of {name} only", partial(norm_of, trial, kind)
+        yield f"a norm without {name}", partial(norm_of, trial, set(trial.plan.shapes) - kind)
+    yield "the square of the global norm", lambda rank, step: observed_norm(trial, step) ** 2
+
+
+def axes_left_out(trial: Trial, axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(those left out, all other axes), few first."""
+    present = [axis for axis in axes if getattr(trial.case.dims, axis) > 1]
+    others = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
+    for count in range(1, len(present) + 1):
+        for missing in itertools.combinations(present, count):
+            yield missing, tuple(axis for axis in others if axis not in missing)
+
+
+def peers(trial: Trial, rank: int, along: tuple[str, ...]) -> tuple[int, ...]:
+    return next(group for group in groups(trial.case.dims, *along) if rank in group) if along else (rank,)
+
+
+def norm_over(trial: Trial, along: tuple[str, ...], rank: int, step: int) -> float:
+    return observed_norm(trial, step, peers(trial, rank, along))
+
+
+def norm_of(trial: Trial, fqns: Iterable[str], rank: int, step: int) -> float:
+    """The global norm of some parameters."""
+    of_each = squares(trial, step)
+    return math.sqrt(math.fsum(of_each[fqn] for fqn in fqns if fqn in of_each))
+
+
+def squares(trial: Trial, step: int) -> Mapping[str, float]:
+    """By parameter, the sum of the squares of its gradient, each entry counted once: as the first that holds it has it."""
+    found: dict[str, list[float]] = {}
+    for (fqn, _), (gradient, _) in _pieces(trial, step).items():
+        found.setdefault(fqn, []).append(float(np.sum(np.square(gradient, dtype=np.float64))))
+    return {fqn: math.fsum(of_one) for fqn, of_one in found.items()}
+
+
+def _pieces(trial: Trial, step: int) -> dict[tuple[str, object], tuple[np.ndarray, int]]:
+    """By parameter and slice, the gradient, and the first rank that holds it."""
+    found: dict[tuple[str, object], tuple[np.ndarray, int]] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        for record in (record for record in evidence.steps if record.step == step):
+            for fqn, gradient in record.gradients.items():
+                found.setdefault((fqn, trial.slice_of(rank, fqn)), (gradient, rank))
+    return found
+
+
+def _of_entries(trial: Trial, total: Callable[[Iterable[float]], float], rank: int, step: int) -> float:
+    sizes = (np.abs(gradient.astype(np.float64)) for gradient, _ in _pieces(trial, step).values())
+    return total(total(size.ravel().tolist()) for size in sizes if size.size)
+
+
+def _sum_of_norms(trial: Trial, rank: int, step: int) -> float:
+    return math.fsum(math.sqrt(square) for square in squares(trial, step).values())
+
+
+def _counting_again(trial: Trial, axis: str, rank: int, step: int) -> float:
+    """Parameters that are alike along an axis count once for every rank of it."""
+    total = []
+    for (fqn, part), (gradient, holder) in _pieces(trial, step).items():
+        line = trial.plan.group_of(holder, axis)
+        alike = all(trial.slice_of(peer, fqn) == part for peer in line)
+        total.append(float(np.sum(np.square(gradient, dtype=np.float64))) * (len(line) if alike else 1))
+    return math.sqrt(math.fsum(total))
