@@ -21,9 +21,12 @@ exit codes:
 
 
 def exit_code(judgement: Judgement) -> int:
-    if judgement.fired is False:
-        return NOT_JUDGED
-    return {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}.get(judgement.verdict, NOT_JUDGED)
+    return NOT_JUDGED if judgement.fired is False else code_of(judgement.verdict)
+
+
+def code_of(verdict: str) -> int:
+    codes: dict[str, int] = {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}
+    return codes.get(verdict, NOT_JUDGED)
 
 
 def worst(codes: Iterable[int]) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.interrupt import abandon
-from harness.cli.options import add_cases, add_command, add_how_to_run, add_jobs, cases_of, jobs_of, options_of
+from harness.cli.options import add_cases, add_command, add_how_to_run, add_jobs, cases_of, options_of
 from harness.evidence.store import write_text
 from harness.faults import Fault, all_faults, faults_of_file
 from harness.faults.attempt import Attempt, Outcome, accepted, to_json
+from harness.launch import machine, pool_of
 from harness.report import catalogue as shown
 from harness.report.output import say
 from harness.report.progress import Progress
@@ -30,7 +31,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-k", dest="expression", default="", metavar="EXPR", help="words of name, case, bug, kind of bug and laws"
     )
-    add_jobs(parser, "at a time")
+    add_jobs(parser, "at a time at most; default as many as there are cores, on GPUs as slots allow")
     parser.add_argument(
         "--file", type=Path, metavar="FILE.py", help="a catalogue of your own in place of harness/faults"
     )
@@ -58,7 +59,7 @@ def command(args: argparse.Namespace) -> int:
 def tried(chosen: Sequence[Fault], args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
     """What became of each fault and of the control, and how many seconds all took."""
     usual = case_files.USUAL if args.file else case_files.OURS  # the catalogue is about the cases that it comes with
-    cases, options, jobs = cases_of(args, usual), options_of(args, several_nodes=False), jobs_of(args)
+    cases, options, jobs = cases_of(args, usual), options_of(args, several_nodes=False), jobs_of(args.jobs, args.device)
     faults = [catalogue.control(), *chosen]
     needed = catalogue.needed(faults, cases)
     weights = {case.name: weight(case) for case in needed}
@@ -69,6 +70,11 @@ def tried(chosen: Sequence[Fault], args: argparse.Namespace) -> tuple[list[Attem
     except KeyboardInterrupt:
         abandon(progress, "cases and faults")
     return done, control, progress.elapsed()
+
+
+def jobs_of(told: int | None, device: str) -> int:
+    """A cause is looked for on the core that ranks of others need, so there are no more faults at a time than cores."""
+    return told or (len(pool_of(device).slots) + 1 if device == "cuda" else max(2, len(machine.cores())))
 
 
 def faults_code(done: Sequence[Attempt], control: Attempt) -> int:

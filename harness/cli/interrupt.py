@@ -30,8 +30,8 @@ def one_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def abandon(progress: Progress, what: str) -> NoReturn:
+def abandon(progress: Progress, what: str, remedy: str = "") -> NoReturn:
     """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
     progress.clear()
-    complain(f"interrupted after {len(progress.done)} of {len(progress.weights)} {what}")
+    complain(f"interrupted after {len(progress.done)} of {len(progress.weights)} {what}{remedy}")
     os._exit(INTERRUPTED)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.cli.exit_codes import NOT_JUDGED, PASSED, exit_code, worst
+from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.interrupt import abandon
 from harness.cli.options import (
     BadInput,
@@ -19,16 +21,21 @@ from harness.cli.options import (
     add_recipe,
     add_selection,
     cases_of,
-    jobs_of,
     options_of,
     positive_int,
 )
-from harness.report.grid import Outcome, matrix_report
-from harness.report.output import say
+from harness.launch import pool_of
+from harness.report.grid import matrix_report
+from harness.report.outcome import Outcome
+from harness.report.output import complain, say
 from harness.report.progress import Progress
+from harness.run import verdicts
 from harness.run.matrix import run_all
-from harness.run.selection import ALL_TIERS, matching, of_tier, weight
+from harness.run.options import Options
+from harness.run.packing import Load, in_order, loads, remembered, share
+from harness.run.selection import ALL_TIERS, matching, of_tier
 from harness.run.supported import unsupported
+from harness.run.verdicts import Record
 from harness.spec import case_files, coverage, random_cases
 from harness.spec.case import TIERS, Case
 from harness.spec.variants import in_dtype, reseeded
@@ -42,7 +49,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--tier", choices=tiers, default="default", help="which cases; all but default are for the night"
     )
-    add_jobs(parser, "cases at a time")
+    add_jobs(parser, "cases at a time at most; default as many as slots allow")
     add_recipe(parser)
     parser.add_argument(
         "--random",
@@ -54,25 +61,121 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="only list every pair of options, with its case or its reason"
     )
+    add_parts(parser)
     add_how_to_run(parser)
+
+
+def add_parts(parser: argparse.ArgumentParser) -> None:
+    """What of the selected cases is run, and what a run does when it is not the first."""
+    part = parser.add_argument_group("which part of them; every run is recorded in OUT/verdicts.jsonl")
+    part.add_argument("--shard", metavar="I/N", help="the I-th of N parts, which several machines run")
+    part.add_argument(
+        "--durations",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        help="parts of equal length, by a verdicts.jsonl that all machines have; else by ranks",
+    )
+    part.add_argument(
+        "--resume", action="store_true", help="go on with the last run in OUT, which was cut short: with its cases"
+    )
+    part.add_argument("--last-failed", action="store_true", help="those not green in the last run in OUT")
+    part.add_argument("--max-failures", type=positive_int, metavar="N", help="begin no other case after N failures")
 
 
 def command(args: argparse.Namespace) -> int:
     if args.all:
         return pairs_code(coverage.pairs(cases_of(args), trainers.load(args.trainer).unsupported))
     cases, more = selected(args)
+    if not args.resume:
+        cases = part_of(cases, args)
     if args.list:
         say(listing(cases))
         return PASSED
-    progress = Progress({case.name: weight(case) for case in cases}, sys.stderr)
-    try:
-        outcomes = run_all(cases, options_of(args), jobs=jobs_of(args), progress=progress)
-    except KeyboardInterrupt:
-        abandon(progress, "cases")
+    options = options_of(args)
+    cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
+    todo = [load for load in ordered(cases, options) if load.name not in before]
+    progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
+    done = before | {one.case: one for one in run(todo, cases, options, args, record, progress)}
+    outcomes = [done[case.name] for case in cases if case.name in done]
     say(matrix_report(outcomes, progress.elapsed()))
+    if len(outcomes) < len(cases):
+        say(f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them")
     if more:
         say(f"{more} more of other tiers were not run: --tier all")
     return matrix_code(outcomes)
+
+
+def run(
+    todo: Sequence[Load],
+    cases: Sequence[Case],
+    options: Options,
+    args: argparse.Namespace,
+    record: Record,
+    progress: Progress,
+) -> list[Outcome]:
+    """The cases that are to be run, in this order."""
+    named = {case.name: case for case in cases}
+    jobs = args.jobs or len(pool_of(options.device).slots) + 1  # one that is judged has given its slots back
+    try:
+        return run_all(
+            [named[load.name] for load in todo],
+            options,
+            jobs=jobs,
+            progress=progress,
+            ended=record.ended,
+            most=args.max_failures,
+        )
+    except KeyboardInterrupt:
+        abandon(progress, "cases", "; the same command with --resume runs the rest")
+
+
+def begin(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> Record:
+    return verdicts.begin(cases, options, args.shard or "")
+
+
+def resumed(
+    selected: Sequence[Case], options: Options, args: argparse.Namespace
+) -> tuple[list[Case], Record, dict[str, Outcome]]:
+    """The cases of the run that was cut short, where it is recorded, and the outcomes that it has."""
+    record, run, unread = verdicts.resume(selected, options, args.shard)
+    for line in unread:
+        complain(line)
+    return [case for case in selected if case.name in run.begins["cases"]], record, run.outcomes
+
+
+def ordered(cases: Sequence[Case], options: Options) -> list[Load]:
+    """Largest first, by how long they took when they were last run here."""
+    file = verdicts.file_in(options.out)
+    runs, _ = verdicts.read(file) if file else ([], [])
+    seconds = remembered(runs, trainer=options.trainer, device=options.device, machine=platform.node())
+    slots = max(1, len(pool_of(options.device).slots))
+    return in_order(loads(cases, seconds, slots), slots)
+
+
+def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
+    """Those of a shard, and those that failed when they were last run. Raises BadInput where none is left."""
+    cases = list(cases)
+    if args.last_failed:
+        run, _ = verdicts.last(args.out)
+        cases = [case for case in cases if case.name in run.outcomes and run.outcomes[case.name].failed]
+    if args.shard:
+        cases = share(cases, common_durations(args), args.shard)
+    elif args.durations:
+        raise BadInput("--durations: they are for --shard; a machine remembers its own in --out")
+    if not cases:
+        raise BadInput(
+            "--last-failed: no selected case failed in the last run" if args.last_failed else "--shard: no case is left"
+        )
+    return cases
+
+
+def common_durations(args: argparse.Namespace) -> dict[str, float]:
+    """What every machine knows that is given the same files; nothing without any."""
+    if not args.durations:
+        return {}
+    runs = [run for file in args.durations for run in verdicts.read(file)[0]]
+    return remembered(runs, trainer=options_of(args).trainer, device=args.device)
 
 
 def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
@@ -90,8 +193,7 @@ def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
 
 def matrix_code(outcomes: Sequence[Outcome]) -> int:
     """Cases that were skipped count for nothing; if no other is left, nothing was judged."""
-    ran = [outcome for outcome in outcomes if not outcome.skipped]
-    return worst(exit_code(outcome.judgement) if outcome.judgement else NOT_JUDGED for outcome in ran)
+    return worst(code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped)
 
 
 def pairs_code(found: Sequence[coverage.Pair]) -> int:

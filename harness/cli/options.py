@@ -18,9 +18,6 @@ from harness.spec import case_files, random_cases
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
 
-JOBS = {"cpu": 2, "cuda": 1}  # by device; on two cores 2 took 10 to 20 % less time than 1, and 4 no less than 2
-USUAL_JOBS = "default " + ", ".join(f"{count} on {device}" for device, count in JOBS.items())
-
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -59,7 +56,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def add_jobs(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("-j", "--jobs", type=positive_int, metavar="N", help=f"{what}; {USUAL_JOBS}")
+    parser.add_argument("-j", "--jobs", type=positive_int, metavar="N", help=what)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -128,10 +125,6 @@ def cases_of(args: argparse.Namespace, usual: str = case_files.USUAL) -> list[Ca
 
 def case_of(args: argparse.Namespace) -> Case:
     return random_cases.named(args.case) or find_case(args.case, cases_of(args))
-
-
-def jobs_of(args: argparse.Namespace) -> int:
-    return args.jobs or JOBS[args.device]
 
 
 def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from harness.checks import STAGES, all_checks
-from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.report.text import MARKS, case_report, wrapped
-from harness.spec.case import Case
+from harness.report.outcome import Outcome
+from harness.report.text import MARKS, wrapped
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one case: judged; or skipped, with the reason; or a problem kept it from being judged."""
-
-    case: Case
-    seconds: float
-    judgement: Judgement | None = None
-    skipped: str = ""
-    problem: str = ""
-
-    @property
-    def verdict(self) -> str:
-        if self.judgement:
-            return str(self.judgement.verdict)
-        return "SKIPPED" if self.skipped else "ERROR"
-
-
-def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
+def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
     """The grid, why laws were not applicable, the report of every case that is not green, and one line that counts."""
-    judged = [outcome.judgement for outcome in outcomes if outcome.judgement]
-    reports = [case_report(judgement) for judgement in judged if judgement.verdict not in (Verdict.PASS, Verdict.XFAIL)]
+    judged = [outcome for outcome in outcomes if outcome.laws]
+    reports = [outcome.report for outcome in judged if outcome.report]
     notes = [not_applicable(judged), *replaced(judged)] if judged else []
     parts = [grid(outcomes), *notes, *reports, summary(outcomes, seconds)]
     return "\n\n".join(parts)
@@ -41,7 +22,7 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float) -> str:
 
 def grid(outcomes: Sequence[Outcome]) -> str:
     """Which law each column is of, then a row a case; below a row the laws that do not hold, by name."""
-    width = max(len(outcome.case.name) for outcome in outcomes)
+    width = max(len(outcome.case) for outcome in outcomes)
     groups = " ".join(f"{stage[: len(laws)]:<{len(laws)}}" for stage, laws in _stages().items())
     rows = [line for outcome in outcomes for line in _rows(outcome, width)]
     return "\n".join([*legend(), "", f"{'':<{width}}  {groups}".rstrip(), *rows])
@@ -64,35 +45,33 @@ def _stages() -> dict[str, list[str]]:
 
 
 def _rows(outcome: Outcome, width: int) -> list[str]:
-    name = f"{outcome.case.name:<{width}}"
-    if outcome.judgement is None:
-        return [f"{name}  {outcome.verdict}: {outcome.skipped or outcome.problem}"]
-    verdicts = {result.check: result.verdict for result in outcome.judgement.results}
-    letters = {law: MARKS[verdict] for law, verdict in verdicts.items()}
+    name = f"{outcome.case:<{width}}"
+    if not outcome.laws:
+        return [f"{name}  {outcome.verdict}: {outcome.reason}"]
+    letters = {law: MARKS[Verdict(verdict)] for law, verdict in outcome.laws.items()}
     marks = " ".join("".join(letters.get(law, " ") for law in laws) for laws in _stages().values())
-    return [f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s", *_not_held(verdicts)]
+    return [f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s", *_not_held(outcome.laws)]
 
 
-def _not_held(verdicts: Mapping[str, Verdict]) -> list[str]:
+def _not_held(verdicts: Mapping[str, str]) -> list[str]:
     """The laws that are broken; where none is, those that could not be judged."""
     for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
-        if laws := [law for law, found in verdicts.items() if found is verdict]:
+        if laws := [law for law, found in verdicts.items() if found == verdict]:
             return wrapped(f"{MARKS[verdict]} {' '.join(laws)}", "    ")
     return []
 
 
-def replaced(judged: Sequence[Judgement]) -> list[str]:
+def replaced(judged: Sequence[Outcome]) -> list[str]:
     """What of the trainer did not run as its users run it, and in how many cases: no verdict says so."""
     parts = Counter(text for one in judged for text in one.replaced)
     lines = [f"  {count:3} x  {text}" for text, count in parts.items()]
     return ["\n".join(["replaced, so that it runs here:", *lines])] if lines else []
 
 
-def not_applicable(judged: Sequence[Judgement]) -> str:
+def not_applicable(judged: Sequence[Outcome]) -> str:
     """Which laws had nothing to say, for what reason and in how many cases: what is green by them was not looked at."""
-    silent = Verdict.NOT_APPLICABLE
-    reasons = Counter((r.check, r.note) for one in judged for r in one.results if r.verdict is silent)
-    shares = [sum(r.verdict is not silent for r in one.results) for one in judged]
+    reasons = Counter(pair for one in judged for pair in one.not_applicable.items())
+    shares = [len(one.laws) - len(one.not_applicable) for one in judged]
     found = f"{min(shares)} to {max(shares)}" if len(set(shares)) > 1 else str(shares[0])
     lines = [f"{found} of {len(all_checks())} laws were judged in a case; not applicable were:"]
     width = max((len(check) for check, _ in reasons), default=0)
@@ -101,8 +80,9 @@ def not_applicable(judged: Sequence[Judgement]) -> str:
     )
 
 
-def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """The last line: how many cases, how long, how many of each verdict."""
+def summary(outcomes: Sequence[Outcome], seconds: float | None) -> str:
+    """The last line: how many cases, how long where that is known, how many of each verdict."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{len(outcomes)} case{'s' * (len(outcomes) > 1)} in {seconds:.1f} s: {said}"
+    time = f" in {seconds:.1f} s" if seconds is not None else ""
+    return f"{len(outcomes)} case{'s' * (len(outcomes) > 1)}{time}: {said}"

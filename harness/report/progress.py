@@ -15,7 +15,7 @@ INTERVAL = 0.5  # seconds between two drawings of the line
 class Progress:
     """started() may be called by any thread, the rest by one. weights: by name, what each takes beside the others."""
 
-    def __init__(self, weights: Mapping[str, int], stream: TextIO) -> None:
+    def __init__(self, weights: Mapping[str, float], stream: TextIO) -> None:
         self.stream, self.terminal = stream, bool(stream and stream.isatty())
         self.began = time.monotonic()
         self.weights = weights

@@ -102,18 +102,23 @@ def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -
 
 
 def _made(case: Case, options: Options) -> dict[str, str]:
-    trainer = TrainerSpec.parse(options.trainer)
-    outside = trainer.is_file or trainer.source
     replaced = trainers.load(options.trainer).replaced(case, options.device)
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
-        "commit": commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness(),
+        "commit": commit_of_trainer(options.trainer),
         "device": options.device,
         "launcher": options.launcher,
         "sources": digest(options),
         **({"replaced": "\n".join(replaced)} if replaced else {}),
     }
+
+
+def commit_of_trainer(spec: str) -> str:
+    """Of the repository that the trainer under test is in; the harness's own for one that comes with it."""
+    trainer = TrainerSpec.parse(spec)
+    outside = trainer.is_file or trainer.source
+    return commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness()
 
 
 def commit_of_harness() -> str:

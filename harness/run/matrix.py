@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from harness import trainers
 from harness.evidence.store import EvidenceError
 from harness.launch import LaunchError, default_server
-from harness.report.grid import Outcome
+from harness.report import outcome as became
+from harness.report.outcome import Outcome
 from harness.report.progress import INTERVAL, Progress
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
@@ -20,36 +20,58 @@ PROBLEMS = (CaseError, EvidenceError, LaunchError)
 """What a case can meet that is no verdict on the trainer. The message says what to do."""
 
 
-def run_all(cases: Sequence[Case], options: Options, *, jobs: int, progress: Progress) -> list[Outcome]:
-    """Every case, `jobs` at a time; outcomes in the order of `cases`. KeyboardInterrupt leaves ranks still alive."""
+def run_all(
+    cases: Sequence[Case],
+    options: Options,
+    *,
+    jobs: int,
+    progress: Progress,
+    ended: Callable[[Outcome], None],
+    most: int | None = None,
+) -> list[Outcome]:
+    """Cases in this order, `jobs` at a time, each as soon as it has its slots; `ended` is told each, by any thread.
+
+    most: so many failures after which no other case begins. KeyboardInterrupt leaves ranks still alive.
+    """
+
+    def one(case: Case) -> Outcome | None:
+        if most is not None and len(failed) >= most:
+            return None
+        outcome = attempt(case, options, progress)
+        ended(outcome)
+        failed.extend([case.name] if outcome.failed else [])
+        return outcome
+
     if options.launcher == "local":
         default_server(trainers.load(options.trainer).preload, device=options.device)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: list[Outcome] = []
+    failed: list[str] = []
     pool = ThreadPoolExecutor(jobs)
-    pending = {pool.submit(attempt, case, options, progress) for case in cases}
-    while pending:
-        done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
-        for outcome in (future.result() for future in done):
-            outcomes[outcome.case.name] = outcome
-            progress.finished(outcome.case.name, outcome.verdict, outcome.seconds)
-        progress.draw()
+    pending = {pool.submit(one, case) for case in cases}
+    try:
+        while pending:
+            done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+            for outcome in filter(None, (future.result() for future in done)):
+                outcomes.append(outcome)
+                progress.finished(outcome.case, outcome.verdict, outcome.seconds)
+            progress.draw()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     progress.clear()
-    return [outcomes[case.name] for case in cases]
+    return outcomes
 
 
 def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
     """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
     progress.started(case.name)
-    began = time.monotonic()
     try:
-        judgement = run_case(case, options)
-        return Outcome(case, judgement=judgement, seconds=judgement.seconds)
+        return became.judged(run_case(case, options))
     except Unsupported as reason:
-        return Outcome(case, skipped=str(reason), seconds=time.monotonic() - began)
+        return became.skipped(case, str(reason))
     except PROBLEMS as problem:
-        return Outcome(case, problem=str(problem), seconds=time.monotonic() - began)
+        return became.problem(case, str(problem))
     except (Exception, SystemExit) as error:  # one case's, which no other need suffer from
-        return Outcome(case, problem=unexpected(error), seconds=time.monotonic() - began)
+        return became.problem(case, unexpected(error))
 
 
 def unexpected(error: BaseException) -> str:

@@ -12,15 +12,15 @@ from harness.run.reference_cache import package_versions
 
 
 @functools.cache
-def _digest() -> str:
-    """As this process found them when it first launched anything."""
+def sources_anywhere() -> str:
+    """As this process found them when it first launched anything; the same on every machine."""
     digest = hashlib.sha256()
     for path in sorted({*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")}):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    digest.update(f"{platform.node()} {platform.python_version()} {package_versions()}".encode())
+    digest.update(f"{platform.python_version()} {package_versions()}".encode())
     return digest.hexdigest()
 
 
 def digest(options: Options) -> str:
     """Empty for a trainer whose sources are elsewhere: nobody knows which of them a run used."""
-    return _digest() if options.trainer == "llama3" else ""
+    return f"{sources_anywhere()} {platform.node()}" if options.trainer == "llama3" else ""

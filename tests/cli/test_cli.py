@@ -190,11 +190,6 @@ def test_the_version_says_what_a_report_of_a_mistake_begins_with(capsys: Any) ->
     assert re.fullmatch(r"harness \S.*, commit \S+, records \d+, torch \S+, Python 3\.\S+\n", capsys.readouterr().out)
 
 
-def test_help_names_the_usual_number_of_jobs_in_words(capsys: Any) -> None:
-    assert main(["matrix", "--help"]) == 0
-    assert "default 2 on cpu, 1 on cuda" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("command", ["", *(command.__name__.rpartition(".")[2] for command in COMMANDS)])
 def test_help_fits_a_terminal_of_80_columns(command: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")

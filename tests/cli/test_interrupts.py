@@ -21,4 +21,7 @@ def test_ctrl_c_in_a_matrix_says_what_was_finished_and_leaves_no_process(cases: 
     code, told = interrupt(
         arguments, when=lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log")), cwd=tmp_path
     )
-    assert (code, told) == (130, "harness: interrupted after 0 of 1 cases\n")
+    assert (code, told) == (
+        130,
+        "harness: interrupted after 0 of 1 cases; the same command with --resume runs the rest\n",
+    )

@@ -7,14 +7,15 @@ from pathlib import Path
 from harness.checks import all_checks
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
-from harness.report.grid import Outcome, grid, not_applicable, summary
+from harness.report.grid import grid, not_applicable, summary
+from harness.report.outcome import Outcome, judged, problem, skipped
 from harness.spec.case import Case
 
 
 def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None:
     outcomes = [
-        Outcome(Case("tp_2", "x"), 0.0, skipped="no GPU"),
-        Outcome(Case("ddp_2", "x"), 0.0, problem="disk full"),
+        skipped(Case("tp_2", "x"), "no GPU"),
+        problem(Case("ddp_2", "x"), "disk full"),
     ]
     lines = grid(outcomes).splitlines()
     assert lines[:3] == [
@@ -32,22 +33,22 @@ def test_a_row_of_the_grid_has_a_letter_for_each_law_and_below_it_the_laws_that_
     found |= {"memory": Verdict.FAIL, "loss": Verdict.FAIL, "schedule": Verdict.NOT_APPLICABLE}
     found |= {"golden": Verdict.UNKNOWN}
     results = tuple(Result(law, verdict, 1) for law, verdict in found.items())
-    judged = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 1.0)
-    assert grid([Outcome(judged.case, 9.0, judged)]).splitlines()[-2:] == [
+    judgement = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 9.0)
+    assert grid([judged(judgement)]).splitlines()[-2:] == [
         "ddp_2  P PPFPPP-PPP PPPPP P?PPFPPPP  FAIL      9.0 s",
         "    F memory loss",
     ]
 
 
 def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_and_why() -> None:
-    def judged(**notes: str) -> Judgement:
+    def one(**notes: str) -> Outcome:
         results = (
             Result("loss", Verdict.PASS, 1),
             *(Result(c, Verdict.NOT_APPLICABLE, note=n) for c, n in notes.items()),
         )
-        return Judgement(Case("x", "x"), Path("x"), results, None, 1.0)
+        return judged(Judgement(Case("x", "x"), Path("x"), results, None, 1.0))
 
-    text = not_applicable([judged(resume="nothing is resumed"), judged(resume="nothing is resumed", schedule="pp 1")])
+    text = not_applicable([one(resume="nothing is resumed"), one(resume="nothing is resumed", schedule="pp 1")])
     assert text.splitlines() == [
         f"1 of {len(all_checks())} laws were judged in a case; not applicable were:",
         "  resume      2 x  nothing is resumed",

@@ -18,6 +18,7 @@ from harness.judge.judgement import Judgement
 from harness.judge.result import Finding, Result, Verdict, one_cause
 from harness.judge.trial import Trial
 from harness.report.grid import replaced as replaced_in_cases
+from harness.report.outcome import judged
 from harness.report.text import case_report, check_text, command, finding_text, headline, provenance, pytest_command
 from harness.spec.dims import ParallelDims
 
@@ -75,7 +76,7 @@ def test_what_did_not_run_as_its_users_run_it_is_said_with_every_verdict() -> No
     assert case_report(passed).splitlines()[1:3] == told
     assert set(told) < set(check_text(passed, passed.results[0]).splitlines())
     assert (
-        replaced_in_cases([passed, passed])[0].splitlines()[1]
+        replaced_in_cases([judged(passed), judged(passed)])[0].splitlines()[1]
         == "    2 x  attention: FlexAttention by SDPA (no CPU kernel)"
     )
 

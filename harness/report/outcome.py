@@ -1,0 +1,85 @@
+"""What became of one case of many, in plain values: a row of the grid, and a line of a run's record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.report.text import case_report
+from harness.spec.case import Case
+
+GREEN = (Verdict.PASS, Verdict.XFAIL)
+SKIPPED, ERROR = "SKIPPED", "ERROR"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """verdict: of the case; SKIPPED or ERROR where there is none, for this reason. seconds: of its launches.
+
+    laws: the verdict of each. not_applicable: why laws had nothing to say. report: of what is neither PASS nor XFAIL.
+    """
+
+    case: str
+    verdict: str
+    ranks: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    cause: str = ""
+    laws: dict[str, str] = field(default_factory=dict)
+    not_applicable: dict[str, str] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
+    report: str = ""
+
+    @property
+    def skipped(self) -> bool:
+        return self.verdict == SKIPPED
+
+    @property
+    def failed(self) -> bool:
+        """Neither green nor skipped: broken, or something could not be judged."""
+        return not self.skipped and self.verdict not in GREEN
+
+
+def judged(judgement: Judgement) -> Outcome:
+    results = judgement.results
+    return Outcome(
+        judgement.case.name,
+        str(judgement.verdict),
+        ranks=ranks_of(judgement.case),
+        seconds=round(judgement.seconds, 3),
+        cause=judgement.diagnosis.cause if judgement.diagnosis else "",
+        laws={result.check: str(result.verdict) for result in results},
+        not_applicable={result.check: result.note for result in results if result.verdict is Verdict.NOT_APPLICABLE},
+        replaced=tuple(judgement.replaced),
+        report=case_report(judgement) if judgement.verdict not in GREEN else "",
+    )
+
+
+def skipped(case: Case, reason: str) -> Outcome:
+    return Outcome(case.name, SKIPPED, ranks=ranks_of(case), reason=reason)
+
+
+def problem(case: Case, reason: str) -> Outcome:
+    return Outcome(case.name, ERROR, ranks=ranks_of(case), reason=reason)
+
+
+def ranks_of(case: Case) -> int:
+    """The most that one of its launches has."""
+    return max(launched.dims.world_size for launched in case.launches.values())
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Without what is empty."""
+    return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
+
+
+def from_json(value: Mapping[str, Any]) -> Outcome:
+    """What a later version says besides is left out. TypeError for what is no outcome."""
+    known = {each.name for each in dataclasses.fields(Outcome)}
+    return Outcome(
+        **{name: part for name, part in value.items() if name in known} | {"replaced": tuple(value.get("replaced", ()))}
+    )

@@ -1,0 +1,180 @@
+"""The record of runs: OUT/verdicts.jsonl, a line for each run that begins and for each case that came to its end.
+
+Whole lines are appended, each on disk before the next case is counted, and none is ever changed. So a run that was killed
+can be resumed, runs beside each other may share OUT, and the file remembers how long cases took. A line that was cut short
+is told and ignored, and the case it was of has no verdict.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness.evidence.store import EvidenceError
+from harness.report import outcome as outcomes
+from harness.report.outcome import Outcome
+from harness.run.launches import commit_of_trainer
+from harness.run.options import Options
+from harness.run.sources import sources_anywhere
+from harness.spec import case as requested
+from harness.spec.case import Case
+
+FILE = "verdicts.jsonl"
+SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "shard")
+"""What a run must have in common with the one it resumes."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """begins: its first line. outcomes: by case; of one that ended more than once the last. twice: the names of these."""
+
+    run: str
+    file: Path
+    begins: dict[str, Any]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    twice: list[str] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[str]:
+        """The cases that never ended."""
+        return [name for name in self.begins["cases"] if name not in self.outcomes]
+
+
+# ---- reading
+
+
+def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
+    """The runs in the order of beginning, and a sentence for each line that is none. EvidenceError if it cannot be read."""
+    runs: dict[str, RecordedRun] = {}
+    unread: list[str] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if line and not _add(line, runs, path):
+            unread.append(f"{path}:{number}: not a whole line of a run, ignored")
+    return list(runs.values()), unread
+
+
+def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
+    """Whether it is a line of a run."""
+    try:
+        value = json.loads(line)
+        if "begins" in value:
+            begins = value["begins"]
+            runs[value["run"]] = RecordedRun(
+                value["run"], path, {"shard": "", **begins, "cases": dict(begins["cases"])}
+            )
+            return True
+        run, outcome = runs[value["run"]], outcomes.from_json(value["ended"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
+    if outcome.case in run.outcomes:
+        run.twice.append(outcome.case)
+    run.outcomes[outcome.case] = outcome
+    return True
+
+
+def file_in(out: Path) -> Path | None:
+    """Of a folder, or such a file itself; None where nothing was recorded."""
+    file = out / FILE if out.is_dir() else out
+    return file if file.suffix == ".jsonl" and file.exists() else None
+
+
+def last(out: Path) -> tuple[RecordedRun, list[str]]:
+    """The run that began last, and what of the file could not be read. EvidenceError where there is none."""
+    file = file_in(out)
+    runs, unread = read(file) if file else ([], [])
+    if not runs:
+        raise EvidenceError(f"{out / FILE}: no run is recorded there; `harness matrix` records one in its --out")
+    return runs[-1], unread
+
+
+# ---- writing
+
+
+class Record:
+    """One run's lines. Any thread may add to it."""
+
+    def __init__(self, out: Path, run: str) -> None:
+        self.file, self.run = out / FILE, run
+
+    def ended(self, outcome: Outcome) -> None:
+        append(self.file, {"run": self.run, "ended": outcomes.to_json(outcome)})
+
+
+def begin(cases: Sequence[Case], options: Options, shard: str) -> Record:
+    record = Record(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}")
+    append(record.file, {"run": record.run, "begins": beginning(cases, options, shard)})
+    return record
+
+
+def resume(cases: Sequence[Case], options: Options, shard: str | None) -> tuple[Record, RecordedRun, list[str]]:
+    """The last run in OUT, to go on with, and what of the file could not be read. EvidenceError if it was of other things, or
+    of cases that are not among these."""
+    run, unread = last(options.out)
+    now = beginning(cases, options, run.begins["shard"] if shard is None else shard)
+    different = [name for name in SAME if run.begins.get(name) != now[name]]
+    if different:
+        shown = "; ".join(f"{name} {run.begins.get(name) or 'none'}, now {now[name] or 'none'}" for name in different)
+        raise EvidenceError(f"--resume: the last run in {options.out} was another one: {shown}")
+    if changed := [name for name, digest in run.begins["cases"].items() if now["cases"].get(name) != digest]:
+        raise EvidenceError(
+            f"--resume: the last run in {options.out} had cases that are not selected now, or were changed since: "
+            + _some(changed)
+        )
+    return Record(options.out, run.run), run, unread
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, Any]:
+    """What a run is of."""
+    return {
+        "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        "machine": platform.node(),
+        "trainer": options.trainer,
+        "device": options.device,
+        "launcher": options.launcher,
+        "torch": importlib.metadata.version("torch"),
+        "commit": commit_of_trainer(options.trainer),
+        "sources": sources_anywhere()[:12],
+        "shard": shard,
+        "cases": {case.name: _digest(case) for case in cases},
+    }
+
+
+def _digest(case: Case) -> str:
+    """Of what is requested, wherever it is written."""
+    value = {name: part for name, part in requested.to_json(case).items() if name != "file"}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def append(file: Path, value: dict[str, Any]) -> None:
+    """A line of its own, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
+    line = json.dumps(value).encode() + b"\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab+", buffering=0) as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            end = opened.seek(0, os.SEEK_END)
+            if end and os.pread(opened.fileno(), 1, end - 1) != b"\n":
+                line = b"\n" + line
+            while line:
+                line = line[opened.write(line) :]
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise EvidenceError(f"{file}: cannot be written: {error.strerror}; choose another --out") from error
