@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -159,11 +160,13 @@ def _import(name: str) -> None:
 
 
 def import_once(modules: Iterable[str]) -> None:
-    """What ranks find imported. Keeps the collector from touching (so copying) those pages in the children."""
+    """What ranks find imported. Keeps the collector, and the end of a rank, from touching (so copying) those pages in it."""
     before = len(sys.modules)
     for name in modules:
         _import(name)
     if len(sys.modules) > before:
+        for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+            finalizer.atexit = False  # torch takes its libraries of operators apart there
         gc.collect()
         gc.freeze()
 

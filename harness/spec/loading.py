@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from harness import BUILTIN
 from harness.reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
@@ -88,23 +91,39 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML as people mean it: a key written twice is an error, not the last one winning."""
 
 
-def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+if yaml.__with_libyaml__:
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
+
+    class _FastLoader(Composer, CParser, SafeConstructor, Resolver):
+        """The same, scanned and parsed in C. Trap: libyaml's composer crashes on what is nested deeply, so it has Python's."""
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            for part in (Composer, SafeConstructor, Resolver):
+                part.__init__(self)
+
+else:
+    _FastLoader = _UniqueKeyLoader  # type: ignore[assignment,misc]
+
+
+def _unique_mapping(loader: SafeConstructor, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
     keys = [loader.construct_object(key, deep=deep) for key in written]
     for position, key in enumerate(keys):
         if key in keys[:position]:
             raise yaml.YAMLError(f"line {written[position].start_mark.line + 1}: key {key!r} is written twice")
-    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+    return SafeConstructor.construct_mapping(loader, node, deep)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+for _loader in (_UniqueKeyLoader, _FastLoader):
+    _loader.add_constructor(  # type: ignore[type-var]
+        yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping
+    )
 
 
 def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     try:
-        loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
-        limits.refuse_bombs(node := loader.get_single_node())
-        document = None if node is None else loader.construct_document(node)
+        document = _document(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CaseError(f"{shown}: cannot be read: {error.strerror}") from error
     except RecursionError as error:
@@ -114,6 +133,19 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CaseError(f"{shown}: expected a mapping with 'cases:' or 'matrix:' at the top level")
     return document
+
+
+def _document(text: str) -> Any:
+    """What is wrong is told by the slow loader, in the same words with and without libyaml."""
+    try:
+        return _loaded(_FastLoader(text))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return _loaded(_UniqueKeyLoader(text))
+
+
+def _loaded(loader: Any) -> Any:
+    limits.refuse_bombs(node := loader.get_single_node())
+    return None if node is None else loader.construct_document(node)
 
 
 def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
