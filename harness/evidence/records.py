@@ -176,6 +176,9 @@ class StepEvidence:
     settings: switches of torch by name, and every value that each was seen to have in this step.
     kept: of float tensors besides parameters, gradients and optimizer state, the bytes that lived on when the step was over,
     by "dtype shape". copied: of copies of weights, the most bytes at once, by phase. Both None if nobody looked.
+    seconds: from the first forward pass to the end of the optimizer's step, on the device's clock. allocator: of a GPU, the
+    bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
+    then. No law reads these two.
     """
 
     step: int
@@ -198,6 +201,8 @@ class StepEvidence:
     copied: dict[str, int] | None = None
     reported_lr: float | None = None
     scaled: float | None = None
+    seconds: float | None = None
+    allocator: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,21 @@ To add an observation: one file here, one field in harness/evidence/records.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from harness.evidence.records import Activity, Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
-from harness.probe import live_tensors, structure
+from harness.probe import host_copies, live_tensors, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.compiler import CompilerRecorder, compiler
 from harness.probe.copies import CopyRecorder
+from harness.probe.device import DeviceRecorder
 from harness.probe.growth import GrowthRecorder
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.precision import QuantizedRecorder
@@ -71,6 +72,7 @@ class Probe:
         self._held: tuple[HeldTensor, ...] | None = None
         self.growth = GrowthRecorder(self.clock, self._beside)
         self.copies = CopyRecorder(self.clock)
+        self.device = DeviceRecorder(self.clock)
 
     def install(self) -> None:
         self.collectives.install()
@@ -82,6 +84,7 @@ class Probe:
         self.saved.install()
         self.settings.install()
         self.copies.install()
+        self.device.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
@@ -91,7 +94,7 @@ class Probe:
         self.samples.attach(self._parts)
         self.copies.attach(self._parts)
         self.growth.attach()
-        self._parameters = structure.parameter_evidence(self._parts)
+        self._parameters = structure.parameter_evidence(self._parts, host_copies.copied)
 
     def _between_steps(self) -> None:
         self.values.see_what_was_left()
@@ -119,10 +122,11 @@ class Probe:
         self.growth.note_last(last, self._held)
 
     def _beside(self) -> tuple[HeldTensor, ...]:
-        known = self.values.optimizers, self.samples.tensors()
+        known = self.values.optimizers, [*self.samples.tensors(), *host_copies.pending()]
         return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated)
 
     def remove(self) -> None:
+        self.device.remove()
         self.settings.remove()
         self.saved.remove()
         self.compiler.remove()
@@ -137,11 +141,13 @@ class Probe:
 
     def evidence(self, reported: Mapping[int, Reported], fault: bool | None = None) -> RankEvidence:
         """All that was seen. `reported`: by step, what the trainer shows its user."""
+        host_copies.wait()
+        self.values.read()
         steps = sorted(step for step in self.values.steps if step > self.clock.start)
         return RankEvidence(
             rank=self.rank,
             world_size=self.world_size,
-            parameters=self._parameters,
+            parameters=tuple(replace(one, value=host_copies.read(one.value)) for one in self._parameters),
             groups=structure.groups(),
             collectives=self.collectives.settled(),
             steps=tuple(self._step(step, self.values.steps[step], reported) for step in steps),
@@ -163,7 +169,7 @@ class Probe:
             actions=tuple(self.pipeline.actions.get(step, ())),
             reported_loss=loss,
             grad_norm=norm,
-            lr=values.lr,
+            lr=None if values.lr is None else float(values.lr),
             reported_lr=rate,
             gradients=values.gradients,
             parameters=values.parameters,
@@ -171,6 +177,8 @@ class Probe:
             memory=values.memory,
             changed=values.changed,
             scaled=values.scaled,
+            seconds=self.device.seconds(step),
+            allocator=self.device.memory(step),
             activity=self._activity(step),
             graphs=self.compiler.of_step(step),
             settings=self.settings.of_step(step),
@@ -182,7 +190,7 @@ class Probe:
 
     def _activity(self, step: int) -> Activity:
         computed = self.activity.of_step(step)
-        return dataclasses.replace(computed, quantized=self.quantized.of_step(step), saved=self.saved.of_step(step))
+        return replace(computed, quantized=self.quantized.of_step(step), saved=self.saved.of_step(step))
 
 
 def environment() -> dict[str, str]:

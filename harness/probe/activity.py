@@ -18,6 +18,7 @@ from torch import nn
 
 from harness.evidence.records import Activity, Attention, Call, Matmul
 from harness.probe.clock import Account, Clock
+from harness.probe.host_copies import Copy, copied, read
 from harness.probe.structure import local, plain_fqn
 
 K = TypeVar("K")
@@ -48,6 +49,7 @@ class ActivityRecorder:
         self._clock = clock
         self._accounts: dict[Account, Activity] = {}
         self._nobodys = Account(0)
+        self._measured: list[tuple[Account, str, Copy, int]] = []
         self._states: dict[tuple[int, str], set[int]] = defaultdict(set)
         self._draws = False
         self._last: tuple[int, str] | None = None
@@ -80,11 +82,20 @@ class ActivityRecorder:
         self._hooks, self._library = [], None
 
     def of_step(self, step: int) -> Activity:
-        return _together(seen for account, seen in self._accounts.items() if account.of(step))
+        """To be asked once the device was waited for."""
+        whole = _together(seen for account, seen in self._accounts.items() if account.of(step))
+        for account, fqn, measured, elements in self._measured:
+            if account.of(step):
+                squares, count = whole.inputs.get(fqn, (0.0, 0.0))
+                whole.inputs[fqn] = (squares + float(read(measured)), count + elements)
+        return whole
+
+    def _account(self) -> Account:
+        between = self._clock.is_between_steps and not torch.is_grad_enabled()
+        return self._nobodys if between else self._clock.account
 
     def _now(self) -> Activity:
-        between = self._clock.is_between_steps and not torch.is_grad_enabled()
-        return self._accounts.setdefault(self._nobodys if between else self._clock.account, Activity())
+        return self._accounts.setdefault(self._account(), Activity())
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[factor]
@@ -123,8 +134,7 @@ class ActivityRecorder:
             return
         value = local(inputs[0])
         if value.is_floating_point() and _is_real(value):
-            squares, count = self._now().inputs.get(fqn, (0.0, 0.0))
-            self._now().inputs[fqn] = (squares + value.double().square().sum().item(), count + value.numel())
+            self._measured.append((self._account(), fqn, copied(value.double().square().sum()), value.numel()))
 
     def _compare_random_state(self, fqn: str, phase: str) -> None:
         """Recomputation must begin with the state that some forward call of this step began with, if that was noted."""
@@ -154,9 +164,6 @@ def _together(accounts: Iterable[Activity]) -> Activity:
         for name in ("calls", "matmuls", "attention", "random", "other_states"):
             for key, count in getattr(seen, name).items():
                 _count(getattr(whole, name), key, count)
-        for fqn, measured in seen.inputs.items():
-            squares, count = whole.inputs.get(fqn, (0.0, 0.0))
-            whole.inputs[fqn] = (squares + measured[0], count + measured[1])
     return whole
 
 

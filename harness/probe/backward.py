@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from harness.probe.clock import Clock
-from harness.probe.structure import as_numpy, local
+from harness.probe.host_copies import Copy, all_copied, all_read
+from harness.probe.structure import local
 
 ENGINE = "_engine_run_backward"
 """What Tensor.backward comes down to in torch.autograd, reductions by DDP and FSDP included."""
@@ -60,18 +62,29 @@ class BackwardRecorder:
     def drop(self) -> None:
         self._copies = {}
 
-    def taken(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
+    def taken(self) -> Before:
+        """What there was when backward ended; nothing if nobody looked."""
+        resolution = {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in self._copies.items()}
+        before = Before(all_copied(self._copies.items()), resolution)
+        self.drop()
+        return before
+
+
+@dataclass(frozen=True)
+class Before:
+    """Gradients at the end of backward. resolution: the epsilon of each one's dtype."""
+
+    gradients: dict[str, Copy]
+    resolution: dict[str, float]
+
+    def against(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
         """The gradients before, and what all were multiplied by since; `later` and NaN if that was not one number. None: nobody
         looked."""
-        earlier, resolution = {f: as_numpy(g) for f, g in self._copies.items()}, self._resolution()
-        self.drop()
-        if not earlier:
+        if not self.gradients:
             return dict(later), None
-        factor = common_factor(earlier, later, resolution)
+        earlier = all_read(self.gradients)
+        factor = common_factor(earlier, later, self.resolution)
         return (dict(later) if math.isnan(factor) else earlier), factor
-
-    def _resolution(self) -> dict[str, float]:
-        return {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in self._copies.items()}
 
 
 def common_factor(

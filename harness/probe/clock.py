@@ -32,7 +32,7 @@ class Account:
 
 class Clock:
     """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
-    schedule_ended, when a pass of a pipeline's schedule that trains has ended.
+    schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has.
 
     account: where what is seen now belongs. of_last_pass: where what is made of the last pass's output belongs.
     passes: forward passes so far. evaluated: whether there was one of evaluation since the last step began.
@@ -40,6 +40,7 @@ class Clock:
 
     between_steps: Callable[[], None] = staticmethod(lambda: None)
     schedule_ended: Callable[[], None] = staticmethod(lambda: None)
+    step_begins: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.start = self.step = 0
@@ -115,6 +116,7 @@ class Clock:
             self.step += 1
             self.of_step = Account(self.step)
             self._step_is_over = self._certain = self.evaluated = False
+            self.step_begins()
 
     def decide(self, account: Account) -> None:
         """Backward has come to what this pass returned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,18 +63,21 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def parameter_evidence(parts: Iterable[nn.Module]) -> tuple[TensorEvidence, ...]:
-    return tuple(_tensor_evidence(fqn, parameter) for fqn, parameter in named_parameters(parts))
+def parameter_evidence(
+    parts: Iterable[nn.Module], copied: Callable[[torch.Tensor], Any] = as_numpy
+) -> tuple[TensorEvidence, ...]:
+    """copied: what becomes of the value, if it is to be read later."""
+    return tuple(_tensor_evidence(fqn, parameter, copied(parameter)) for fqn, parameter in named_parameters(parts))
 
 
-def _tensor_evidence(fqn: str, tensor: torch.Tensor) -> TensorEvidence:
+def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
     return TensorEvidence(
         fqn=fqn,
         global_shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         mesh=tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None,
         placements=placements(tensor),
-        value=as_numpy(tensor),
+        value=value,
     )
 
 

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from harness.evidence.records import Resumed
-from harness.probe.backward import BackwardRecorder
+from harness.probe.backward import BackwardRecorder, Before
 from harness.probe.clock import Clock
-from harness.probe.structure import as_numpy, local, named_parameters, sharded_parameters
+from harness.probe.host_copies import Copy, all_copied, all_read, can_be_read, copied, lies_on_device, read
+from harness.probe.structure import local, named_parameters, sharded_parameters
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
 INNER = ("_get_total_norm", "_clip_grads_with_norm_")
@@ -40,13 +41,32 @@ def note_gradients() -> None:
 
 @dataclass
 class StepValues:
-    lr: float | None = None
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    parameters: dict[str, np.ndarray] = field(default_factory=dict)
-    optimizer_state: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    """What of it lies on a GPU is read once the device was waited for. before: gradients at the end of backward, until
+    they are compared with `gradients`."""
+
+    lr: float | Copy | None = None
+    gradients: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    optimizer_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
-    changed: dict[str, np.ndarray] | None = None
+    changed: dict[str, Any] | None = None
     scaled: float | None = None
+    before: Before | None = None
+
+    def compare(self) -> None:
+        """Gradients with what they were."""
+        if self.before is not None:
+            self.gradients, self.scaled = self.before.against(all_read(self.gradients))
+        self.before = None
+
+    def read(self) -> None:
+        self.compare()
+        self.lr = float(read(self.lr)) if torch.is_tensor(self.lr) else self.lr
+        self.gradients, self.parameters = all_read(self.gradients), all_read(self.parameters)
+        self.optimizer_state = {fqn: all_read(state) for fqn, state in self.optimizer_state.items()}
+        if self.changed is not None:
+            now = all_read(self.changed)
+            self.changed = {f: value for f, value in now.items() if not same_array(value, self.parameters[f])}
 
 
 class ValueRecorder:
@@ -98,7 +118,7 @@ class ValueRecorder:
 
     def watch_resumed(self) -> None:
         """Parameters as they are now; each optimizer's state when it first steps, for nobody says where optimizers are."""
-        self.resumed = Resumed({fqn: as_numpy(p) for fqn, p in named_parameters(self.parts)}, {})
+        self.resumed = Resumed(all_copied(named_parameters(self.parts)), {})
 
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
         if self.resumed is None or self._clock.step != self._clock.start + 1:
@@ -122,15 +142,17 @@ class ValueRecorder:
             self._backward.drop()
         if step.gradients or not self.parts:
             return
-        step.gradients = {fqn: as_numpy(gradient) for fqn, gradient in self._gradients().items()}
-        step.gradients, step.scaled = self._backward.taken(step.gradients)
+        step.gradients, step.before = all_copied(self._gradients().items()), self._backward.taken()
+        if can_be_read(step.gradients) and can_be_read(step.before.gradients):
+            step.compare()
         step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.copy_gradients(clipped_next=False)
         self._copy_resumed_state(optimizer)
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
-            self._step().lr = float(optimizer.param_groups[0]["lr"])
+            lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
+            self._step().lr = copied(lr) if torch.is_tensor(lr) else float(lr)
         self._clock.enter_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -139,18 +161,27 @@ class ValueRecorder:
         step = self._step()
         owned = self._owned(optimizer)
         for fqn, parameter in owned:
-            step.parameters[fqn] = as_numpy(parameter)
+            step.parameters[fqn] = copied(parameter)
         step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
 
     def see_what_was_left(self) -> None:
-        """Parameters as the step that just ended left them are compared, bit for bit; copied are only those that differ."""
+        """Parameters as the step that just ended left them are compared, bit for bit. Of those on a GPU all are copied, and
+        compared when that can be read; else only those that differ."""
         ended = [number for number, step in self.steps.items() if step.parameters]
         step = self.steps[max(ended)] if ended else None
         if step is not None:
             now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)
-            step.changed = {fqn: as_numpy(p) for fqn, p in now if not same_bits(p, step.parameters[fqn])}
+            step.changed = all_copied((fqn, p) for fqn, p in now if not known_as_same(p, step.parameters[fqn]))
+
+    def read(self) -> None:
+        """All that was copied, of which that of a GPU is there once the device was waited for."""
+        for step in self.steps.values():
+            step.read()
+        if self.resumed is not None:
+            states = {fqn: all_read(state) for fqn, state in self.resumed.optimizer_state.items()}
+            self.resumed = Resumed(all_read(self.resumed.parameters), states)
 
     def keep_final_state(self) -> None:
         """Optimizer state is copied when training has ended, and where it is saved: the laws derive that of each step from
@@ -162,14 +193,23 @@ class ValueRecorder:
             add_states(self.steps[max(stepped)].optimizer_state, states)
 
 
-def add_states(known: dict[str, dict[str, np.ndarray]], states: dict[str, dict[str, Any]]) -> None:
+def add_states(known: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]) -> None:
     """An optimizer that only contains others has no state of its own: torchtitan's, whose step comes first and last."""
     known |= {fqn: tensors(state) for fqn, state in states.items() if state or fqn not in known}
 
 
+def known_as_same(tensor: torch.Tensor, recorded: Copy) -> bool:
+    """False of what cannot be told without waiting for a device."""
+    return isinstance(recorded, np.ndarray) and not lies_on_device(local(tensor)) and same_bits(tensor, recorded)
+
+
+def same_array(one: np.ndarray, other: np.ndarray) -> bool:
+    return same_bits(torch.from_numpy(one), other)
+
+
 def same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
     tensor = local(tensor)
-    one, other = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu(), torch.from_numpy(recorded)
+    one, other = tensor.float() if tensor.dtype == torch.bfloat16 else tensor, torch.from_numpy(recorded)
     same_kind = one.shape == other.shape and one.dtype == other.dtype
     return same_kind and torch.equal(_as_bytes(one), _as_bytes(other))
 
@@ -184,8 +224,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def tensors(state: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {key: as_numpy(value) for key, value in state.items() if torch.is_tensor(value)}
+def tensors(state: dict[str, Any]) -> dict[str, Copy]:
+    return all_copied((key, value) for key, value in state.items() if torch.is_tensor(value))
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
