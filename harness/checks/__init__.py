@@ -16,7 +16,10 @@ from types import ModuleType
 
 from harness.judge import tolerance
 from harness.judge.result import Result, Verdict, worst_first
-from harness.judge.trial import Trial, launch_label
+from harness.judge.trial import Recorded, Trial, launch_label
+
+OF_RECORDED = ("completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard")
+"""What is judged of a job that was only recorded: laws that need neither values nor a recipe."""
 
 STAGES = ("process", "structure", "data", "numbers")
 
@@ -58,6 +61,8 @@ def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
     """The law's result, made honest."""
+    if trial.recorded is not None and (reason := _unrecorded(name, trial.recorded)):
+        return Result(name, Verdict.NOT_APPLICABLE, note=reason)
     missing = _missing(trial)
     if name != "completed" and missing:
         return Result(name, Verdict.UNKNOWN, note=f"no evidence {missing}; see `completed`")
@@ -73,13 +78,18 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
     return result
 
 
+def _unrecorded(name: str, recorded: Recorded) -> str:
+    """Why a law is not judged of a job that was only recorded."""
+    return recorded.not_judged.get(name, "") if name in OF_RECORDED else "needs a reference: an adapter brings it"
+
+
 def _missing(trial: Trial) -> str:
     """Whose evidence is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
     ranks = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     if ranks:
         return f"from {_some(ranks)}"
     wanted = set(trial.case.steps)
-    recorded = {"the reference": {step.step for step in trial.reference.steps}}
+    recorded = {"the reference": {step.step for step in trial.reference.steps}} if trial.recorded is None else {}
     recorded |= {f"rank {rank}": {step.step for step in trial.ranks[rank].steps} for rank in sorted(trial.ranks)}
     for who, steps in recorded.items():
         lacking = sorted(wanted - steps)

@@ -33,7 +33,7 @@ def check(trial: Trial) -> Result:
             findings.append(Finding.at(rank, "exit code 0", "nothing is known of its end"))
         if rank in trial.ranks:
             findings += _wrong_identity(trial, rank)
-            findings += _evidence_findings(trial, trial.ranks[rank])
+            findings += _evidence_findings(trial, trial.ranks[rank]) if trial.recorded is None else []
         elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
             findings.append(Finding.at(rank, "an evidence file", "none"))
     if trial.run.unreadable and not findings:

@@ -17,7 +17,7 @@ import math
 from harness.evidence.records import HeldTensor, RankEvidence
 from harness.evidence.text import bytes_text
 from harness.judge.result import Finding, Result, Verdict, verdict_of
-from harness.judge.trial import Trial
+from harness.judge.trial import Recorded, Trial
 from harness.plan.slices import BYTES, numel
 from harness.spec.allowance import allowed
 from harness.spec.case import Case
@@ -28,19 +28,16 @@ COPIES = {"adamw": 2, "sgd": 0}
 
 
 def check(trial: Trial) -> Result:
+    if trial.recorded is not None:
+        return _of_recorded(trial, trial.recorded)
     findings, examined = [], 0
     copies = COPIES[trial.case.training.optimizer] + trial.assumed.copies
     for rank, evidence in sorted(trial.ranks.items()):
         least, most = trial.plan.parameter_bytes[rank]
         wanted = {"parameters": (least, most), "gradients": (0, most + trial.plan.gradient_spare.get(rank, 0))}
         wanted["optimizer_state"] = (copies * least, copies * most)
-        for step in evidence.steps:
-            for kind, (low, high) in wanted.items():
-                examined += 1
-                held = step.memory.get(kind, 0)
-                if not low <= held <= high:
-                    planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-                    findings.append(Finding.at(rank, planned, bytes_text(held), step=step.step, name=kind))
+        examined += len(evidence.steps) * len(wanted)
+        findings += _held(evidence, wanted)
         findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank)
         examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
@@ -48,6 +45,30 @@ def check(trial: Trial) -> Result:
         note = f"nobody looked what rank {unseen[0]} keeps besides parameters, gradients and optimizer state"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+
+
+def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:
+    """wanted: by kind, the least and the most bytes."""
+    findings = []
+    for step in evidence.steps:
+        for kind, (low, high) in wanted.items():
+            held = step.memory.get(kind, 0)
+            if not low <= held <= high:
+                planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
+                findings.append(Finding.at(evidence.rank, planned, bytes_text(held), step=step.step, name=kind))
+    return findings
+
+
+def _of_recorded(trial: Trial, recorded: Recorded) -> Result:
+    """Of a recorded job the most: which parameters have gradients and state, nobody declared. What else it keeps is its own."""
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        least, most = trial.plan.parameter_bytes[rank]
+        wanted = {"parameters": (least, most), "gradients": (0, most)}
+        wanted |= {} if recorded.copies is None else {"optimizer_state": (0, recorded.copies * most)}
+        examined += len(evidence.steps) * len(wanted)
+        findings += _held(evidence, wanted)
+    return verdict_of("memory", findings, examined, note="what is kept beside them is not recorded")
 
 
 def allowed_bytes(trial: Trial, rank: int, what: str) -> int:

@@ -27,6 +27,8 @@ def check(trial: Trial) -> Result:
         return not_applicable("reshard", f"nothing is gathered: {_why_not(trial)}")
     if reason := untold_units(trial):
         return Result("reshard", Verdict.UNKNOWN, note=reason)
+    if trial.recorded is not None:
+        return _of_recorded(trial)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
@@ -48,6 +50,22 @@ def check(trial: Trial) -> Result:
         ]
     findings.sort(key=lambda finding: (finding.rank, finding.step) != (0, 1))
     return verdict_of("reshard", findings, examined, _kept_text(trial))
+
+
+def _of_recorded(trial: Trial) -> Result:
+    """Of a recorded job: no more is there than wrappers claim. A unit that a pass did not need is not there at all."""
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        wanted = trial.plan.after_forward[rank]
+        for step in evidence.steps:
+            for record in step.after_forward:
+                examined += len(record.bytes)
+                more = [fqn for fqn, held in record.bytes.items() if fqn in wanted and held > wanted[fqn].bytes]
+                for fqn in more:
+                    kept = kept_text(trial, wanted[fqn].degree)
+                    observed = observed_text(trial, rank, fqn, record.bytes[fqn])
+                    findings.append(Finding.at(rank, kept, observed, step=step.step, name=f"{fqn} after forward"))
+    return verdict_of("reshard", findings, examined)
 
 
 def _kept_text(trial: Trial) -> str:

@@ -34,6 +34,8 @@ def check(trial: Trial) -> Result:
         return not_applicable("traffic", "one rank moves nothing")
     if reason := untold_units(trial):
         return Result("traffic", Verdict.UNKNOWN, note=reason)
+    if trial.recorded is not None:
+        return _at_least(trial)
     findings, examined, used = [], 0, set[Key]()
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
@@ -51,6 +53,20 @@ def check(trial: Trial) -> Result:
             findings += _outside(trial, rank, step) + _integers(trial, rank, step)
             findings += _waiting(evidence, step)
     return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
+
+
+def _at_least(trial: Trial) -> Result:
+    """Of a recorded job, whose passes, frozen parameters and other uses of its groups nobody declared: what sharding and
+    replication cannot do without is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        for step in trial.case.steps:
+            wanted, seen = planned(trial, rank, step), observed(evidence, step)
+            seen |= _by_evaluation(trial, rank, step, wanted, seen)
+            examined += len(wanted)
+            seen |= {key: count for key, count in wanted.items() if seen.get(key, 0) > count}
+            findings += _compare(trial, rank, step, wanted, {key: seen.get(key, 0) for key in wanted})
+    return verdict_of("traffic", findings, examined, note="at least what the layout needs is moved; more is not judged")
 
 
 def _allowed(trial: Trial, rank: int) -> dict[Key, int]:

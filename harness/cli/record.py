@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.cli.exit_codes import BROKEN
 from harness.cli.options import BadInput, add_command
-from harness.cli.show import shown
+from harness.cli.show import add_layout, shown
 from harness.evidence.store import write_text
 from harness.judge.stored_recording import STARTED
 from harness.record import injection
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out/recording"), metavar="DIR", help="default out/recording"
     )
+    add_layout(parser)
 
 
 def add_recording(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     """The command's own exit code where that is not 0, for what fails has not become another job by being recorded."""
     code = record(args, args.out)
-    found = shown(args.out)
+    found = shown(args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
 
 

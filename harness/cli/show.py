@@ -6,27 +6,45 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.options import add_command
+from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.report.output import say
+from harness.report.recording_layout import layout_report, verdict_of_all
 from harness.report.recording_page import odd, page
+from harness.run.recorded_layout import judged
+from harness.spec import layout as spec
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "show", command, "show what a recorded job really ran, on one page")
     parser.add_argument("directory", metavar="DIR", type=Path, help="what `harness record` wrote")
+    parser.add_argument("--all", action="store_true", help="every line, however many there are")
+    add_layout(parser)
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layout", metavar="DEGREES", help="what was wanted: dp_replicate=2,dp_shard=8, or torchtitan's FILE.toml"
+    )
 
 
 def command(args: argparse.Namespace) -> int:
-    return shown(args.directory)
+    return shown(args.directory, args.layout, whole=args.all)
 
 
-def shown(directory: Path) -> int:
-    """Raises EvidenceError."""
+def shown(directory: Path, layout: str | None, *, whole: bool = False) -> int:
+    """Raises EvidenceError and CaseError."""
     recording = load_recording(directory)
-    say(page(recording))
-    return exit_code(recording)
+    if layout is None or not recording.summaries:
+        say(page(recording, whole=whole))
+        return exit_code(recording)
+    dims = spec.layout(layout, recording.world)
+    results, diagnosis = judged(recording, dims)
+    say(page(recording, layout_report(dims, results, diagnosis), whole=whole))
+    found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results), NOT_JUDGED)
+    return worst([found, exit_code(recording)])
 
 
 def exit_code(recording: Recording) -> int:

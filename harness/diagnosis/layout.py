@@ -100,7 +100,7 @@ class Layout:
 
 def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """The simplest whose slices are those that ranks hold; else what only some parameters lack."""
-    wrong = wrong_parameters(trial) if "shard_contents" in broken else []
+    wrong = wrong_parameters(trial) if {"shard_contents", "placements"} & set(broken) else []
     if not wrong:
         return
     found = [(count, layout) for count, layout in _layouts(trial.case.dims) if _holds(layout, trial, wrong)]

@@ -35,7 +35,8 @@ class Fed:
 class RecordedStep:
     """Of a step, beside its StepEvidence; step 0 is before the first one. digests: by fqn, of this rank's part of each
     parameter. not_finite: parameters with infinite numbers or NaN. seconds: until the next step began; 0 if none did.
-    peak: bytes of memory that were in use at most, so far."""
+    peak: bytes of memory that were in use at most, so far. ungraded: parameters that had no gradient when an
+    optimizer stepped."""
 
     step: int
     digests: dict[str, int]
@@ -43,6 +44,7 @@ class RecordedStep:
     fed: tuple[Fed, ...] = ()
     seconds: float = 0.0
     peak: int = 0
+    ungraded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from harness.plan.slices import BYTES, numel
 from harness.plan.traffic.flow import Flow
 
 INSIDE = ("forward", "backward", "pipeline")
+OF_PARAMETERS = ("parameters", "gradients")
 Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
@@ -18,7 +19,7 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
     """Bytes of one step, by group, collective and phase. optional_only: of flows that may be left out."""
     totals: dict[Key, int] = defaultdict(int)
     for flow in trial.plan.flows_of(rank, step):
-        if flow.optional or not optional_only:
+        if (flow.optional or not optional_only) and (trial.recorded is None or flow.role in OF_PARAMETERS):
             totals[_key(trial, rank, flow)] += flow.bytes
     return dict(totals)
 

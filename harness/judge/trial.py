@@ -15,6 +15,7 @@ import numpy as np
 from harness.evidence.records import RankEvidence, Run, StepEvidence
 from harness.judge import tolerance
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
+from harness.judge.claims import claimed_slice
 from harness.judge.contents import locate
 from harness.judge.golden import Golden
 from harness.judge.tolerance import Bounds
@@ -28,12 +29,21 @@ from harness.spec.traits import TrainerTraits
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """Of a recorded job, which has no reference. not_judged: by law, why. copies: how many numbers a parameter its optimizer
+    keeps at most, None where that is not known."""
+
+    not_judged: Mapping[str, str]
+    copies: int | None = None
+
+
+@dataclass(frozen=True)
 class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
     What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
     trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; reports, by
-    law, what each rank reports of a step.
+    law, what each rank reports of a step. recorded: of a job that was only recorded; its reference is empty.
     """
 
     case: Case
@@ -48,6 +58,7 @@ class Trial:
     otherwise: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
+    recorded: Recorded | None = None
 
     @property
     def launches(self) -> tuple[Trial, ...]:
@@ -76,7 +87,10 @@ class Trial:
 
     @functools.cached_property
     def holdings(self) -> dict[int, dict[str, Slice | None]]:
-        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere."""
+        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Of a recorded job
+        those that its ranks claim."""
+        if self.recorded is not None:
+            return {r: {t.fqn: claimed_slice(r, t) for t in e.parameters} for r, e in self.ranks.items()}
         return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
 
     def _holdings_of(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:

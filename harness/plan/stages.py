@@ -34,6 +34,8 @@ def layers_of_stage(case: Case, stage: int) -> range:
 
 def parameters_of_stage(case: Case, stage: int) -> list[str]:
     """The embedding is with the first stage's layers, the final norm and the output with the last one's."""
+    if case.n_stages == 1:
+        return list(parameter_shapes(case.model))
     prefixes = [f"layers.{layer}." for layer in layers_of_stage(case, stage)]
     prefixes += ["tok_embeddings."] if stage == 0 else []
     prefixes += ["norm.", "output."] if stage == case.n_stages - 1 else []

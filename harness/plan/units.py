@@ -49,6 +49,8 @@ def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     names = list(case.model.parameter_shapes())
     blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
     last = ("norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight")
+    if not {*last} <= {*names}:
+        return [tuple(names)]  # of a model that nobody wrote a policy for
     first = tuple(name for name in ("tok_embeddings.weight",) if name not in last)
     return [unit for unit in (first, *blocks, last) if unit]
 

@@ -45,6 +45,7 @@ class Step:
     memory: dict[str, int] = field(default_factory=dict)
     lr: float | None = None
     peak: int = 0
+    ungraded: tuple[str, ...] = ()
 
 
 class Seen:
@@ -139,6 +140,7 @@ class Seen:
         step = self._step()
         if "lr" in optimizer.param_groups[0]:
             step.lr = float(optimizer.param_groups[0]["lr"])
+        step.ungraded = tuple(fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel())
         step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
@@ -228,6 +230,7 @@ class Seen:
             ),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,
+            ungraded=step.ungraded,
         )
 
     @property

@@ -44,12 +44,12 @@ PHASES = ("forward", "pipeline", "backward")
 Rows = list[tuple[str, str]]
 
 
-def page(recording: Recording) -> str:
-    """All that can be said without a declaration."""
+def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = False) -> str:
+    """judged: what laws say of a layout that was declared; the rest is said without one."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
     rows = [*odd(recording), *facts(recording, summaries)] if summaries else odd(recording)
-    lines = [_title(recording), *_table(rows)]
-    return "\n".join(_cut(lines))
+    lines = [*judged, "", _title(recording), *_table(rows)] if judged else [_title(recording), *_table(rows)]
+    return "\n".join(lines if whole else _cut(lines))
 
 
 def _title(recording: Recording) -> str:

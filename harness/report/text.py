@@ -69,7 +69,7 @@ def case_report(judgement: Judgement) -> str:
     if judgement.fired is False:
         lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
     if judgement.diagnosis:
-        lines += _table(judgement.diagnosis.evidence)
+        lines += table(judgement.diagnosis.evidence)
         lines += _to_copy([("again", command(judgement)), ("evidence", str(judgement.folder))])
     lines += [*_replaced(judgement), "", *_law_lines(judgement.results)]
     for result in judgement.results:
@@ -80,7 +80,7 @@ def case_report(judgement: Judgement) -> str:
 
 
 def _replaced(judgement: Judgement) -> list[str]:
-    return _table([("replaced", text) for text in judgement.replaced])
+    return table([("replaced", text) for text in judgement.replaced])
 
 
 def command(judgement: Judgement) -> str:
@@ -132,7 +132,7 @@ def finding_text(finding: Finding, indent: str = "") -> str:
 
 def check_text(judgement: Judgement, result: Result) -> str:
     """What a test runner shows of one law that did not pass. It shows the first line, cut, in its summary: the cause."""
-    lines = [_cause(judgement), *_table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
+    lines = [_cause(judgement), *table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
     lines.append(
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )
@@ -147,7 +147,7 @@ def _cause_of_unknown(judgement: Judgement) -> str:
     return f"{unknown[0].check}: {unknown[0].note}" if judgement.verdict is Verdict.UNKNOWN and unknown else ""
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+def table(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Rows of one label in a run show it once. What is observed goes below what is expected where both do not fit."""
     lines: list[str] = []
     before = None
@@ -177,13 +177,13 @@ def _law_lines(results: Sequence[Result]) -> list[str]:
     """A line a law; laws that could not be judged for one and the same reason share a line."""
     reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
     shared = {note for note in reasons if reasons.count(note) > 2}
-    lines = [_law_line(result) for result in results if result.note not in shared]
+    lines = [law_line(result) for result in results if result.note not in shared]
     return lines + [
         f"  {f'{reasons.count(note)} other laws':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
     ]
 
 
-def _law_line(result: Result) -> str:
+def law_line(result: Result) -> str:
     examined = f"{result.examined} examined" if result.examined else ""
     detail = ", ".join(text for text in (examined, result.note) if text)
     return f"  {result.check:<17} {result.verdict:<14}  {detail}"

@@ -1,0 +1,64 @@
+"""Laws of which digests tell enough: judged of a recorded job without values, and without a reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from harness.evidence.summary import Summary
+from harness.evidence.text import ranks_text
+from harness.judge.observed import differing_replicas, replicas
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
+from harness.plan.grid import coordinate
+from harness.spec.dims import ParallelDims
+
+
+def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
+    return replica_agreement(summaries), samples(summaries, dims), finite(summaries)
+
+
+def replica_agreement(summaries: Sequence[Summary]) -> Result:
+    """Ranks that claim the same parts of all parameters hold the same bytes of them after every step recorded."""
+    families = replicas(summaries)
+    if not families:
+        return not_applicable("replica_agreement", "no two ranks claim the same parts of all parameters")
+    findings = [
+        Finding(
+            f"ranks {ranks_text(others)}, after step {step}", f"the bytes of ranks {ranks_text(most)}", "other bytes"
+        )
+        for step, pairs in differing_replicas(summaries).items()
+        for most, others in pairs
+    ]
+    examined = sum((len(family) - 1) * len([s for s in family[0].contents if s]) for family in families)
+    return verdict_of("replica_agreement", list(worst_first(findings)), examined)
+
+
+def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
+    """No two data-parallel ranks are fed the same in every step. Ranks that differ in another axis are not compared."""
+    if dims.dp == 1:
+        return not_applicable("samples", "no data parallelism")
+    fed = {one.rank: tuple(sorted(one.fed.items())) for one in summaries if one.fed and one.rank < dims.world_size}
+    if len(fed) < len(summaries):
+        return Result("samples", Verdict.UNKNOWN, note="no tensor was seen that a model is called with")
+    planes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(fed):
+        at = coordinate(dims, rank)
+        planes.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+    findings = []
+    for ranks in planes.values():
+        ordered = sorted(ranks, key=lambda rank: fed[rank])
+        for _, alike in itertools.groupby(ordered, key=lambda rank: fed[rank]):
+            if len(same := sorted(alike)) > 1:
+                text = f"the same in all {len(fed[same[0]])} steps"
+                findings.append(Finding(f"ranks {ranks_text(same)}", "other samples on each data-parallel rank", text))
+    return verdict_of("samples", list(worst_first(findings)), len(fed))
+
+
+def finite(summaries: Sequence[Summary]) -> Result:
+    """Parameters are finite numbers after every step recorded."""
+    findings = [
+        Finding.at(one.rank, "finite numbers", f"none in {len(names)} parameters", step=step, name=names[0])
+        for one in summaries
+        for step, names in sorted(one.not_finite.items())
+    ]
+    return verdict_of("finite", list(worst_first(findings)), sum(len(one.contents) for one in summaries))

@@ -1,0 +1,167 @@
+"""The trial of a recorded job, of which a layout alone is declared: for the same laws, as far as they need no more.
+
+Shapes and units of the plan are those that were seen, precision is what the collectives had, and what a reference would
+tell is not there. What a law cannot know of a recording it does not judge, and says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.evidence.recording import RankRecord
+from harness.evidence.records import Exit, RankEvidence, Run
+from harness.judge.traffic import INSIDE
+from harness.judge.trial import Recorded, Trial
+from harness.plan.make_plan import make_plan
+from harness.plan.observed_units import claimed_units
+from harness.plan.slices import BYTES
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.record import ReferenceRun
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.traits import USUAL
+
+NO_REFERENCE = ReferenceRun({}, (), (), (), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64), {}, {})
+CUT = "{} degree above 1: what a rank holds of a parameter is not derived"
+
+
+@dataclass(frozen=True)
+class ObservedModel(ModelConfig):
+    """Any model, by the parameters that ranks have."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.shapes)
+
+
+def trial_of(records: Mapping[int, RankRecord], dims: ParallelDims, directory: str, world: int) -> Trial:
+    """records: of all ranks that left one. Trap: a job may be of more or fewer ranks than the layout."""
+    steps = _steps(records.values())
+    ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
+    exits = tuple(_exit(rank, records.get(rank)) for rank in range(world))
+    case = _case(dims, ranks, max(steps, default=1))
+    recorded = Recorded(_not_judged(case, ranks, records), _copies(records.values()))
+    plan = make_plan(case, USUAL, {rank: claimed_units(evidence) for rank, evidence in ranks.items()})
+    if dims.tp * dims.pp > 1:
+        plan = replace(plan, slices={rank: {} for rank in plan.slices})
+    return Trial(case, plan, Run(directory, world, exits, ranks), NO_REFERENCE, recorded=recorded)
+
+
+def _steps(records: Iterable[RankRecord]) -> list[int]:
+    """Those from the first on that every rank recorded."""
+    seen = [{step.step for step in record.evidence.steps} for record in records]
+    common = set.intersection(*seen) if seen else set()
+    return [step for step in sorted(common) if set(range(1, step + 1)) <= common]
+
+
+def _of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
+    calls = tuple(call for call in evidence.collectives if call.step in steps or call.step == 0)
+    return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
+
+
+def _exit(rank: int, record: RankRecord | None) -> Exit:
+    if record is None:
+        return Exit(rank, "lost", error="it left no evidence")
+    if record.ended == "raised":
+        return Exit(rank, "raised", 1, error=record.error, blamed=True)
+    if not record.ended:
+        return Exit(
+            rank,
+            "killed",
+            error="nothing was heard of its end",
+            last_collective=record.last.text if record.last else "",
+        )
+    return Exit(rank, "ok", 0)
+
+
+# ---- what is requested, as far as a layout says it
+
+
+def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], steps: int) -> Case:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for evidence in ranks.values():
+        shapes |= {tensor.fqn: tensor.global_shape for tensor in evidence.parameters}
+    model = ObservedModel(name="recorded", n_layers=0, shapes=tuple(shapes.items()))
+    stored = _dtype(ranks.values())
+    gathered, reduced = _moved(ranks, "all_gather"), _moved(ranks, "reduce_scatter") or _moved(ranks, "all_reduce")
+    training = TrainingConfig(
+        steps=steps, dtype=stored or "float32", compute_dtype=gathered if gathered != stored else None
+    )
+    features = Features(wrapper=_wrapper(dims, ranks.values()), reduce_dtype=reduced)
+    return Case("recorded", "a recorded job", dims=dims, model=model, training=training, features=features)
+
+
+def _dtype(ranks: Iterable[RankEvidence]) -> str | None:
+    """That of all parameters; None if they have several, or one that nothing is derived of."""
+    found = {tensor.dtype for evidence in ranks for tensor in evidence.parameters}
+    (dtype,) = found if len(found) == 1 else (None,)
+    return dtype if dtype in BYTES else None
+
+
+def _moved(ranks: Mapping[int, RankEvidence], op: str) -> str | None:
+    """The type in which most bytes of this collective moved in forward and backward."""
+    moved: Counter[str] = Counter()
+    for evidence in ranks.values():
+        for call in evidence.collectives:
+            if call.op == op and call.phase in ("forward", "backward") and call.dtype in BYTES:
+                moved[call.dtype] += call.bytes
+    return max(moved, key=moved.__getitem__) if moved else None
+
+
+def _kinds(ranks: Iterable[RankEvidence]) -> set[str]:
+    return {wrapper.kind for evidence in ranks for wrapper in evidence.structure.values()}
+
+
+def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
+    """The one that was seen, if it can do what is requested."""
+    able = ("fsdp2", "fsdp1") if dims.dp_shard * dims.cp > 1 else ("ddp", "replicate", "fsdp1")
+    return next((kind for kind in able if kind in _kinds(ranks)), None)
+
+
+def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
+    """By law, why."""
+    kinds = _kinds(ranks.values())
+    reasons = {}
+    if case.dims.tp * case.dims.pp > 1:
+        reasons["of slices"] = CUT.format("tp or pp")
+    elif _dtype(ranks.values()) is None:
+        reasons["of slices"] = "parameters have several types, or one whose bytes are not derived"
+    elif "fsdp1" in kinds:
+        reasons["of slices"] = "FSDP1 cuts vectors of many parameters, which are not derived"
+    elif case.dims.dp * case.dims.cp > 1 and not kinds:
+        reasons["of slices"] = "no data-parallel wrapper of torch's was seen"
+    elif len(kinds) > 1:
+        reasons["of slices"] = f"several kinds of wrappers: {', '.join(sorted(kinds))}"
+    found = {law: reasons["of slices"] for law in ("traffic", "memory", "reshard") if reasons}
+    if "traffic" not in found and (reason := _not_derived(records)):
+        found["traffic"] = reason
+    return found
+
+
+def _not_derived(records: Mapping[int, RankRecord]) -> str:
+    """Why the bytes that are moved of parameters are not: some are not trained, or they move as something else."""
+    ungraded = next((s.ungraded for r in records.values() for s in r.steps if s.step and s.ungraded), ())
+    if ungraded:
+        return f"{len(ungraded)} parameters have no gradient ({ungraded[0]}): what is moved of them is not derived"
+    calls = (call for record in records.values() for call in record.evidence.collectives)
+    packed = {c.dtype for c in calls if c.op in ("all_gather", "reduce_scatter") and c.phase in INSIDE} - {*BYTES}
+    return f"parameters or gradients may move as {', '.join(sorted(packed))}" if packed else ""
+
+
+def _copies(records: Iterable[RankRecord]) -> int | None:
+    """How many numbers a parameter torch's optimizers keep at most; None of others."""
+    texts = {text for record in records for text in record.optimizers}
+    known = {_copies_of(text) for text in texts}
+    return max(known, default=None) if None not in known else None  # type: ignore[type-var]
+
+
+def _copies_of(text: str) -> int | None:
+    if text.startswith(("Adam(", "AdamW(")):
+        return 3 if "amsgrad True" in text else 2
+    return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None

@@ -1,0 +1,38 @@
+"""A recording judged by a layout, on the page: the cause first, as of a case of the matrix, then each law in a line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from harness.judge.result import Diagnosis, Result, Verdict
+from harness.report.text import WIDTH, finding_text, law_line, table, wrapped
+from harness.spec.dims import ParallelDims
+
+
+def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
+    """Of a law that nothing explains the first finding goes below."""
+    asked = ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
+    lines = [f"{verdict_of_all(results)} layout {asked}"]
+    if diagnosis is not None:
+        lines += [*wrapped(diagnosis.cause, "  "), *table(diagnosis.evidence)]
+    explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
+    for result in results:
+        if result.verdict is not Verdict.NOT_APPLICABLE:
+            lines += _law(result, with_finding=not explained)
+    silent = [f"{one.check}: {one.note}" for one in results if one.verdict is Verdict.NOT_APPLICABLE]
+    return lines + table([("not applicable", text) for text in silent])
+
+
+def _law(result: Result, *, with_finding: bool) -> list[str]:
+    if result.verdict is Verdict.UNKNOWN:
+        first, *rest = wrapped(law_line(result).strip(), "  ", " " * 18)
+        return [first, *rest]
+    line = law_line(dataclasses.replace(result, note=""))[:WIDTH].rstrip()
+    shown = result.findings[:1] if with_finding else ()
+    return [line, *(text for one in shown for text in wrapped(finding_text(one), "    ", "  "))]
+
+
+def verdict_of_all(results: Sequence[Result]) -> Verdict:
+    found = {result.verdict for result in results}
+    return next((v for v in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS) if v in found), Verdict.UNKNOWN)

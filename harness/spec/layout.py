@@ -1,0 +1,54 @@
+"""A layout as a person types it: dp_replicate=2,dp_shard=8."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from harness.spec.case import CaseError
+from harness.spec.dims import AXES, ParallelDims
+
+TITAN = {
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+}
+"""torchtitan's words for the degrees, in the section [parallelism] of its configuration."""
+
+
+def layout(text: str, world_size: int) -> ParallelDims:
+    """Degrees, or the TOML file of torchtitan that has them. Raises CaseError."""
+    degrees = _of_toml(Path(text), world_size) if text.endswith(".toml") else _of_words(text)
+    try:
+        return ParallelDims(**degrees)
+    except ValueError as error:
+        raise CaseError(f"--layout: {error}") from error
+
+
+def _of_words(text: str) -> dict[str, int]:
+    degrees: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, degree = part.strip().partition("=")
+        if axis not in AXES or not degree.isdigit():
+            raise CaseError(f"--layout {part!r}: write AXIS=DEGREE; the axes are {', '.join(AXES)}")
+        degrees[axis] = int(degree)
+    return degrees
+
+
+def _of_toml(path: Path, world_size: int) -> dict[str, int]:
+    """A shard degree of -1 is what the others leave of the ranks."""
+    try:
+        told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get("parallelism", {})
+    except (OSError, ValueError) as error:
+        raise CaseError(f"--layout {path}: {error}") from error
+    degrees = {axis: int(told[word]) for word, axis in TITAN.items() if word in told}
+    if degrees.get("dp_shard", -1) == -1:
+        others = [degree for axis, degree in degrees.items() if axis != "dp_shard"]
+        rest = world_size
+        for degree in others:
+            rest //= degree
+        degrees["dp_shard"] = rest
+    return degrees

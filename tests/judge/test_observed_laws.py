@@ -1,0 +1,42 @@
+"""Laws of which digests tell enough."""
+
+from __future__ import annotations
+
+from test_observed import hsdp, summary
+
+from harness.judge.observed_laws import finite, replica_agreement, samples
+from harness.judge.result import Verdict
+from harness.spec.dims import ParallelDims
+
+FOUR = ParallelDims(dp_shard=4)
+
+
+def test_data_parallel_ranks_that_are_fed_the_same_in_every_step_are_named() -> None:
+    fed = [summary(rank, fed={1: rank, 2: 7}) for rank in range(3)] + [summary(3, fed={1: 0, 2: 7})]
+    (finding,) = samples(fed, FOUR).findings
+    assert finding.where == "ranks [0,3]"
+
+
+def test_the_same_batch_once_is_no_finding() -> None:
+    assert samples([summary(rank, fed={1: 7, 2: rank}) for rank in range(4)], FOUR).verdict == Verdict.PASS
+
+
+def test_tensor_parallel_peers_may_be_fed_the_same() -> None:
+    ranks = [summary(rank, fed={1: rank // 2}) for rank in range(4)]
+    assert samples(ranks, ParallelDims(dp_shard=2, tp=2)).verdict == Verdict.PASS
+    assert samples(ranks, FOUR).verdict == Verdict.FAIL
+
+
+def test_without_a_tensor_that_was_fed_nobody_knows() -> None:
+    assert samples([summary(rank) for rank in range(4)], FOUR).verdict == Verdict.UNKNOWN
+
+
+def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_to_agree_on() -> None:
+    assert replica_agreement([hsdp(rank) for rank in range(4)]).verdict == Verdict.PASS
+    assert replica_agreement([*map(hsdp, range(3)), hsdp(3, contents={1: 5})]).verdict == Verdict.FAIL
+    assert replica_agreement([summary(rank, slices=rank + 1) for rank in range(4)]).verdict == Verdict.NOT_APPLICABLE
+
+
+def test_infinite_numbers_are_found_with_their_step() -> None:
+    (finding,) = finite([summary(0, contents={1: 1}, not_finite={1: ("w",)})]).findings
+    assert finding.where == "rank 0, step 1, w"

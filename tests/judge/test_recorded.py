@@ -1,0 +1,117 @@
+"""A recorded job and a layout: the laws of the matrix judge it as far as they need no more, on literal evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from literal import LAYOUTS, tiny_case, trial_of
+
+from harness.checks import OF_RECORDED, all_checks, run_check
+from harness.diagnosis import diagnose
+from harness.diagnosis.layout import other_layouts
+from harness.evidence.recording import RankRecord, RecordedStep
+from harness.evidence.records import RankEvidence
+from harness.judge import recorded
+from harness.judge.result import Result, Verdict
+from harness.judge.trial import Trial
+from harness.spec.case import CaseError
+from harness.spec.dims import ParallelDims
+from harness.spec.layout import layout
+
+ADAMW = "AdamW(betas (0.9, 0.999), weight_decay 0.01, amsgrad False)"
+
+
+def record_of(evidence: RankEvidence, **changes: Any) -> RankRecord:
+    steps = tuple(RecordedStep(step.step, {}) for step in evidence.steps)
+    return RankRecord(evidence, steps, optimizers=(ADAMW,), ended="ok", **changes)
+
+
+def recorded_trial(ran: Trial, dims: ParallelDims) -> Trial:
+    """What a run left, judged as a recording by this layout."""
+    records = {rank: record_of(evidence) for rank, evidence in ran.ranks.items()}
+    return recorded.trial_of(records, dims, "run", len(records))
+
+
+def judged(trial: Trial) -> list[Result]:
+    return [run_check(name, module.check, trial) for name, module in all_checks().items()]
+
+
+def verdicts(trial: Trial) -> dict[str, Verdict]:
+    return {result.check: result.verdict for result in judged(trial) if result.verdict != Verdict.NOT_APPLICABLE}
+
+
+@pytest.mark.parametrize("name", ["ddp_2", "fsdp_2", "hsdp_2x2"])
+def test_a_correct_job_passes_every_law_that_needs_no_reference(name: str) -> None:
+    found = verdicts(recorded_trial(trial_of(tiny_case(name)), LAYOUTS[name]))
+    wanted = set(OF_RECORDED) - ({"reshard"} if name == "ddp_2" else set())
+    assert found == dict.fromkeys(wanted, Verdict.PASS)
+
+
+def test_laws_that_need_a_reference_are_not_applicable_and_say_so() -> None:
+    results = {one.check: one for one in judged(recorded_trial(trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]))}
+    for name in ("loss", "gradients", "update", "shard_contents"):
+        assert results[name].verdict == Verdict.NOT_APPLICABLE
+        assert results[name].note == "needs a reference: an adapter brings it"
+
+
+def test_hsdp_that_ran_as_fsdp_has_the_first_line_of_the_matrix() -> None:
+    asked = tiny_case("hsdp_2x2")
+    ran = trial_of(asked, tiny_case(ParallelDims(dp_shard=4)))
+    trial = recorded_trial(ran, asked.dims)
+    told = diagnose(trial, judged(trial), (other_layouts,), ())
+    of_the_matrix = diagnose(ran, judged(ran))
+    assert told is not None and of_the_matrix is not None
+    assert told.cause == of_the_matrix.cause
+    assert told.cause.startswith(
+        "HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times"
+    )
+
+
+def test_a_job_of_fewer_ranks_than_the_layout_is_told() -> None:
+    trial = recorded_trial(trial_of(tiny_case("fsdp_2")), ParallelDims(dp_shard=4))
+    (completed,) = [one for one in judged(trial) if one.check == "completed"]
+    assert ("4 ranks", "2 ranks") in [(finding.expected, finding.observed) for finding in completed.findings]
+
+
+def test_collectives_beside_those_of_parameters_are_the_trainers_own() -> None:
+    ran = trial_of(tiny_case("ddp_2"))
+    more = {
+        rank: replace(e, collectives=(*e.collectives, replace(e.collectives[0], op="all_gather", phase="forward")))
+        for rank, e in ran.ranks.items()
+    }
+    ran = replace(ran, run=replace(ran.run, ranks=more))
+    assert verdicts(recorded_trial(ran, LAYOUTS["ddp_2"]))["traffic"] == Verdict.PASS
+
+
+def test_a_gradient_that_is_not_reduced_is_missed() -> None:
+    ran = trial_of(tiny_case("hsdp_2x2"))
+    less = {
+        rank: replace(e, collectives=tuple(c for c in e.collectives if c.op != "all_reduce" or c.phase != "backward"))
+        for rank, e in ran.ranks.items()
+    }
+    ran = replace(ran, run=replace(ran.run, ranks=less))
+    found = verdicts(recorded_trial(ran, LAYOUTS["hsdp_2x2"]))
+    assert {name for name, verdict in found.items() if verdict != Verdict.PASS} == {"traffic"}
+
+
+def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
+    ran, dims = trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]
+    frozen = RecordedStep(1, {}, ungraded=("norm.weight",))
+    records = {rank: replace(record_of(e), steps=(frozen,)) for rank, e in ran.ranks.items()}
+    assert "traffic" not in verdicts(recorded.trial_of(records, dims, "run", 2))
+
+
+def test_tensor_parallel_slices_are_not_derived_and_wrappers_are_judged_all_the_same() -> None:
+    found = verdicts(recorded_trial(trial_of(tiny_case("fsdp_2_tp_2")), LAYOUTS["fsdp_2_tp_2"]))
+    assert found == dict.fromkeys(("completed", "collective_order", "process_groups", "placements"), Verdict.PASS)
+
+
+def test_a_layout_is_read_from_words_and_from_torchtitans_file(tmp_path: Any) -> None:
+    assert layout("dp_replicate=2, dp_shard=8", 16) == ParallelDims(dp_replicate=2, dp_shard=8)
+    file = tmp_path / "debug.toml"
+    file.write_text("[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = -1\n")
+    assert layout(str(file), 16) == ParallelDims(dp_replicate=2, dp_shard=8)
+    with pytest.raises(CaseError, match="the axes are pp, dp_replicate, dp_shard, cp, tp"):
+        layout("fsdp=2", 2)
