@@ -11,6 +11,7 @@ from harness.bisect.search import BisectError
 from harness.cli import (
     bisect,
     check,
+    compare,
     doctor,
     faults,
     golden,
@@ -23,6 +24,7 @@ from harness.cli import (
     run,
     server,
     show,
+    snapshot,
 )
 from harness.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
 from harness.cli.interrupt import one_interrupt
@@ -36,7 +38,10 @@ from harness.report.output import OutputError, any_letters, complain
 from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
-COMMANDS = (init, doctor, run, matrix, check, report, record, show, plan, golden, faults, bisect, join, server)
+COMMANDS = (
+    *(init, doctor, run, matrix, check, report, record, show, compare, snapshot),
+    *(plan, golden, faults, bisect, join, server),
+)
 EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
 
 

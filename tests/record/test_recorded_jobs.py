@@ -78,3 +78,13 @@ def test_how_many_ranks_a_command_starts_is_read_from_it() -> None:
     assert requested_ranks(["torchrun", "--nnodes", "2", "--nproc-per-node=8", "train.py"]) == 16
     assert requested_ranks(["accelerate", "launch", "--num_processes", "4", "train.py"]) == 4
     assert requested_ranks(["python", "train.py"]) is None
+
+
+def test_a_command_that_cannot_run_has_bisecting_skip_the_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--with", str(tmp_path / "good"), "-o", str(tmp_path / "new"), "--"]
+    assert main([*words, "no-such-command"]) == 125
+    assert "no-such-command: cannot be run" in capsys.readouterr().err
+    assert main([*words, sys.executable, "-c", "raise SystemExit(3)"]) == 125
+    assert "ended with code 3" in capsys.readouterr().err

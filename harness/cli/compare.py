@@ -1,0 +1,70 @@
+"""`harness compare A B`: what differs in the structure of two recorded jobs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT
+from harness.cli.options import BadInput, add_command
+from harness.cli.record import add_recording, record
+from harness.cli.snapshot import load_snapshot
+from harness.judge.stored_recording import Recording, load_recording
+from harness.judge.structure import costs, differences, structure
+from harness.report.compared import compared
+from harness.report.output import complain, say
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "compare", command, "say what differs in the structure of two recorded jobs")
+    parser.add_argument("folders", metavar="A B", nargs="*", type=Path, help="recordings, or a snapshot of one")
+    parser.add_argument(
+        "--with",
+        dest="good",
+        type=Path,
+        metavar="A",
+        help="record -- COMMAND and compare it with this; for git bisect run",
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("out/compared"), metavar="DIR", help="for that recording"
+    )
+    add_recording(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    """1 where structure differs; with a command 125 where it could not be recorded, which bisecting takes as: skip."""
+    if args.good is None:
+        if len(args.folders) != 2 or args.words:
+            raise BadInput("compare: two recordings, or --with A -- COMMAND")
+        return _said(*args.folders)
+    try:
+        code = record(args, args.out)
+    except BadInput as error:
+        complain(str(error))
+        return SKIP_COMMIT
+    recording = load_recording(args.out)
+    if code or len(recording.summaries) < max(recording.world, 1):
+        complain(f"the command ended with code {code}, {len(recording.summaries)} ranks left evidence: not compared")
+        return SKIP_COMMIT
+    return _said(args.good, args.out)
+
+
+def _said(one: Path, other: Path) -> int:
+    (a, a_costs), (b, b_costs) = _read(one), _read(other)
+    found = differences(a, b)
+    say("\n".join(compared(str(one), str(other), found, (a_costs, b_costs))))
+    if not (a and b):
+        print("harness: nothing to compare", file=sys.stderr)
+        return NOT_JUDGED
+    return BROKEN if found else PASSED
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, float]]:
+    """Raises EvidenceError."""
+    if path.suffix in (".yaml", ".yml"):
+        return load_snapshot(path), {}
+    recording: Recording = load_recording(path)
+    return (structure(recording), costs(recording)) if recording.summaries else ({}, {})

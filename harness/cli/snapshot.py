@@ -1,0 +1,55 @@
+"""`harness snapshot DIR FILE.yaml --accept`: the structure of a recorded job, reviewed and kept in git."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.cli.options import add_command
+from harness.evidence.store import EvidenceError, write_text
+from harness.judge.stored_recording import load_recording
+from harness.judge.structure import differences, structure
+from harness.report.compared import compared
+from harness.report.output import say
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "snapshot", command, "keep the structure of a recorded job, to compare others with")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what `harness record` wrote")
+    parser.add_argument("file", metavar="FILE.yaml", type=Path, help="where it is kept")
+    parser.add_argument("--accept", action="store_true", help="write it; without this what would change is shown")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Without --accept as `compare`."""
+    recording = load_recording(args.directory)
+    if not recording.summaries:
+        raise EvidenceError(f"{args.directory}: no rank left evidence, nothing to keep")
+    found = structure(recording)
+    text = yaml.safe_dump(found, sort_keys=False, width=120, allow_unicode=True)
+    if args.accept:
+        write_text(args.file, text)
+        say(f"{args.file}: the structure of {args.directory}, to be reviewed and committed")
+        return PASSED
+    if not args.file.exists():
+        say(text.rstrip(), f"{args.file}: no such file; --accept writes it")
+        return NOT_JUDGED
+    changed = differences(load_snapshot(args.file), found)
+    say("\n".join(compared(str(args.file), str(args.directory), changed, ({}, {}))))
+    return BROKEN if changed else PASSED
+
+
+def load_snapshot(path: Path) -> Mapping[str, Any]:
+    """Raises EvidenceError."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise EvidenceError(f"{path}: not a snapshot ({error})") from error
+    if not isinstance(found, dict) or "ranks" not in found:
+        raise EvidenceError(f"{path}: not a snapshot; `harness snapshot DIR {path} --accept` makes one")
+    return found

@@ -1,0 +1,42 @@
+"""Two recordings: what differs in structure, by axis, and apart from that what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from harness.evidence.text import bytes_text
+from harness.judge.structure import Difference
+from harness.report.text import wrapped
+
+MOST = 40
+
+
+def compared(
+    one: str, other: str, found: Sequence[Difference], cost: tuple[Mapping[str, float], Mapping[str, float]]
+) -> list[str]:
+    count = f"{len(found)} difference{'s' * (len(found) != 1)} in structure" if found else "the same structure"
+    lines = [f"{one} -> {other}: {count}"]
+    before: tuple[str, ...] = ()
+    for each in found[:MOST]:
+        *place, name = each.where
+        if tuple(place) != before and place:
+            lines.append(f"  {', '.join(place)}")
+        before = tuple(place)
+        lines += wrapped(
+            f"{name}: {_amount(name, each.one)} -> {_amount(name, each.other)}", "    " if place else "  ", "    "
+        )
+    lines += [f"  and {len(found) - MOST} more"] if len(found) > MOST else []
+    return [*lines, *_costs(*cost)]
+
+
+def _amount(name: str, text: str) -> str:
+    """Bytes for a person, beside the exact number."""
+    sized = name in ("bytes", "parameters", "gradients", "optimizer_state", "parameters as forward ends")
+    return f"{bytes_text(int(text))} ({text})" if sized and text.isdigit() else text
+
+
+def _costs(one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    """As ratios: no two runs have the same."""
+    both = [name for name in one if name in other and one[name]]
+    texts = [f"{name} x {other[name] / one[name]:.2f}" for name in both]
+    return [f"  cost, which is no structure: {', '.join(texts)}"] if texts else []
