@@ -30,6 +30,7 @@ from harness.report.outcome import Outcome
 from harness.report.output import complain, say
 from harness.report.progress import Progress
 from harness.run import verdicts
+from harness.run.communication import device_text
 from harness.run.matrix import run_all
 from harness.run.options import Options
 from harness.run.packing import Load, in_order, loads, remembered, share
@@ -148,7 +149,7 @@ def ordered(cases: Sequence[Case], options: Options) -> list[Load]:
     """Largest first, by how long they took when they were last run here."""
     file = verdicts.file_in(options.out)
     runs, _ = verdicts.read(file) if file else ([], [])
-    seconds = remembered(runs, trainer=options.trainer, device=options.device, machine=platform.node())
+    seconds = remembered(runs, trainer=options.trainer, device=device_text(options), machine=platform.node())
     slots = max(1, len(pool_of(options.device).slots))
     return in_order(loads(cases, seconds, slots), slots)
 

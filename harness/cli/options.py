@@ -85,6 +85,13 @@ def add_how_to_run(parser: argparse.ArgumentParser) -> None:
         "own; default resident, in CI own",
     )
     how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    how.add_argument("--ranks-per-gpu", type=positive_int, default=1, metavar="N", help="may share one; default 1")
+    how.add_argument(
+        "--backend",
+        choices=("nccl", "gloo"),
+        default="",
+        help="on GPUs; default nccl, gloo where ranks share one it cannot",
+    )
     add_out(how, help="where evidence goes; default out")
     how.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one launch; default 120")
 
@@ -141,7 +148,17 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
         raise BadInput("--torchrun-args: they are for --launcher torchrun only")
     if torchrun_args and not several_nodes:
         raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
-    return Options(args.out, trainer, args.launcher, args.device, args.timeout, fault, torchrun_args)
+    _check_sharing(args)
+    shared = {"ranks_per_gpu": args.ranks_per_gpu, "backend": args.backend}
+    return Options(args.out, trainer, args.launcher, args.device, args.timeout, fault, torchrun_args, **shared)
+
+
+def _check_sharing(args: argparse.Namespace) -> None:
+    """Raises BadInput."""
+    if args.device == "cpu" and (args.ranks_per_gpu > 1 or args.backend):
+        raise BadInput("--ranks-per-gpu and --backend are for --device cuda")
+    if args.torchrun_args and args.ranks_per_gpu > 1:
+        raise BadInput("--ranks-per-gpu: ranks share the GPUs of one machine; leave out it or --torchrun-args")
 
 
 def _checked_fault(spec: str) -> str:

@@ -39,6 +39,7 @@ class Job:
     preload: modules that the rank server imports once, where they are installed, for all ranks from this job on.
     torchrun_args: replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes.
     slots: of this machine that it takes; None: as many as it has ranks there; 0 for ranks that only wait.
+    ranks_per_gpu: ranks 0 to N - 1 of a machine use its first GPU, which LOCAL_RANK names, the next N the second.
     """
 
     directory: Path
@@ -52,6 +53,7 @@ class Job:
     torchrun_args: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     slots: int | None = None
+    ranks_per_gpu: int = 1
 
 
 def rank_file(directory: Path, kind: str, rank: int) -> Path:

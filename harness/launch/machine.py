@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ RANKS_PER_CORE = 4
 COUNT = "HARNESS_SLOTS"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+NAME_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def cores() -> list[int]:
@@ -64,11 +66,22 @@ def named(visible: str, known: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def uuids() -> tuple[str, ...]:
     """Of all GPUs of the machine, as its driver lists them; none where there is no such tool."""
+    return tuple(line for line in answered(LIST_GPUS) if line.startswith("GPU-"))
+
+
+@functools.cache
+def kind_of_gpu() -> str:
+    """Of the machine's first: NVIDIA-H200. Noise that was measured on one kind is another's on the next."""
+    return next((re.sub(r"[^\w.]+", "-", line) for line in answered(NAME_GPUS)), "unknown")
+
+
+def answered(question: tuple[str, ...]) -> list[str]:
+    """Lines of the driver's own tool; none where there is none."""
     try:
-        listed = subprocess.run(LIST_GPUS, capture_output=True, text=True, check=True, timeout=60).stdout
+        listed = subprocess.run(question, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in listed.splitlines() if line.strip().startswith("GPU-"))
+        return []
+    return [line.strip() for line in listed.splitlines() if line.strip()]
 
 
 def counted_by_torch(visible: str | None) -> tuple[str, ...]:

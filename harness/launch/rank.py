@@ -62,6 +62,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
     try:
         detach(rank_file(directory, "logs", rank))
         os.environ.update(environment)
+        share_gpus(job)
         hold_mine()
         mark(directory, rank)
         sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path]))
@@ -107,6 +108,12 @@ def set_up_torch(job: dict[str, Any]) -> None:
     if job["device"] == "cuda":
         refuse_touched_cuda(torch.cuda._is_in_bad_fork())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def share_gpus(job: dict[str, Any]) -> None:
+    """Ranks that share a GPU have its number for LOCAL_RANK, by which trainers choose theirs."""
+    if job["device"] == "cuda" and job["ranks_per_gpu"] > 1:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) // job["ranks_per_gpu"])
 
 
 def refuse_touched_cuda(touched: bool) -> None:

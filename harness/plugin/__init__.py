@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--harness-launcher", default="local", choices=("local", "torchrun"))
     group.addoption("--harness-server", choices=("resident", "own"), help="as --server of `harness run`")
     group.addoption("--harness-device", default="cpu", choices=("cpu", "cuda"))
+    group.addoption("--harness-ranks-per-gpu", type=int, default=1, metavar="N", help="may share one; default 1")
     group.addoption(
         "--harness-timeout", type=float, default=120.0, metavar="S", help="seconds for one launch; default 120"
     )

@@ -151,7 +151,10 @@ def options_of(config: pytest.Config) -> Options:
         raise pytest.UsageError(f"--harness-trainer: {error}") from error
     resident_client.choose(config.getoption("--harness-server"))
     launcher, device = config.getoption("--harness-launcher"), config.getoption("--harness-device")
-    return Options(out=out, trainer=trainer, launcher=launcher, device=device, timeout=timeout)
+    shared = config.getoption("--harness-ranks-per-gpu")
+    if shared < 1 or (shared > 1 and device == "cpu"):
+        raise pytest.UsageError(f"--harness-ranks-per-gpu {shared}: at least 1, and 1 on CPU")
+    return Options(out=out, trainer=trainer, launcher=launcher, device=device, timeout=timeout, ranks_per_gpu=shared)
 
 
 def trainer_of(config: pytest.Config) -> str:

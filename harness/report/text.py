@@ -105,7 +105,7 @@ def _how(judgement: Judgement) -> dict[str, str]:
     """The options, which all commands share, that were not the usual ones."""
     trainer = TrainerSpec.parse(judgement.trainer)
     given = {"trainer": trainer.name, "source": trainer.source}
-    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher")}
+    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu")}
     return {key: value for key, value in given.items() if value not in ("llama3", "cpu", "local")}
 
 

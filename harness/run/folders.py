@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 
 def folder_of(case: Case, options: Options) -> Path:
-    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device."""
+    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing of it."""
     parts = [case.name]
     parts += [trainer_label(options.trainer)] if options.trainer != "llama3" else []
     parts += [options.fault.rpartition(":")[2]] if options.fault else []
     parts += [f"seed_{case.training.seed}"] if not case.file and case.training.seed != TrainingConfig().seed else []
     parts += [case.training.dtype] if not case.file and case.training.dtype != TrainingConfig().dtype else []
     parts += [options.device] if options.device != "cpu" else []
+    parts += [f"{options.ranks_per_gpu}_ranks_per_gpu"] if options.ranks_per_gpu > 1 else []
+    parts += [options.backend] if options.backend else []
     return options.out / "+".join(parts)
 
 

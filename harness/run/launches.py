@@ -14,6 +14,7 @@ from harness import BUILTIN, ROOT, trainers
 from harness.evidence.records import Run
 from harness.evidence.store import save_run
 from harness.launch import Exit, Job, launch
+from harness.run import communication
 from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.sources import digest
@@ -102,12 +103,17 @@ def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -
 
 
 def _made(case: Case, options: Options) -> dict[str, str]:
-    replaced = trainers.load(options.trainer).replaced(case, options.device)
+    replaced = [
+        *trainers.load(options.trainer).replaced(case, options.device),
+        *communication.replaced(options),
+    ]
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
         "commit": commit_of_trainer(options.trainer),
         "device": options.device,
+        **({"backend": communication.backend(options)} if options.device == "cuda" else {}),
+        **({"ranks-per-gpu": str(options.ranks_per_gpu)} if options.ranks_per_gpu > 1 else {}),
         "launcher": options.launcher,
         "sources": digest(options),
         **({"replaced": "\n".join(replaced)} if replaced else {}),
@@ -154,6 +160,13 @@ def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[s
     }
 
 
+def _slots(case: Case, options: Options) -> int | None:
+    """None: as many as it has ranks on this machine."""
+    if options.device == "cuda":
+        return None if options.torchrun_args else communication.gpus_needed(case.dims.world_size, options)
+    return 0 if options.waits else None
+
+
 def _launch_ranks(
     case: Case, folder: Path, weights: Path, options: Options, *, entry: str, watch: Stopwatch | None = None
 ) -> list[Exit]:
@@ -167,7 +180,9 @@ def _launch_ranks(
         device=options.device,
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
-        slots=0 if options.waits and options.device == "cpu" else None,
+        slots=_slots(case, options),
+        env=communication.environment(options),
+        ranks_per_gpu=options.ranks_per_gpu,
         preload=trainers.load(options.trainer).preload + (EIGHT_BITS if case.training.quantize else ()),
     )
     return launch(job, options.launcher, began=watch.start if watch else lambda: None)

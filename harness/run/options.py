@@ -11,6 +11,7 @@ class Options:
     """How to run, as opposed to what: but for `fault`, nothing here may change a verdict. timeout: seconds for one launch.
 
     torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
+    ranks_per_gpu: how many may share a GPU. backend: on GPUs, "nccl" or "gloo"; empty: as run/communication.py chooses.
     waits: its ranks will hang until the time limit, which takes no core meanwhile.
     """
 
@@ -22,6 +23,8 @@ class Options:
     fault: str | None = None
     torchrun_args: tuple[str, ...] = ()
     waits: bool = False
+    ranks_per_gpu: int = 1
+    backend: str = ""
 
 
 class Unsupported(Exception):

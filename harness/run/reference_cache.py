@@ -13,7 +13,7 @@ from harness import ROOT, trainers
 from harness.evidence.format import version_of
 from harness.evidence.store import EvidenceError
 from harness.judge import golden
-from harness.launch import Job, launch
+from harness.launch import Job, launch, machine
 from harness.reference.record import ReferenceRun
 from harness.run.locks import only_one
 from harness.run.options import Options
@@ -32,15 +32,14 @@ def hard_link(source: Path, target: Path) -> None:
 
 
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
-    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, reference sources and versions.
+    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of GPU.
 
     noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
     noise = _unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
-    folder = (
-        options.out / ".reference" / f"{golden.recipe_name(case)}-{_reference_key(case)}-{options.device}{measured}"
-    )
+    device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.kind_of_gpu()}"
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_reference_key(case)}-{device}{measured}"
     with only_one(folder.with_suffix(".lock")):
         if not (folder / "reference.npz").exists():
             _launch_reference(case, folder, options, noise)

@@ -7,6 +7,7 @@ import json
 from harness import trainers
 from harness.evidence.store import CASE_FILE, EvidenceError
 from harness.judge.judgement import Judgement
+from harness.run.communication import backend
 from harness.run.folders import folder_of
 from harness.run.judging import judge_folder
 from harness.run.locks import only_one
@@ -32,4 +33,5 @@ def judged_again(case: Case, options: Options) -> Judgement | None:
         except (EvidenceError, OSError, ValueError):  # of a run that was cut short
             return None
     same = {"sources": sources, "device": options.device, "launcher": options.launcher}
+    same |= {"backend": backend(options)} if options.device == "cuda" else {}
     return judgement if same.items() <= judgement.made.items() and judgement.fault == options.fault else None

@@ -6,6 +6,7 @@ import resource
 
 from harness import trainers
 from harness.launch import machine
+from harness.run import communication
 from harness.run.options import Options
 from harness.spec.case import Case
 from harness.spec.limits import too_much_memory
@@ -28,10 +29,12 @@ def unsupported(case: Case, options: Options) -> str | None:
         return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
     if options.device == "cuda" and options.launcher == "local":
         visible = visible_gpus()
-        wanted = max(launched.dims.world_size for launched in case.launches.values())
+        most = max(launched.dims.world_size for launched in case.launches.values())
+        wanted = communication.gpus_needed(most, options)
         if wanted > visible:
-            return f"needs {wanted} GPUs, {visible} visible (CUDA_VISIBLE_DEVICES or more machines)"
-    return None
+            remedy = "CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu"
+            return f"needs {wanted} GPUs, {visible} visible ({remedy})"
+    return communication.obstacle(case, options) or None
 
 
 def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:

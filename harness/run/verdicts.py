@@ -23,6 +23,7 @@ from typing import Any
 from harness.evidence.store import EvidenceError
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
+from harness.run.communication import device_text
 from harness.run.launches import commit_of_trainer
 from harness.run.options import Options
 from harness.run.sources import sources_anywhere
@@ -147,7 +148,7 @@ def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, 
         "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": platform.node(),
         "trainer": options.trainer,
-        "device": options.device,
+        "device": device_text(options),
         "launcher": options.launcher,
         "torch": importlib.metadata.version("torch"),
         "commit": commit_of_trainer(options.trainer),

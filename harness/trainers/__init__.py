@@ -112,7 +112,8 @@ class Adapter(Protocol):
     reports: which of "loss", "grad_norm" and "lr" the trainer shows its user. reports_every: in which steps, those that this
     number divides (log_freq); in others it may. settings: switches of torch that the trainer sets on purpose, as
     harness/probe/settings.py names and reads them: {"threads": "4"}. dtypes: those that it can compute in; a case in another
-    one is refused, and `--dtype` turns all cases into one of these. preload: modules that the rank server may import once for
+    one is refused, and `--dtype` turns all cases into one of these. backends: those that it can join on GPUs; who takes that of
+    `support/process_group.py` can join gloo too. preload: modules that the rank server may import once for
     all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides, which gives
     the adapter of another checkout, or of the folder in which pip laid the version requested:
     `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs.
@@ -124,6 +125,7 @@ class Adapter(Protocol):
     settings: Mapping[str, str] = MappingProxyType({})
     reports_every: int = 1
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    backends: tuple[str, ...] = ("nccl",)
 
     def traits(self, case: Case) -> TrainerTraits:
         """What this trainer chose where the case leaves the choice to it, and what it keeps, copies or moves besides what the

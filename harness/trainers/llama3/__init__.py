@@ -41,6 +41,7 @@ class Llama3(Adapter):
     name = "llama3"
     preload: tuple[str, ...] = ()
     reports: tuple[str, ...] = ("loss", "grad_norm", "lr")
+    backends: tuple[str, ...] = ("nccl", "gloo")
 
     def traits(self, case: Case) -> TrainerTraits:
         return TrainerTraits(fsdp_units="apart", attention="fused")

@@ -58,7 +58,7 @@ def join(case: Case, device: str) -> torch.device:
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(here)
     if "RANK" in os.environ:
-        process_group.join("nccl" if here.type == "cuda" else "gloo")
+        process_group.join(process_group.backend_for(here.type))
     return here
 
 

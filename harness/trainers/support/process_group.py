@@ -8,6 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 
+def backend_for(device: str) -> str:
+    """For ranks on this kind of device; gloo also on GPUs, where several ranks share one and NCCL cannot."""
+    return os.environ.get("HARNESS_BACKEND") or ("nccl" if device == "cuda" else "gloo")
+
+
 def join(backend: str) -> None:
     """Enter the process group that RANK, WORLD_SIZE and INIT_METHOD describe."""
     dist.init_process_group(backend, init_method=os.environ.get("INIT_METHOD", "env://"), **_place())
