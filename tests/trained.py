@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import literal
+import literal_ranks
 import pytest
 from literal import ADAMW, TINY, tiny_case, trial_of
 
@@ -54,7 +55,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
         by_row = {rows[id_]: total for id_, total in totals.items()}
         samples = tuple(tuple(rows[id_] for id_ in ids) for ids in trained.samples)
         monkeypatch.setattr(literal, "reference_of", lambda case: replace(trained, samples=samples))
-        monkeypatch.setattr(literal, "sample_loss", by_row.__getitem__)
+        monkeypatch.setattr(literal_ranks, "sample_loss", by_row.__getitem__)
         return replace(trial_of(case), reference=reference(case))
 
     yield ran

@@ -15,6 +15,7 @@ from harness.checks.samples import misshapen_labels, wrong_labels
 from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
+from harness.diagnosis.unknown_rows import described
 from harness.diagnosis.words import finding_line, on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
@@ -23,6 +24,7 @@ from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import layers_of_stage, positions
 
+MANY = 4  # labels, of which something in common is no chance
 Received = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
 
 
@@ -174,11 +176,12 @@ def _no_samples(trial: Trial, step: int) -> Cause | None:
         return None
     where = on_ranks(trial, strange) or " on all ranks"
     text = f"received tokens of no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
+    known = described(trial, step, strange)
     if _share_rows(trial):
-        return Cause("samples overlap", f"dp ranks draw overlapping samples, each by an order of its own: {text}")
-    return Cause(
-        "samples of no step", text + (": another seed, order or data set" if len(strange) == len(ranks) else "")
-    )
+        return Cause(
+            "samples overlap", f"dp ranks draw overlapping samples, each by an order of its own: {text}", hint=known
+        )
+    return Cause("samples of no step", text, hint=known)
 
 
 def _share_rows(trial: Trial) -> bool:
@@ -242,11 +245,57 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
     if _only_at_the_ends(trial, step, wrong):
         hint = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
     elif all(label < 0 for _, label, _ in labels):  # a mask that is too wide or too narrow leaves all others alone
-        hint = ": masked, where they should be trained on"
+        hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
         hint = ": trained on, where they should be masked"
+    elif others := _of_others(trial, step):
+        hint = f": {others}"
     text = f"tokens are right, {len(labels)} labels of step {step} are not those of their sample{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
+
+
+def _of_others(trial: Trial, step: int) -> str:
+    """Where each row has the labels of another row of the step."""
+    rows = received(trial, step)
+    own = own_labels(trial, rows.tokens) if rows is not None and rows.whole else None
+    if rows is None or own is None or rows.labels.shape != own.shape:
+        return ""
+    whose = [_row_of(labels, own, place) for place, labels in enumerate(rows.labels)]
+    if None in whose or whose == list(range(len(own))):
+        return ""
+    for size, what in ((1, "samples"), (trial.case.local_batch, "microbatches")):
+        if len(own) % size == 0 and whose == _in_reverse(len(own), size, len(own) // len(trial.one_rank_per_share())):
+            return f"they are those of the step's {what} in reverse order"
+    return "they are those of other samples of the step"
+
+
+def _row_of(labels: np.ndarray, own: np.ndarray, place: int) -> int | None:
+    """Its own, where that has them."""
+    order = [place, *range(len(own))]
+    return next((row for row in order if np.array_equal(labels, own[row])), None)
+
+
+def _in_reverse(count: int, size: int, share: int) -> list[int]:
+    """Pieces of so many rows, last one first, of each share."""
+    rows = (
+        np.arange(count).reshape(-1, share // size, size) if share % size == 0 else np.arange(count).reshape(1, -1, 1)
+    )
+    return [int(row) for row in rows[:, ::-1].reshape(-1)]
+
+
+def _which(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]) -> str:
+    """What the masked labels have in common."""
+    labels = [label for of_rank in wrong.values() for label in of_rank]
+    places, length = {place for place, _, _ in labels}, trial.case.seq_len(step)
+    if len(labels) < MANY:
+        return ""
+    if len({own for _, _, own in labels}) == 1:
+        return f"all of them are token {labels[0][2]}, "
+    if places == {length - 1} or places == {0}:
+        return f"the {'last' if length - 1 in places else 'first'} of each row is "
+    if places == set(range(min(places), max(places) + 1)) and len(places) < length:
+        return f"those at positions {min(places)} to {max(places)} are "
+    return ""
 
 
 def _only_at_the_ends(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]) -> bool:
@@ -270,6 +319,11 @@ def _lost_labels(trial: Trial, step: int) -> Cause | None:
 
 
 def _shifted(trial: Trial, by: int, wrong: dict[int, list[tuple[int, int, int]]]) -> Cause:
+    if by == -1:
+        where = on_ranks(trial, wrong) if any(wrong.values()) else ""
+        return Cause(
+            "labels shifted", f"labels are not shifted{where}: the loss of each token is that of the token itself"
+        )
     which = "the token after the next" if by == 1 else f"the token {abs(by)} places {'further' if by > 0 else 'back'}"
     where = on_ranks(trial, wrong) if any(wrong.values()) else ""
     return Cause("labels shifted", f"labels are shifted by {by} more{where}: the loss of each token is that of {which}")
@@ -280,7 +334,7 @@ def _shift(trial: Trial, step: int) -> int | None:
     rows = received(trial, step)
     by = (
         None
-        if rows is None or trial.case.dims.cp > 1
+        if rows is None or (trial.case.dims.cp > 1 and not rows.whole)
         else shift_of(_without_padding(rows), own_labels(trial, rows.tokens))
     )
     return by or None

@@ -1,0 +1,140 @@
+"""Rows of tokens that are no sample of the recipe's steps: which part of one they are, or which samples of the data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from harness.judge.received_samples import rows_received
+from harness.judge.trial import Trial
+
+if TYPE_CHECKING:
+    from harness.reference.data import Dataset
+
+ORDERS = 8  # seeds and epochs beside the recipe's whose orders are tried
+MOST = 4096  # samples of a data set that are looked through
+LEAST = 4  # tokens that make it sure that a row is a part of a sample
+Said = Callable[[np.ndarray, np.ndarray], str]
+"""What a row is of a sample (tokens, and the last label), in words; empty: nothing."""
+
+
+def described(trial: Trial, step: int, ranks: list[int]) -> str:
+    """One thing that all unknown rows of a step are; empty where none is known."""
+    if trial.case.dims.cp > 1:  # a rank's rows are pieces
+        return ""
+    rows = [row for rank in ranks for row in rows_received(trial, step).get(rank, []) if _unknown(trial, row, step)]
+    if not rows:
+        return ""
+    wanted = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
+    whole = [np.append(trial.reference.tokens[at], trial.reference.labels[at][-1:]) for at in wanted]
+    for say in (_offset, _reversed, _rolled, partial(_cut_short, wanted=trial.case.seq_len(step))):
+        said = {next(filter(None, (say(row, sample) for sample in whole)), "") for row in rows}
+        if len(said) == 1 and said != {""}:
+            return said.pop()
+    return _of_the_data(trial, step, ranks, rows)
+
+
+def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
+    return not any(np.array_equal(row, tokens[: len(row)]) for tokens in trial.reference.tokens) or (
+        len(row) != trial.case.seq_len(step)
+    )
+
+
+# ---- parts of the step's samples
+
+
+def _offset(row: np.ndarray, sample: np.ndarray) -> str:
+    """From a later token on, as far as the sample goes."""
+    for by in range(1, len(sample) - LEAST):
+        both = min(len(row), len(sample) - by)
+        if np.array_equal(row[:both], sample[by : by + both]):
+            last = by + len(row) in (len(sample) - 1, len(sample))
+            return f"the last {len(row)} tokens of the step's samples" if last and by > 1 else _from(by)
+    return ""
+
+
+def _from(by: int) -> str:
+    return f"the step's samples from token {by} on (counted from 0)"
+
+
+def _reversed(row: np.ndarray, sample: np.ndarray) -> str:
+    return "the step's samples, last token first" if np.array_equal(row, sample[: len(row)][::-1]) else ""
+
+
+def _rolled(row: np.ndarray, sample: np.ndarray) -> str:
+    tokens = sample[: len(row)]
+    by = next((by for by in range(1, len(row)) if np.array_equal(row, np.roll(tokens, by))), 0)
+    return f"the step's samples, rolled by {by} tokens" if by else ""
+
+
+def _cut_short(row: np.ndarray, sample: np.ndarray, wanted: int) -> str:
+    """Fewer tokens than requested, or something constant in the place of the last ones."""
+    alike = len(row) if len(row) < len(sample) else len(sample) - 1
+    same = np.flatnonzero(row[:alike] != sample[:alike])
+    count = int(same[0]) if len(same) else alike
+    if count < LEAST:
+        return ""
+    if count == len(row):
+        return f"the first {count} tokens of the step's samples, of {wanted}" if count < wanted else ""
+    rest = set(row[count:].tolist())
+    return f"the first {count} tokens of the step's samples, then {rest.pop()} only" if len(rest) == 1 else ""
+
+
+# ---- other samples of the data set
+
+
+def _data_of(trial: Trial) -> Dataset | None:
+    """None where it is not there any more, or is no longer the one that the recipe's samples are of."""
+    from harness.reference.data import build_dataset
+
+    try:
+        data = build_dataset(trial.case.training, trial.case.model)
+    except ValueError:
+        return None
+    ids, tokens = trial.reference.sample_ids, trial.reference.tokens
+    same = len(data) <= MOST and all(
+        np.array_equal(data[i][0].numpy(), row) for i, row in zip(ids, tokens, strict=True)
+    )
+    return data if same else None
+
+
+def _of_the_data(trial: Trial, step: int, ranks: list[int], rows: list[np.ndarray]) -> str:
+    from harness.reference.data import sample_order
+
+    data, length = _data_of(trial), trial.case.seq_len(step)
+    if data is None or any(len(row) != length for row in rows):
+        return ""
+    ids = {data[index][0][:length].numpy().tobytes(): index for index in range(len(data))}
+    if not all(row.astype(np.int64).tobytes() in ids for row in rows):
+        return "none of the data set's"
+    for text, seed in _other_seeds(trial, ranks):
+        order = sample_order(trial.case.training, len(data), seed - trial.case.training.seed)
+        if all(_is_share(trial, step, rank, order, ids) for rank in ranks):
+            return text
+    return "samples of the data set that these steps do not read"
+
+
+def _other_seeds(trial: Trial, ranks: list[int]) -> Iterator[tuple[str, int]]:
+    seed = trial.case.training.seed
+    for by in (*range(1, ORDERS), *range(-ORDERS, 0)):
+        yield (
+            f"samples of the data set in the order of seed {seed + by}, or of as many epochs on from {seed}",
+            seed + by,
+        )
+    yield "samples of the data set in the order of seed 0", 0
+
+
+def _is_share(trial: Trial, step: int, rank: int, order: list[int], ids: dict[bytes, int]) -> bool:
+    """Whether what a rank received are all of the step's share of that order: strided as a sampler deals it out."""
+    shares = trial.one_rank_per_share()
+    group = next(share for share in shares if trial.feeder(rank) == share or _fed_alike(trial, rank, share))
+    batch = trial.case.training.global_batch
+    found = [ids.get(row.astype(np.int64).tobytes()) for row in rows_received(trial, step).get(rank, [])]
+    return found == order[(step - 1) * batch : step * batch][shares.index(group) :: len(shares)]
+
+
+def _fed_alike(trial: Trial, rank: int, share: int) -> bool:
+    return rank in {tp for cp in trial.plan.peers(share, "cp") for tp in trial.plan.peers(cp, "tp")}

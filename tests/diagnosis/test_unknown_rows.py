@@ -1,0 +1,81 @@
+"""Rows of tokens that are no sample's are told by what they are of one. Literal rows, no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal import with_step
+from trained import Ran, _ran, case_of  # noqa: F401
+
+from harness.diagnosis.data import wrong_samples
+from harness.diagnosis.unknown_rows import described
+from harness.judge.trial import Trial
+from harness.reference.data import build_dataset, sample_order
+
+Rows = np.ndarray
+
+
+def fed(trial: Trial, change: Callable[[int, Rows], Rows], step: int = 1) -> Trial:
+    """change(rank, its rows) in the place of what a rank receives in a step."""
+    for rank, evidence in trial.ranks.items():
+        (part,) = evidence.steps[step - 1].microbatches
+        assert part.tokens is not None
+        trial = with_step(trial, rank, step, microbatches=(replace(part, tokens=change(rank, part.tokens)),))
+    return trial
+
+
+def following(trial: Trial, rows: Rows, by: int) -> Rows:
+    """From a later token on; what comes after the sample is 1."""
+    known = {row.tobytes(): labels for row, labels in zip(trial.reference.tokens, trial.reference.labels, strict=True)}
+    whole = np.hstack([rows, np.stack([known[row.tobytes()][-1:] for row in rows]), np.ones((len(rows), by), int)])
+    return whole[:, by : by + rows.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda trial, rows: following(trial, rows, 1), "the step's samples from token 1 on (counted from 0)"),
+        (lambda trial, rows: following(trial, rows, 3), "the step's samples from token 3 on (counted from 0)"),
+        (lambda trial, rows: rows[:, ::-1].copy(), "the step's samples, last token first"),
+        (lambda trial, rows: np.roll(rows, 2, axis=1), "the step's samples, rolled by 2 tokens"),
+        (
+            lambda trial, rows: np.where(np.arange(8) < 6, rows, 0),
+            "the first 6 tokens of the step's samples, then 0 only",
+        ),
+        (lambda trial, rows: np.random.default_rng(1).integers(1, 32, rows.shape), "none of the data set's"),
+    ],
+)
+def test_what_rows_are_of_a_sample_is_told(ran: Ran, change: Callable[[Trial, Rows], Rows], told: str) -> None:
+    trial = ran(case_of())
+    assert described(fed(trial, lambda rank, rows: change(trial, rows)), 1, [0, 1]) == told
+
+
+def test_rows_of_several_kinds_are_told_by_none(ran: Ran) -> None:
+    trial = ran(case_of())
+    other = fed(trial, lambda rank, rows: rows[:, ::-1].copy() if rank else np.roll(rows, 2, axis=1))
+    assert described(other, 1, [0, 1]) == "none of the data set's"
+
+
+def test_a_rank_that_shuffles_by_another_seed_is_told_with_it(ran: Ran) -> None:
+    case, trial = case_of(), ran(case_of())
+    data = build_dataset(case.training, case.model)
+    order = sample_order(case.training, len(data), 1)[:8]
+    share = np.stack([data[index][0].numpy() for index in order])[1::2]
+    cause = wrong_samples(fed(trial, lambda rank, rows: share if rank == 1 else rows))
+    seed = case.training.seed
+    told = f"samples of the data set in the order of seed {seed + 1}, or of as many epochs on from {seed}"
+    assert cause is not None and cause.hint == told and cause.kind == "samples of no step"
+
+
+def test_labels_of_another_microbatch_are_told(ran: Ran) -> None:
+    trial = ran(case_of())
+    for rank, evidence in trial.ranks.items():
+        (part,) = evidence.steps[0].microbatches
+        assert part.labels is not None
+        turned = part.labels.reshape(4, -1)[::-1].reshape(part.labels.shape).copy()
+        trial = with_step(trial, rank, 1, microbatches=(replace(part, labels=turned),))
+    cause = wrong_samples(trial)
+    assert cause is not None and cause.text.endswith("they are those of the step's samples in reverse order")
