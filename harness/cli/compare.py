@@ -20,7 +20,7 @@ from harness.report.output import complain, say
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "compare", command, "say what differs in the structure of two recorded jobs")
-    parser.add_argument("folders", metavar="A B", nargs="*", type=Path, help="recordings, or a snapshot of one")
+    parser.add_argument("folders", metavar="A B", nargs="*", help="recordings, or a snapshot of one")
     parser.add_argument(
         "--with",
         dest="good",
@@ -39,7 +39,8 @@ def command(args: argparse.Namespace) -> int:
     if args.good is None:
         if len(args.folders) != 2 or args.words:
             raise BadInput("compare: two recordings, or --with A -- COMMAND")
-        return _said(*args.folders)
+        return _said(*map(Path, args.folders))
+    args.words = [*args.folders, *args.words]  # behind -- all words look alike
     try:
         code = record(args, args.out)
     except BadInput as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from harness.evidence.summary import Summary, Use, ranks_of
@@ -52,23 +52,36 @@ def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
     for key, done in uses.items():
         signature = frozenset((use.op, use.phase) for use in done)
         alike[len(ranks_of(key)), roles[key], signature].append(key)
-    kinds = sorted(alike.items(), key=lambda kind: -len(kind[0][2]))
-    merged: list[tuple[int, str, frozenset[tuple[str, str]], list[str]]] = []
-    for (size, role, signature), groups in kinds:
-        mine = {rank for group in groups for rank in ranks_of(group)}
-        home = next(
-            (m for m in merged if (m[0], m[1]) == (size, role) and signature <= m[2] and _apart(m[3], mine)), None
-        )
-        if home is not None:
-            home[3].extend(groups)
-        else:
-            merged.append((size, role, signature, groups))
-    found = [Axis(n, role, tuple(sorted(gs, key=ranks_of)), _moved(gs, uses)) for n, role, _, gs in merged]
+    lines: list[_Line] = []
+    for (size, role, signature), groups in sorted(alike.items(), key=lambda kind: -len(kind[0][2])):
+        for group in sorted(groups, key=ranks_of):
+            ranks = set(ranks_of(group))
+            home = next((line for line in lines if line.takes(size, role, signature, ranks)), None)
+            if home is None:
+                home = _Line(size, role, signature)
+                lines.append(home)
+            home.groups.append(group)
+            home.ranks |= ranks
+    found = [
+        Axis(line.size, line.role, tuple(sorted(line.groups, key=ranks_of)), _moved(line.groups, uses))
+        for line in lines
+    ]
     return tuple(sorted(found, key=lambda axis: (-axis.size, axis.role == "", axis.groups)))
 
 
-def _apart(groups: Iterable[str], ranks: set[int]) -> bool:
-    return not any(rank in ranks for group in groups for rank in ranks_of(group))
+@dataclass
+class _Line:
+    """An axis as it is found."""
+
+    size: int
+    role: str
+    signature: frozenset[tuple[str, str]]
+    groups: list[str] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+
+    def takes(self, size: int, role: str, signature: frozenset[tuple[str, str]], ranks: set[int]) -> bool:
+        same = (size, role) == (self.size, self.role) and signature <= self.signature
+        return same and self.ranks.isdisjoint(ranks)
 
 
 def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved, ...]:
