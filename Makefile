@@ -1,4 +1,4 @@
-# make test             all tests, with all cases            make test K=hsdp     those that K selects, as pytest -k
+# make test             all tests, with all cases            make test K=hsdp     the cases, or tests, that K selects
 # make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it

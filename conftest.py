@@ -1,3 +1,35 @@
-"""The harness's pytest plugin, which `harness_cases` in pyproject.toml gives the cases of this repository."""
+"""The harness's pytest plugin, which `harness_cases` in pyproject.toml gives the cases of this repository.
+
+`pytest -k hsdp` means cases, as the names of cases are what one types there; `pytest tests -k hsdp` the harness's own tests.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.run.selection import holds
+from harness.spec.case import CaseError
+from harness.spec.loading import load_all
 
 pytest_plugins = ["harness.plugin"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and names_cases(config.option.keyword):
+        config.args.remove("tests")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    left_out = config.args_source is pytest.Config.ArgsSource.TESTPATHS and "tests" not in config.args
+    return f"cases only; the harness's own tests: pytest tests -k '{config.option.keyword}'" if left_out else None
+
+
+def names_cases(expression: str) -> bool:
+    """Whether a word of it is part of a case's name, and it selects not everything that lacks its words: "not slow" does."""
+    words = {word.lower() for word in re.findall(r"\w+", expression)} - {"and", "or", "not"}
+    try:
+        return bool(words) and not holds(expression, "") and any(w in c.name.lower() for c in load_all() for w in words)
+    except (CaseError, TypeError):  # of words that pytest understands, or that it will refuse
+        return False

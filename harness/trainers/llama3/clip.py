@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,23 @@ def clip_gradients(
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm is not None:
-        for family in families.values():
-            torch.nn.utils.clip_grads_with_norm_(family, max_norm, norm, foreach=False)
+        parts: list[Any] = [Part(gradient) for family in families.values() for gradient in local_gradients(family)]
+        torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach=False)
     return norm.item()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter as clipping sees it: what of its gradient lies on this rank."""
+
+    grad: Tensor
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Trap: on a mesh of three axes DTensor spends half a second of every rank's time in finding out how to treat an operator
+    on a gradient and a scalar, or on a list of gradients."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
 
 
 def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]]:
@@ -46,13 +62,8 @@ def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]
 
 
 def sum_of_squares(family: list[nn.Parameter], mesh: DeviceMesh | None, placements: tuple[Placement, ...]) -> Tensor:
-    """Over all ranks, each element once, in at least float32 []: summed over the axes that cut, not over replicas.
-
-    On local tensors, and foreach=False above: on a mesh of three axes DTensor spends half a second of every rank's time
-    in finding out how to treat a list of gradients.
-    """
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in family]
-    total = torch.stack([at_least_float32(part).square().sum() for part in local if part is not None]).sum()
+    """Over all ranks, each element once, in at least float32 []: summed over the axes that cut, not over replicas."""
+    total = torch.stack([at_least_float32(part).square().sum() for part in local_gradients(family)]).sum()
     for axis, placement in enumerate(placements):
         if mesh is not None and not placement.is_replicate() and mesh.size(axis) > 1:
             dist.all_reduce(total, group=mesh.get_group(axis))
