@@ -4,12 +4,14 @@
 # make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make mutants          20 altered judgements of each law, the plan and the bounds: does a test notice?
 #                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnosis/*.py too
+# make gpu              all that fits on this machine's GPUs, in parts of 9 minutes; results lie under benchmarks/gpu
+#                       make gpu-packages   fills .gpu-packages, which travels to a machine without network
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
 PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test faults lint titan titan-months mutants
+.PHONY: matrix test faults gpu gpu-packages lint titan titan-months mutants
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
@@ -33,6 +35,20 @@ titan-months: .venv-titan/.installed
 	.venv-titan/bin/pip install --quiet -c constraints.txt -e '.[dev]'
 	.venv-titan/bin/pip install --quiet torchtitan==0.3.0
 	touch $@
+
+# On the python that is there, with its torch: nothing is fetched. What travelled along in .gpu-packages lies before what is
+# there; make gpu says what is missing all the same, and what is done without it.
+GPU_PATH := $(CURDIR)/.gpu-packages/site:$(CURDIR)
+gpu:
+	mkdir -p .gpu-packages/site
+	if ls .gpu-packages/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
+	  --upgrade --target .gpu-packages/site .gpu-packages/*.whl; fi
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m tools.gpu $(if $(K),-k "$(K)") $(if $(MINUTES),--minutes $(MINUTES)) $(GPU_ARGS)
+
+# For CPython 3.12 on x86-64: torchao, which has one wheel for all of them. The rest a machine with torch usually has.
+gpu-packages:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 -d .gpu-packages "$$(grep '^torchao==' constraints.txt)"
 
 # mutmut makes the mutants; it lies beside the environment, not in it.
 mutants: $(INSTALLED) .mutmut

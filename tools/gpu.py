@@ -1,0 +1,278 @@
+"""`make gpu`: all that fits on the GPUs of this machine, in parts of some minutes, and what is left of it as small files.
+
+    python -m tools.gpu                        goes on where the last call stopped, 9 minutes long
+    python -m tools.gpu --stage shared -k tp   one stage, and of its cases those that -k selects
+    python -m tools.gpu --device cpu           the same without a GPU: how this file is tried where there is none
+
+Stages follow each other: one rank in float64, float32 and bfloat16 and in 8 bits, one rank compiled, then several ranks on
+each GPU. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be committed:
+
+    machine.json      GPUs, driver, versions, packages that are there and that are not
+    verdicts.jsonl    a line for each case of each stage: verdict, cause, seconds of launches and of steps, the allocator's peak
+    summary.md        the same as a table
+    cannot_run.txt    what did not run here, and why
+
+A case that has its line is not run again, unless --again. Exit codes as the harness's: 0, 1 a law is broken, 2 not all judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.evidence.store import EvidenceError, load_run
+from harness.report.outcome import GREEN, Outcome
+from harness.report.progress import Progress
+from harness.run import communication
+from harness.run.folders import folder_of
+from harness.run.matrix import attempt
+from harness.run.options import Options
+from harness.run.selection import holds
+from harness.spec.case import Case
+from harness.spec.loading import load_all
+from harness.spec.variants import in_dtype
+from tools import gpu_machine
+
+FOLDER = Path("benchmarks/gpu")
+VERDICTS, CANNOT_RUN = "verdicts.jsonl", "cannot_run.txt"
+SKIPPED_OR_LOST = ("SKIPPED", "ERROR")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """cases: which of all, in what order. shares: whether as many ranks as a case has may be on one GPU."""
+
+    name: str
+    about: str
+    cases: Callable[[Sequence[Case]], list[Case]]
+    shares: bool = False
+
+
+def alone(cases: Sequence[Case]) -> list[Case]:
+    """One rank, all launches."""
+    return [case for case in cases if all(one.dims.world_size == 1 for one in case.launches.values())]
+
+
+def plain(cases: Sequence[Case], dtype: str) -> list[Case]:
+    return [in_dtype(case, dtype) for case in alone(cases) if not (case.training.quantize or case.features.compile)]
+
+
+def quantized(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in alone(cases) if case.training.quantize]
+
+
+def compiled(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in alone(cases) if case.features.compile]
+
+
+def shared(cases: Sequence[Case]) -> list[Case]:
+    """The default tier's cases of several ranks, the fewest ranks first."""
+    chosen = [case for case in cases if case.tier == "default" and case not in alone(cases)]
+    return sorted(chosen, key=lambda case: case.dims.world_size)
+
+
+STAGES = (
+    Stage("float64", "one rank", lambda cases: plain(cases, "float64")),
+    Stage("float32", "one rank", lambda cases: plain(cases, "float32")),
+    Stage("bfloat16", "one rank", lambda cases: plain(cases, "bfloat16")),
+    Stage("8 bits", "one rank, float8 and MXFP8", quantized),
+    Stage("compiled", "one rank, torch.compile", compiled),
+    Stage("shared", "several ranks on each GPU, as the cases are", shared, shares=True),
+    Stage("shared float32", "several ranks, in float32", lambda c: [in_dtype(s, "float32") for s in shared(c)], True),
+)
+
+
+# ---- running
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parsed(arguments)
+    machine = gpu_machine.described(args.device)
+    print(*gpu_machine.lines(machine), sep="\n", flush=True)
+    if args.device == "cuda" and not machine["gpus"]:
+        print("no GPU is here: nothing was run")
+        return NOT_JUDGED
+    folder = args.folder or newest(machine) or FOLDER / f"{datetime.now(UTC):%Y-%m-%d}-{gpu_machine.label(machine)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "machine.json").write_text(json.dumps(machine, indent=1) + "\n", encoding="utf-8")
+    left = run_stages(folder, machine, args)
+    tell(folder, left)
+    return code(records(folder), left)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", allow_abbrev=False)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no case begins after that; default 9")
+    parser.add_argument("--stage", choices=[stage.name for stage in STAGES], action="append", default=[])
+    parser.add_argument(
+        "-k", dest="expression", default="", metavar="EXPR", help="of the stages' cases, those selected"
+    )
+    parser.add_argument("--again", action="store_true", help="cases that have their line as well")
+    parser.add_argument("--folder", type=Path, help=f"for results; default {FOLDER}/DATE-GPU-torchVERSION")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="for evidence; default out/gpu")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="", help="for ranks that share a GPU")
+    return parser.parse_args(arguments)
+
+
+def newest(machine: dict[str, Any]) -> Path | None:
+    """To go on with: results of such a GPU and torch, of whatever day."""
+    return max(FOLDER.glob(f"*-{gpu_machine.label(machine)}"), default=None)
+
+
+def run_stages(folder: Path, machine: dict[str, Any], args: argparse.Namespace) -> int:
+    """How many cases are left when the time is over."""
+    give_up = time.monotonic() + 60 * args.minutes
+    known = set() if args.again else {(record["stage"], record["case"]) for record in records(folder)}
+    todo = [(stage, case) for stage, case in planned(args) if (stage.name, case.name) not in known]
+    for number, (stage, case) in enumerate(todo):
+        if time.monotonic() > give_up:
+            return len(todo) - number
+        record = run_one(stage, case, args)
+        with open(folder / VERDICTS, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**record, "machine": gpu_machine.label(machine)}) + "\n")
+        print(f"{number + 1} of {len(todo)}  {line(record)}", flush=True)
+    return 0
+
+
+def planned(args: argparse.Namespace) -> Iterator[tuple[Stage, Case]]:
+    cases = load_all()
+    for stage in STAGES:
+        if not args.stage or stage.name in args.stage:
+            yield from ((stage, case) for case in stage.cases(cases) if holds(args.expression, case.name))
+
+
+def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """One case to its end, whatever that is. Where ranks could not share a GPU by NCCL, once more by gloo; both are kept."""
+    options = options_for(stage, case, args)
+    record = attempted(stage, case, options)
+    lost = options.device == "cuda" and stage.shares and record["laws"].get("completed") == "FAIL"
+    if not lost or communication.backend(options) == "gloo":
+        return record
+    again = attempted(stage, case, replace(options, backend="gloo"))
+    return {**again, "by nccl": record["cause"]}
+
+
+def options_for(stage: Stage, case: Case, args: argparse.Namespace) -> Options:
+    """Stages of different dtypes have cases of one name: each has a folder of its own."""
+    most = max(launched.dims.world_size for launched in case.launches.values())
+    out = args.out / stage.name.replace(" ", "_")
+    if args.device == "cpu":
+        return Options(out=out)
+    shares = most if stage.shares else 1
+    return Options(out=out, device="cuda", ranks_per_gpu=shares, backend=args.backend if shares > 1 else "")
+
+
+def attempted(stage: Stage, case: Case, options: Options) -> dict[str, Any]:
+    began = time.monotonic()
+    outcome = attempt(case, options, Progress({case.name: 1.0}, sys.stderr))
+    record = {
+        **summarised(outcome),
+        "stage": stage.name,
+        "wall": round(time.monotonic() - began, 1),
+        "backend": communication.backend(options),
+    }
+    return {**record, **measured(folder_of(case, options) / "run")} if outcome.laws else record
+
+
+def summarised(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "case": outcome.case,
+        "verdict": outcome.verdict,
+        "ranks": outcome.ranks,
+        "seconds": outcome.seconds,
+        "cause": outcome.cause,
+        "reason": outcome.reason,
+        "laws": {law: verdict for law, verdict in outcome.laws.items() if verdict not in ("PASS", "NOT APPLICABLE")},
+        "replaced": list(outcome.replaced),
+    }
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Of the case's own launch: the median step, and the most that any rank's allocator held."""
+    try:
+        ranks = load_run(folder).ranks.values()
+    except (EvidenceError, OSError):
+        return {}
+    steps = [step for evidence in ranks for step in evidence.steps]
+    seconds = [step.seconds for step in steps[1:] if step.seconds is not None]
+    books = [step.allocator for step in steps if step.allocator]
+    peaks = {key: max(book[key] for book in books) for key in ("peak allocated", "peak reserved")} if books else {}
+    return {"step": round(median(seconds), 5) if seconds else None, **peaks}
+
+
+# ---- what is left
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The last line of each case of each stage."""
+    file = folder / VERDICTS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    found = [json.loads(text) for text in lines]
+    return list({(record["stage"], record["case"]): record for record in found}.values())
+
+
+def tell(folder: Path, left: int) -> None:
+    """Writes the table and the list of what could not run; prints where they are."""
+    found = records(folder)
+    (folder / "summary.md").write_text("\n".join(table(found)) + "\n", encoding="utf-8")
+    machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+    (folder / CANNOT_RUN).write_text("\n".join(cannot_run(found, machine)) + "\n", encoding="utf-8")
+    print(*table(found)[2:], sep="\n")
+    print(f"{folder}; {left} cases left, the same command runs them" if left else f"{folder}; all stages are done")
+
+
+def table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """By stage."""
+    lines = ["| stage | cases | verdicts | median step | most allocated | by |", "|---|---|---|---|---|---|"]
+    for stage in STAGES:
+        own = [record for record in found if record["stage"] == stage.name]
+        counts = {
+            verdict: sum(record["verdict"] == verdict for record in own)
+            for verdict in dict.fromkeys(record["verdict"] for record in own)
+        }
+        steps = [record["step"] for record in own if record.get("step")]
+        peak = max((record.get("peak allocated", 0) for record in own), default=0)
+        by = ", ".join(sorted({record["backend"] for record in own}))
+        shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "not run"
+        time_text = f"{1000 * median(steps):.1f} ms" if steps else "-"
+        lines.append(f"| {stage.name} | {len(own)} | {shown} | {time_text} | {peak / 2**20:.0f} MiB | {by} |")
+    return lines
+
+
+def cannot_run(found: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[str]:
+    """Reasons, each with its cases."""
+    reasons: dict[str, list[str]] = {}
+    for record in found:
+        if record["verdict"] in SKIPPED_OR_LOST:
+            reasons.setdefault(record["reason"], []).append(f"{record['case']} ({record['stage']})")
+    lines = [f"without {name}: no {gpu_machine.NEEDED[name]}" for name in machine["missing"]]
+    for reason, cases in sorted(reasons.items()):
+        lines += ["", reason, *(f"    {case}" for case in cases)]
+    return lines or ["nothing: all ran"]
+
+
+def line(record: dict[str, Any]) -> str:
+    why = record["cause"] or record["reason"]
+    return f"{record['verdict']:<8} {record['stage']}: {record['case']}  {record['wall']} s  {why}".rstrip()
+
+
+def code(found: Sequence[dict[str, Any]], left: int) -> int:
+    verdicts = {record["verdict"] for record in found}
+    if "FAIL" in verdicts:
+        return BROKEN
+    green = any(verdict in GREEN for verdict in verdicts)
+    return PASSED if green and not left and verdicts <= {*GREEN, "SKIPPED"} else NOT_JUDGED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
