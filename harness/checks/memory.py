@@ -31,11 +31,8 @@ def check(trial: Trial) -> Result:
     if trial.recorded is not None:
         return _of_recorded(trial, trial.recorded)
     findings, examined = [], 0
-    copies = COPIES[trial.case.training.optimizer] + trial.assumed.copies
     for rank, evidence in sorted(trial.ranks.items()):
-        least, most = trial.plan.parameter_bytes[rank]
-        wanted = {"parameters": (least, most), "gradients": (0, most + trial.plan.gradient_spare.get(rank, 0))}
-        wanted["optimizer_state"] = (copies * least, copies * most)
+        wanted = planned(trial, rank)
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
         findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank)
@@ -45,6 +42,17 @@ def check(trial: Trial) -> Result:
         note = f"nobody looked what rank {unseen[0]} keeps besides parameters, gradients and optimizer state"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+
+
+def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
+    """The least and the most bytes that a rank holds between steps, by kind."""
+    least, most = trial.plan.parameter_bytes[rank]
+    copies = COPIES[trial.case.training.optimizer] + trial.assumed.copies
+    return {
+        "parameters": (least, most),
+        "gradients": (0, most + trial.plan.gradient_spare.get(rank, 0)),
+        "optimizer_state": (copies * least, copies * most),
+    }
 
 
 def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""`harness report`: stored evidence as a picture, recorded runs as the grid that they printed; several are merged."""
+"""`harness report`: stored evidence as a picture, recorded runs, merged, as the grid that they printed or as a page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.options import BadInput, add_command, needs_matplotlib
+from harness.evidence.store import write_text
 from harness.report.grid import matrix_report
+from harness.report.outcome import Outcome
 from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.folders import case_folders
+from harness.run.history import runs_in
 from harness.run.judging import judge_folder
 from harness.run.merged import merged, problems, provenance
+from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
 
 
@@ -29,11 +33,23 @@ def add(commands: Any) -> None:
         type=Path,
         help="of a case: a picture of who holds what, which groups moved what, losses; of `harness matrix`: its last run",
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="all of it as one page for a browser, instead")
+    parser.add_argument(
+        "--history",
+        type=Path,
+        metavar="DIR",
+        action="append",
+        help="earlier verdicts.jsonl, which the page shows by case",
+    )
 
 
 def command(args: argparse.Namespace) -> int:
     runs = [folder for folder in args.folders if verdicts.file_in(folder)]
     drawn = [folder for folder in args.folders if folder not in runs]
+    if args.history and not args.html:
+        raise BadInput("--history: it is for --html; `harness history` tells what changed")
+    if args.html:
+        return write_page(runs, drawn, args.history or [], args.html)
     if drawn:
         draw(drawn)
     return show(runs) if runs else PASSED
@@ -48,14 +64,26 @@ def draw(folders: Sequence[Path]) -> None:
         say(draw_judged(judge_folder(folder)))
 
 
+def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Sequence[Path], file: Path) -> int:
+    """The exit code is that of the cases on it."""
+    from harness.report.page import html  # jinja2 takes a twentieth of a second
+
+    runs = last_runs(recorded)
+    earlier, unread = runs_in(history) if history else ([], [])
+    for line in unread:
+        complain(line)
+    try:
+        page = page_of(runs, folders, earlier, file)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    write_text(file, html(page))
+    say(file)
+    return code_of_all(page.outcomes, lacking=bool(runs and problems(runs)[0]))
+
+
 def show(folders: Sequence[Path]) -> int:
     """The last run of each, as one. What has no verdict, and what was counted once of several, is said and is not green."""
-    runs: list[RecordedRun] = []
-    for folder in folders:
-        run, unread = verdicts.last(folder)
-        runs.append(run)
-        for line in unread:
-            complain(line)
+    runs = last_runs(folders)
     try:
         outcomes = merged(runs)
     except ValueError as error:
@@ -64,5 +92,20 @@ def show(folders: Sequence[Path]) -> int:
     say(
         matrix_report(outcomes, None) if outcomes else "no case came to its end", "", *provenance(runs), *lacking, *told
     )
+    return code_of_all(outcomes, lacking=bool(lacking))
+
+
+def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
+    """The last of each."""
+    runs: list[RecordedRun] = []
+    for folder in folders:
+        run, unread = verdicts.last(folder)
+        runs.append(run)
+        for line in unread:
+            complain(line)
+    return runs
+
+
+def code_of_all(outcomes: Sequence[Outcome], *, lacking: bool) -> int:
     codes = [code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped]
     return worst([*codes, *([NOT_JUDGED] if lacking else [])])

@@ -13,7 +13,7 @@ from harness.spec.case import Case, ExpectedFailure
 @dataclass(frozen=True)
 class Judgement:
     """folder: where the evidence lies. seconds: of its launches, while they had their slots. fired: whether the fault's code
-    ran; None without a fault. made: how the run came about (`Run.made`)."""
+    ran; None without a fault. made: how the run came about (`Run.made`). measures: what it took (`judge.measures`)."""
 
     case: Case
     folder: Path
@@ -24,6 +24,7 @@ class Judgement:
     fired: bool | None = None
     trainer: str = "llama3"
     made: dict[str, str] = field(default_factory=dict)
+    measures: dict[str, float] = field(default_factory=dict)
 
     @property
     def replaced(self) -> list[str]:

@@ -61,8 +61,13 @@ def is_traffic(collective: Collective) -> bool:
 
 def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
     """The ranks of a group, with the plan's axis that they form, if any."""
-    axis = next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), None)
+    axis = axis_of(trial, ranks)
     return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
+
+
+def axis_of(trial: Trial, ranks: tuple[int, ...]) -> str:
+    """The plan's axis that they form; empty if they form none."""
+    return next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), "")
 
 
 def amount(count: int) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.report.text import case_report
+from harness.report.text import case_report, cause_text, command
 from harness.spec.case import Case
+from harness.spec.dims import AXES
 
 GREEN = (Verdict.PASS, Verdict.XFAIL)
 SKIPPED, ERROR = "SKIPPED", "ERROR"
@@ -18,9 +19,12 @@ SKIPPED, ERROR = "SKIPPED", "ERROR"
 
 @dataclass(frozen=True)
 class Outcome:
-    """verdict: of the case; SKIPPED or ERROR where there is none, for this reason. seconds: of its launches.
+    """verdict: of the case; SKIPPED or ERROR where there is none. reason: for that, or for a verdict that no cause explains.
+    seconds: of its launches.
 
     laws: the verdict of each. not_applicable: why laws had nothing to say. report: of what is neither PASS nor XFAIL.
+    layout, recipe: what was requested, in words. folder: the name of the one with the evidence. again: the command that
+    runs it again. measures: what it took (`judge.measures`).
     """
 
     case: str
@@ -33,6 +37,11 @@ class Outcome:
     not_applicable: dict[str, str] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     report: str = ""
+    layout: str = ""
+    recipe: str = ""
+    folder: str = ""
+    again: str = ""
+    measures: dict[str, float] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:
@@ -49,22 +58,37 @@ def judged(judgement: Judgement) -> Outcome:
     return Outcome(
         judgement.case.name,
         str(judgement.verdict),
-        ranks=ranks_of(judgement.case),
+        **_requested(judgement.case),
         seconds=round(judgement.seconds, 3),
         cause=judgement.diagnosis.cause if judgement.diagnosis else "",
+        reason="" if judgement.diagnosis else cause_text(judgement),
         laws={result.check: str(result.verdict) for result in results},
         not_applicable={result.check: result.note for result in results if result.verdict is Verdict.NOT_APPLICABLE},
         replaced=tuple(judgement.replaced),
         report=case_report(judgement) if judgement.verdict not in GREEN else "",
+        folder=judgement.folder.name,
+        again=command(judgement),
+        measures=judgement.measures,
     )
 
 
 def skipped(case: Case, reason: str) -> Outcome:
-    return Outcome(case.name, SKIPPED, ranks=ranks_of(case), reason=reason)
+    return Outcome(case.name, SKIPPED, **_requested(case), reason=reason)
 
 
 def problem(case: Case, reason: str) -> Outcome:
-    return Outcome(case.name, ERROR, ranks=ranks_of(case), reason=reason)
+    return Outcome(case.name, ERROR, **_requested(case), reason=reason)
+
+
+def _requested(case: Case) -> dict[str, Any]:
+    """What the case is of: its ranks, how they divide the work, and what they train."""
+    recipe, model = case.training, case.model.name
+    degrees = [f"{axis} {degree}" for axis, degree in zip(AXES, case.dims.degrees, strict=True) if degree > 1]
+    return {
+        "ranks": ranks_of(case),
+        "layout": ", ".join(degrees) or "one rank",
+        "recipe": f"{model}, {recipe.global_batch} x {recipe.seq_len} tokens, {recipe.dtype}, {recipe.optimizer}",
+    }
 
 
 def ranks_of(case: Case) -> int:

@@ -24,8 +24,8 @@ from harness.judge.judgement import Judgement
 from harness.judge.losses import global_loss
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate
 from harness.plan.slices import Slice, numel
+from harness.report.shown import interval_text, rank_label, shown_parameter
 from harness.report.text import headline
 
 PICTURE = "picture.png"
@@ -47,7 +47,7 @@ def draw(trial: Trial, path: Path, title: str) -> None:
     figure = plt.figure(figsize=(13, 9), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
-    fqn = _shown_parameter(trial)
+    fqn = shown_parameter(trial)
     planned = {rank: trial.plan.slices[rank][fqn] for rank in trial.ranks}
     _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"requested: {fqn}, by rank")
     held = {rank: trial.holdings[rank].get(fqn) for rank in trial.ranks}
@@ -56,15 +56,6 @@ def draw(trial: Trial, path: Path, title: str) -> None:
     _draw_losses(figure.add_subplot(grid[1, 1]), trial)
     figure.savefig(path, dpi=100)
     plt.close(figure)
-
-
-def _shown_parameter(trial: Trial) -> str:
-    """The first parameter that some rank holds wrongly, else the first projection of attention."""
-    for rank, held in trial.holdings.items():
-        for fqn, part in held.items():
-            if part != trial.plan.slices[rank].get(fqn):
-                return fqn
-    return next(fqn for fqn in trial.plan.shapes if fqn.endswith("attention.wq.weight"))
 
 
 def _draw_holdings(axes: Any, trial: Trial, fqn: str, held: Mapping[int, Slice | None], title: str) -> None:
@@ -81,22 +72,10 @@ def _draw_holdings(axes: Any, trial: Trial, fqn: str, held: Mapping[int, Slice |
             start, stop = part[0]
             color = COLORS[kinds.index(part) % len(COLORS)]
             axes.barh(rank, stop - start, left=start, color=color, height=0.8, edgecolor="0.3", linewidth=0.5)
-            axes.text(size, rank, f" {_interval_text(part, trial.plan.shapes[fqn])}", va="center", fontsize=6)
+            axes.text(size, rank, f" {interval_text(part, trial.plan.shapes[fqn])}", va="center", fontsize=6)
     axes.set(title=title, xlabel="dim 0", ylabel="rank", xlim=(0, size))
-    axes.set_yticks(list(held), [_rank_label(trial, rank) for rank in held], fontsize=7)
+    axes.set_yticks(list(held), [rank_label(trial, rank) for rank in held], fontsize=7)
     axes.invert_yaxis()
-
-
-def _interval_text(part: Slice, shape: tuple[int, ...]) -> str:
-    """[0:32] of dim 0, and of the other dims where they are cut."""
-    shown = [f"{a}:{b}" if (a, b) != (0, size) else ":" for (a, b), size in zip(part, shape, strict=True)]
-    return "[" + ", ".join(shown) + "]"
-
-
-def _rank_label(trial: Trial, rank: int) -> str:
-    place = coordinate(trial.case.dims, rank)
-    where = " ".join(f"{axis}{place[axis]}" for axis in trial.plan.groups)
-    return f"{rank}  {where}" if where else str(rank)
 
 
 def _draw_groups(axes: Any, trial: Trial) -> None:

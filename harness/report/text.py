@@ -24,13 +24,13 @@ MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT
 
 def headline(judgement: Judgement) -> str:
     """All in one line: verdict, case, cause."""
-    return "    ".join(text for text in (_title(judgement), _cause(judgement)) if text)
+    return "    ".join(text for text in (_title(judgement), cause_text(judgement)) if text)
 
 
 def _head(judgement: Judgement) -> list[str]:
     """The headline; where a terminal is too narrow for it the cause goes below."""
     line = headline(judgement)
-    return [line] if len(line) <= WIDTH else [_title(judgement), *wrapped(_cause(judgement), "  ")]
+    return [line] if len(line) <= WIDTH else [_title(judgement), *wrapped(cause_text(judgement), "  ")]
 
 
 def _title(judgement: Judgement) -> str:
@@ -38,8 +38,8 @@ def _title(judgement: Judgement) -> str:
     return f"{judgement.verdict} {judgement.case.name}{fault}"
 
 
-def _cause(judgement: Judgement) -> str:
-    """Empty if nothing is wrong."""
+def cause_text(judgement: Judgement) -> str:
+    """In one line, why it is not as it should be. Empty if nothing is wrong."""
     cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
     return " ".join(text for text in (cause, _expectation(judgement)) if text)
 
@@ -132,7 +132,7 @@ def finding_text(finding: Finding, indent: str = "") -> str:
 
 def check_text(judgement: Judgement, result: Result) -> str:
     """What a test runner shows of one law that did not pass. It shows the first line, cut, in its summary: the cause."""
-    lines = [_cause(judgement), *table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
+    lines = [cause_text(judgement), *table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
     lines.append(
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )

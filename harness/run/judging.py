@@ -8,6 +8,7 @@ from pathlib import Path
 from harness.checks import judge
 from harness.evidence.records import Run
 from harness.judge.judgement import Judgement
+from harness.judge.measures import measured
 from harness.judge.result import Diagnosis, Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
@@ -27,6 +28,7 @@ def judge_folder(folder: Path) -> Judgement:
         fired=_fired(trial, folder),
         trainer=trial.run.trainer,
         made=trial.run.made,
+        measures=measured(trial),
     )
 
 

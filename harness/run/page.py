@@ -1,0 +1,83 @@
+"""From recorded runs, and the evidence that lies beside them, to what a page shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.judge.judgement import Judgement
+from harness.judge.stored_trial import load_trial
+from harness.report import outcome as became
+from harness.run.folders import case_folders
+from harness.run.judging import judge_folder
+from harness.run.matrix import unexpected
+from harness.run.merged import merged, problems, provenance
+from harness.run.verdicts import RecordedRun
+
+if TYPE_CHECKING:
+    from harness.report.page import Page, Past, Shown
+
+
+def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Sequence[RecordedRun], file: Path) -> Page:
+    """runs: merged; folders: of cases that were run one by one, judged now, each by its folder's name. file: where the page
+    will lie. Raises EvidenceError for a folder that holds no case, and ValueError for runs that are not alike."""
+    from harness.report import text
+    from harness.report.page import Page
+
+    judgements = [judge_folder(folder) for folder in case_folders(folders)]
+    outcomes = [
+        *(merged(runs) if runs else []),
+        *(replace(became.judged(one), case=one.folder.name) for one in judgements),
+    ]
+    told = [line for lines in problems(runs) for line in lines] if runs else []
+    made = [text.provenance(judgements)] if judgements else []
+    lie = _places(runs) | {one.folder.name: one.folder for one in judgements}
+    return Page(
+        outcomes=outcomes,
+        provenance=[*provenance(runs), *made],
+        device=_device(runs, judgements),
+        told=told,
+        past=past([run for run in earlier if run.run not in {each.run for each in runs}]),
+        shown={one.case: shown(lie[one.case], file) for one in outcomes if one.failed and one.case in lie},
+    )
+
+
+def _places(runs: Sequence[RecordedRun]) -> dict[str, Path]:
+    """By case, the folder with its evidence, beside the record that has its last outcome."""
+    ordered = sorted(runs, key=lambda run: run.run)
+    return {name: run.file.parent / one.folder for run in ordered for name, one in run.outcomes.items() if one.folder}
+
+
+def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
+    """cuda only where all ran on it."""
+    found = {run.begins.get("device", "cpu") for run in runs} | {one.made.get("device", "cpu") for one in judgements}
+    return "cuda" if found == {"cuda"} else "cpu"
+
+
+def shown(folder: Path, file: Path) -> Shown:
+    """What is drawn of a case. What cannot be drawn is said on the page, which is of other cases too."""
+    from harness.report.drawings import drawn
+    from harness.report.page import Shown
+
+    if not (folder / "case.json").exists():
+        return Shown()
+    link = Shown(evidence=os.path.relpath(folder, file.resolve().parent))
+    try:
+        return replace(link, drawn=drawn(load_trial(folder)))
+    except Exception as error:  # evidence of a broken run may hold anything
+        return replace(link, problem=unexpected(error))
+
+
+def past(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
+    """By case, the verdicts that it had."""
+    from harness.report.page import Past
+
+    found: dict[str, list[Past]] = {}
+    for run in runs:
+        for name, one in run.outcomes.items():
+            told = Past(run.begins.get("began", ""), run.begins.get("commit") or "unknown", one.verdict)
+            found.setdefault(name, []).append(told)
+    return found
