@@ -13,7 +13,8 @@ from harness.spec.case import Case, ExpectedFailure
 @dataclass(frozen=True)
 class Judgement:
     """folder: where the evidence lies. seconds: of its launches, while they had their slots. fired: whether the fault's code
-    ran; None without a fault. made: how the run came about (`Run.made`). measures: what it took (`judge.measures`)."""
+    ran; None without a fault. made: how the run came about (`Run.made`). measures: what it took (`judge.measures`).
+    gpu: its name."""
 
     case: Case
     folder: Path
@@ -25,6 +26,7 @@ class Judgement:
     trainer: str = "llama3"
     made: dict[str, str] = field(default_factory=dict)
     measures: dict[str, float] = field(default_factory=dict)
+    gpu: str = ""
 
     @property
     def replaced(self) -> list[str]:

@@ -24,7 +24,7 @@ class Outcome:
 
     laws: the verdict of each. not_applicable: why laws had nothing to say. report: of what is neither PASS nor XFAIL.
     layout, recipe: what was requested, in words. folder: the name of the one with the evidence. again: the command that
-    runs it again. measures: what it took (`judge.measures`).
+    runs it again. measures: what it took (`judge.measures`). gpu: its name; empty on CPU.
     """
 
     case: str
@@ -42,6 +42,7 @@ class Outcome:
     folder: str = ""
     again: str = ""
     measures: dict[str, float] = field(default_factory=dict)
+    gpu: str = ""
 
     @property
     def skipped(self) -> bool:
@@ -69,6 +70,7 @@ def judged(judgement: Judgement) -> Outcome:
         folder=judgement.folder.name,
         again=command(judgement),
         measures=judgement.measures,
+        gpu=judgement.gpu,
     )
 
 

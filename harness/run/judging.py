@@ -29,6 +29,7 @@ def judge_folder(folder: Path) -> Judgement:
         trainer=trial.run.trainer,
         made=trial.run.made,
         measures=measured(trial),
+        gpu=_gpu(trial),
     )
 
 
@@ -39,6 +40,12 @@ def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
     from harness.diagnosis import diagnose
 
     return diagnose(trial, results)
+
+
+def _gpu(trial: Trial) -> str:
+    """What ranks say that they computed on; empty on CPU."""
+    names = {evidence.environment.get("device", "cpu") for evidence in trial.ranks.values()} - {"cpu"}
+    return ", ".join(sorted(names))
 
 
 def _runs(trial: Trial) -> list[Run]:

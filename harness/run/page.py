@@ -52,9 +52,9 @@ def _places(runs: Sequence[RecordedRun]) -> dict[str, Path]:
 
 
 def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
-    """cuda only where all ran on it."""
+    """All on which they ran: cuda alone where each rank had its own GPU."""
     found = {run.begins.get("device", "cpu") for run in runs} | {one.made.get("device", "cpu") for one in judgements}
-    return "cuda" if found == {"cuda"} else "cpu"
+    return "; ".join(sorted(found))
 
 
 def shown(folder: Path, file: Path) -> Shown:
