@@ -4,10 +4,13 @@ processes being killed.
     python benchmarks/kills.py ranks --times 100 --seed 1
     python benchmarks/kills.py server --times 10
     python benchmarks/kills.py harness --times 10
+    python benchmarks/kills.py harness --times 10 --server resident
+    python benchmarks/kills.py resident --times 10
 
 ranks: in one harness, of a random case a random rank gets a random signal at a random moment of its life. server, harness: a
-`harness run` of its own, whose rank server or which itself gets one. Linux only: it looks into /proc. A kill that came when
-the process had already ended counts for nothing and is drawn again.
+`harness run` of its own, whose rank server or which itself gets one. resident: the process that stays after commands gets one,
+which must not harm the command under way. Linux only: it looks into /proc. A kill that came when the process had already ended
+counts for nothing and is drawn again.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from pathlib import Path
 from harness import ROOT
 from harness.judge.result import Verdict
 from harness.launch import default_server
+from harness.launch.leftovers import leftovers
 from harness.launch.local import LocalRanks
+from harness.launch.resident_client import KINDS, stop_all
 from harness.report.text import headline
 from harness.run.options import Options
 from harness.run.run_case import run_case
@@ -39,7 +44,12 @@ from harness.spec.loading import find_case, load_all
 
 CASES = ("fsdp_4", "tp_2", "cp_2", "pp_2", "hsdp_2x2")
 FATAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV)
-SIGNALS = {"ranks": (*FATAL, signal.SIGSTOP), "server": (*FATAL, signal.SIGSTOP), "harness": (*FATAL, signal.SIGINT)}
+SIGNALS = {
+    "ranks": (*FATAL, signal.SIGSTOP),
+    "server": (*FATAL, signal.SIGSTOP),
+    "resident": (*FATAL, signal.SIGSTOP),
+    "harness": (*FATAL, signal.SIGINT),
+}
 LIMIT = 20.0  # seconds for a launch: what a stopped process costs
 MARK = "KILLS_MARK"
 
@@ -121,23 +131,27 @@ def job_in(folder: Path) -> LocalRanks | None:
 # ---- the harness's own processes
 
 
-def kill_processes(what: str, times: int, draw: random.Random, out: Path) -> Iterator[Kill]:
+def kill_processes(what: str, kind: str, times: int, draw: random.Random, out: Path) -> Iterator[Kill]:
     done = 0
     while done < times:
         number, name = draw.choice(SIGNALS[what]), draw.choice(CASES)
-        kill = kill_process(what, name, number, draw.uniform(0, 1), out)
+        kill = kill_process(what, kind, name, number, draw.uniform(0, 1), out)
         if kill is not None:
             done += 1
             yield kill
 
 
-def kill_process(what: str, name: str, number: signal.Signals, moment: float, out: Path) -> Kill | None:
+def kill_process(what: str, kind: str, name: str, number: signal.Signals, moment: float, out: Path) -> Kill | None:
     folder, mark = Path(tempfile.mkdtemp(dir=out)), f"{MARK}={time.time_ns()}"
     command = [sys.executable, "-m", "harness", "run", name, "--out", str(folder), "--timeout", str(LIMIT)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict([mark.split("=")])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if kind == "own":
+        environment |= dict([mark.split("=")])  # another mark would be another environment, so another resident
     with open(folder / "output.txt", "w") as output:
-        run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=ROOT, preexec_fn=heed)
-    pid = victim(what, run.pid, mark, folder)
+        run = subprocess.Popen(
+            [*command, "--server", kind], env=environment, stdout=output, stderr=output, cwd=ROOT, preexec_fn=heed
+        )
+    pid = victim(what, run.pid, folder)
     time.sleep(moment * 2)
     if pid is None or run.poll() is not None:
         run.wait()
@@ -147,10 +161,27 @@ def kill_process(what: str, name: str, number: signal.Signals, moment: float, ou
     code = run.wait()
     seconds = time.monotonic() - began
     time.sleep(3.0)  # what is left may see by itself that it is alone
-    due = {2} if what == "server" else {130} if number is signal.SIGINT else {-number}
+    due = {"server": 2, "resident": 0}.get(what, 130 if number is signal.SIGINT else -number)
     printed = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
+    if what != "resident" and printed and printed[0].startswith("PASS"):  # its ranks had ended already
+        return None
     told = f"exit code {code}: {printed[0] if printed else ''}"
-    return Kill(number, f"{what} of {name}", told, code in due, seconds, len(alive_with(mark)))
+    left = alive_with(mark) if kind == "own" else alive_of_residents(folder)
+    return Kill(number, f"{what} of {name}", told, code == due, seconds, len(left))
+
+
+def alive_of_residents(folder: Path) -> list[int]:
+    """Ranks, what they started, and servers of commands: all but the resident servers, which lead sessions of their own."""
+    found = {each.pid for launch in folder.glob("*/job.json") for each in leftovers(launch.parent, range(16))}
+    found |= {each.pid for launch in folder.glob("*/*/job.json") for each in leftovers(launch.parent, range(16))}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = os.environ["XDG_RUNTIME_DIR"].encode() in (process / "cmdline").read_bytes()
+            if ours and os.getsid(int(process.name)) != int(process.name):
+                found.add(int(process.name))
+        except OSError:  # it ended as we looked
+            continue
+    return sorted(found)
 
 
 def heed() -> None:
@@ -158,14 +189,24 @@ def heed() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def victim(what: str, harness: int, mark: str, folder: Path) -> int | None:
+def victim(what: str, harness: int, folder: Path) -> int | None:
     """Its pid, once ranks of the case have been started."""
     give_up = time.monotonic() + 120
-    while not list(folder.glob("*/run/inflight/*.bin")):
+    while not (ranks := forked_in(folder)):
         if time.monotonic() > give_up or Path(f"/proc/{harness}/stat").read_text().split()[2] == "Z":
             return None
         time.sleep(0.02)
-    return harness if what == "harness" else next((pid for pid in alive_with(mark) if parent_of(pid) == harness), None)
+    try:
+        server = parent_of(ranks[0])
+        return {"harness": harness, "server": server, "resident": parent_of(server)}[what]
+    except OSError:  # they have ended
+        return None
+
+
+def forked_in(folder: Path) -> list[int]:
+    launches = [path.parents[1] for path in folder.glob("*/run/inflight/*.groups")]
+    found = [each for launch in launches[:1] for each in leftovers(launch, range(16))]
+    return [each.pid for each in found if each.command == "forked from the rank"]
 
 
 def parent_of(pid: int) -> int:
@@ -205,6 +246,7 @@ def main() -> None:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=list(SIGNALS))
+    parser.add_argument("--server", choices=KINDS, default="own", help="for kills of server and harness")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=3, help="kills of ranks at the same time")
@@ -212,13 +254,14 @@ def main() -> None:
     args = parser.parse_args()
     draw = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as temporary:
-        out = args.out or Path(temporary)
+        os.environ["XDG_RUNTIME_DIR"] = temporary  # residents of this run's own
+        out = args.out or Path(temporary, "out")
         out.mkdir(parents=True, exist_ok=True)
-        of_ranks = args.what == "ranks"
+        kind = "resident" if args.what == "resident" else args.server
         found = (
             kill_ranks(args.times, draw, out, args.jobs)
-            if of_ranks
-            else kill_processes(args.what, args.times, draw, out)
+            if args.what == "ranks"
+            else kill_processes(args.what, kind, args.times, draw, out)
         )
         kills = []
         for kill in found:
@@ -226,6 +269,7 @@ def main() -> None:
             if not kill.right or kill.left:
                 print(f"{kill.number.name}, {kill.where}, left {kill.left}: {kill.told}", flush=True)
         print(table(kills))
+        stop_all()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from harness.launch.process import kill_group
 from harness.launch.resident_client import any_server
 
 READY_PATIENCE = 120.0  # importing torch takes 3 s, on a cold disk a minute
+MEETING_PATIENCE = 300.0  # for one that outlives commands: others may wait for it, or it is replaced
 CLOSE_PATIENCE = 5.0
 
 
@@ -110,6 +111,7 @@ class RankServer:
             return self.end(f"the rank server did not start: {error}")
         with self.news:
             self.link = found
+            self.news.notify_all()
             if self.closed:
                 found.hang_up()
         reports = open(found.reports, encoding="utf-8", closefd=False)  # noqa: SIM115 - the link closes it
@@ -152,6 +154,7 @@ class RankServer:
     def ready(self) -> None:
         """Wait until the server has imported torch; LaunchError if it never will."""
         with self.news:
+            self.news.wait_for(lambda: self.gone or self.link, MEETING_PATIENCE)
             if not self.news.wait_for(lambda: self.gone or self.seconds is not None, READY_PATIENCE):
                 self.kill(f"it was not ready in {READY_PATIENCE:g} s and was killed")
         if self.gone or self.seconds is None:
