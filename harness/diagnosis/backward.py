@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from harness.diagnosis.consequences import consequences
 from harness.diagnosis.differences import (
     Pair,
     expected_gradient,
@@ -31,8 +32,6 @@ from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
-FOLLOWING = ("grad_norm", "gradients", "loss", "reported_loss", "update", "replica_agreement")
-"""Laws of numbers that are wrong once gradients are."""
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
 
 
@@ -59,7 +58,7 @@ def _misshapen(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         f"rank {rank}, {fqn}: gradient {seen_gradients(trial, rank, step)[fqn].shape} of a parameter {held[rank, fqn]}"
     )
     text = f"gradients have another shape than their parameters {where_text(trial, bad)}: {seen}"
-    return Fact(Cause("gradients misshapen", text), FOLLOWING)
+    return Fact(Cause("gradients misshapen", text), consequences(trial, step))
 
 
 def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
@@ -73,7 +72,7 @@ def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     what = "gradients are" if finite else "loss and gradients are"
     text = f"{what} NaN or infinite in step {step} {where_text(trial, bad)}"
     text += ", the losses are finite" * bool(finite and seen)
-    return Fact(Cause("not finite", text + (_mean_over_none(trial, step) if finite else "")), FOLLOWING)
+    return Fact(Cause("not finite", text + (_mean_over_none(trial, step) if finite else "")), consequences(trial, step))
 
 
 def _mean_over_none(trial: Trial, step: int) -> str:
@@ -90,7 +89,7 @@ def _mean_over_none(trial: Trial, step: int) -> str:
 
 
 CP_ROLES = {
-    "keys and values": "no K/V exchange over cp: attention sees its own part of the sequence only",
+    "keys and values": "no K/V exchange over cp",
     "gradients of keys and values": "no exchange of K/V gradients over cp: each rank keeps its own",
 }
 
@@ -102,7 +101,9 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         for flow in (flow for flow in flows if flow.role == role):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
             if seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
-                return Fact(Cause("K/V not exchanged", text), ("traffic", "features", *FOLLOWING), NOT_TESTED)
+                return Fact(
+                    Cause("K/V not exchanged", text), ("traffic", "features", *consequences(trial, step)), NOT_TESTED
+                )
     return None
 
 
@@ -116,7 +117,11 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     more = f", but over {groups_text(instead)}" if instead else ""
     text = f"gradient reduction missing over {' and '.join(missing)}: {', '.join(texts)}{more}"
     lines = (*traffic_lines(trial), *NOT_TESTED)
-    return Fact(Cause("gradients not reduced", text), ("traffic", "process_groups", "placements", *FOLLOWING), lines)
+    return Fact(
+        Cause("gradients not reduced", text),
+        ("traffic", "process_groups", "placements", *consequences(trial, step)),
+        lines,
+    )
 
 
 def silent_axes(trial: Trial, step: int) -> dict[str, str]:
@@ -151,7 +156,7 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
     text = f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
     why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
     tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
-    return Fact(Cause("norms not summed", text), FOLLOWING, (("why", why), ("tested", tested)))
+    return Fact(Cause("norms not summed", text), consequences(trial, step), (("why", why), ("tested", tested)))
 
 
 def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
@@ -166,7 +171,7 @@ def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
             return None
     text = f"the output's part of the gradient of the tied weight is missing: {TIED} has the embedding's only"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    return Fact(Cause("tied weight without the output's part", text), FOLLOWING, (("tested", tested),))
+    return Fact(Cause("tied weight without the output's part", text), consequences(trial, step), (("tested", tested),))
 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
@@ -180,7 +185,7 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     text = (
         f"{cause}, and wrong in all that lies before: backward loses something there{_less_than_planned(trial, step)}"
     )
-    return Fact(Cause("lost in backward", text), ("traffic", *FOLLOWING), NOT_TESTED)
+    return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
 def _depth(fqn: str) -> tuple[int, int]:

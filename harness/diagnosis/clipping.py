@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from harness.checks import update
-from harness.checks.replica_agreement import replica_families
 from harness.diagnosis import assume
 from harness.diagnosis.algorithms import agrees, kinds_of_parameters
+from harness.diagnosis.consequences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
@@ -29,7 +29,7 @@ Coefficient = Callable[[int, int, str], Any]  # rank, step, fqn
 
 def wrong_clipping(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Ways to clip, each tried on a few parameters."""
-    if "update" not in broken or trial.case.training.max_norm is None or not _replicas_agree(trial):
+    if "update" not in broken or trial.case.training.max_norm is None or not replicas_agree(trial, trial.first_step):
         return
     norm = {step: update.observed_norm(trial, step) for step in trial.case.steps}
     first = trial.first_step
@@ -53,18 +53,6 @@ def wrong_clipping(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     )
     yield from _hypothesis(trial, plain, lambda rank, step, fqn: min(1.0, limit / norm[step]))
     yield from _left_out(trial, norm, limit)
-
-
-def _replicas_agree(trial: Trial) -> bool:
-    """Whether those who hold the same slice have the same gradient in the first step: else there is no global norm."""
-    first = {rank: evidence.steps[0].gradients for rank, evidence in trial.ranks.items() if evidence.steps}
-    return all(
-        np.allclose(first[rank][fqn], first[ranks[0]][fqn], rtol=1e-6, atol=0)
-        for (fqn, _), ranks in replica_families(trial).items()
-        for rank in ranks[1:]
-        if fqn in first.get(rank, ()) and fqn in first.get(ranks[0], ())
-        if first[rank][fqn].shape == first[ranks[0]][fqn].shape
-    )
 
 
 def _by_norm(norm: Norm, limit: float) -> Coefficient:

@@ -115,7 +115,7 @@ def keys_stay(trial: Trial, broken: Broken) -> Iterator[Fact]:
     wanted, seen = planned(trial, rank, step), observed(trial.ranks[rank], step)
     keys = {(trial.plan.group_of(rank, flow.axis), flow.op, flow.phase): flow.bytes for flow in flows}
     if all(wanted[key] - seen.get(key, 0) == size for key, size in keys.items()):
-        text = "no K/V exchange over cp: attention sees its own part of the sequence only"
+        text = "no K/V exchange over cp"
         lines = (finding_line("traffic", broken["traffic"]),)
         yield Fact(Cause("no K/V exchange", text), ("traffic", "reshard", "features"), lines)
 

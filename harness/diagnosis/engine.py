@@ -8,12 +8,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from harness.diagnosis.consequences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 
 T = TypeVar("T")
-FOLLOWING = frozenset({"grad_norm", "update", "loss", "reported_loss", "replica_agreement"})
 FIRSTS = 6  # hypotheses that are tried as one of two independent mistakes
 
 
@@ -39,7 +39,12 @@ def explain(
     proofs = search.proofs(trial, results)
     stated = list(search.guarded(facts, trial, broken_laws(results)))
     seen = any("gradients" in fact.laws for fact in stated)
-    if proofs and seen and "gradients" in proofs[0].left and FOLLOWING.issuperset(proofs[0].explained):
+    if (
+        proofs
+        and seen
+        and "gradients" in proofs[0].left
+        and (OF_GRADIENTS - {"gradients"}).issuperset(proofs[0].explained)
+    ):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
@@ -61,13 +66,17 @@ class Search:
         complete, partial = self._single(trial, results)
         if complete:
             return complete
-        best = [proof for proof in partial if proof.explained][:1]
+        best = [proof for proof in partial if proof.explained]
         for first in partial[:FIRSTS]:
             whole, parts = self._single(first.assumed, rejudged(first, results))
             if whole:
                 return [_joined(first, second, results) for second in whole]
             best += [_joined(first, second, results) for second in parts[:1] if first.explained and second.explained]
-        return sorted(best, key=lambda proof: (-len(proof.explained), proof.fitted))[:1]
+        best.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
+        equal = [proof for proof in best if (proof.explained, proof.fitted) == (best[0].explained, best[0].fitted)]
+        return list(
+            {frozenset(one.cause.text for one in proof.hypotheses): proof for proof in reversed(equal)}.values()
+        )[::-1]
 
     def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Equally simple ones that explain everything; and the others, those that explain most first."""

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from harness.diagnosis.assume import another_case, another_reference
+from harness.diagnosis.consequences import consequences
+from harness.diagnosis.differences import first_wrong_step
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.renamed_ranks import renamed
 from harness.diagnosis.words import finding_line, groups_text, in_parameters, on_ranks, some, traffic_lines
@@ -239,7 +241,8 @@ def reduction_missing(trial: Trial, broken: Broken) -> Iterator[Fact]:
     lines = {axis: {*trial.plan.group_of(min(trial.ranks), axis)} for axis in axes}
     missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
     if missing:
-        laws = ("gradients", "grad_norm", "loss", "reported_loss", "replica_agreement", "update")
+        step = first_wrong_step(trial)
+        laws = ("gradients",) if step is None else consequences(trial, step)
         text = f"gradient reduction missing over {' and '.join(missing)}"
         yield Fact(Cause("reduction missing", text), laws, (finding_line("gradients", broken["gradients"]),))
 

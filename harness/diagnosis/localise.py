@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from harness.diagnosis.differences import distance, fqns_of, loss_off, where_text, wrong_pairs
-from harness.diagnosis.hypothesis import Broken
+from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import finding_line, in_parameters
 from harness.judge.assembly import misfits
-from harness.judge.result import Cause, Lines
+from harness.judge.result import Cause, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 
@@ -34,6 +34,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     """Of loss and gradients, in the first step in which they are wrong."""
     if not {"loss", "gradients"} & set(broken):
         return None
+    held -= set(broken)
     moved = [finding for finding in (broken["update"].findings if "update" in broken else ()) if finding.step]
     updated = min(moved, key=lambda finding: finding.step or 0, default=None)
     for step in trial.case.steps:
@@ -47,8 +48,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         since = "" if step == trial.first_step else f" from step {step} on"
         where = where_text(trial, wrong) + one_group(trial, {rank for rank, _ in wrong}) if wrong else ""
         if off and wrong:
-            before = f"right in step {trial.first_step} and " * bool(since)
-            return Cause(KIND, f"the forward pass is {before}wrong{since}: {_off(trial, step, off, held)}")
+            return Cause(KIND, _forward(trial, step, _off(trial, step, off, held), since, held))
         if off:
             close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
             return Cause(KIND, f"the loss of step {step} is off by {off:.1e}, {close}")
@@ -63,6 +63,17 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
             hint=matches + in_common(trial, fqns_of(trial, wrong)),
         )
     return None
+
+
+BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume", "update")
+
+
+def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]) -> str:
+    """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
+    wrong = [law for law in BEFORE_FORWARD if law not in held and verdict_of(trial, law) is Verdict.FAIL]
+    if wrong:
+        return f"{off}; what goes into the forward pass is wrong ({', '.join(wrong)})"
+    return f"the forward pass is {f'right in step {trial.first_step} and ' * bool(since)}wrong{since}: {off}"
 
 
 def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:

@@ -12,6 +12,8 @@ import numpy as np
 from harness.checks import update
 from harness.diagnosis import assume
 from harness.diagnosis.algorithms import by_recipes, other_algorithms, other_numbers
+from harness.diagnosis.consequences import OF_GRADIENTS
+from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
 from harness.diagnosis.schedules import schedule_of
@@ -22,7 +24,6 @@ from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 
-NUMBERS = ("update", "loss", "gradients", "grad_norm", "reported_loss", "replica_agreement")
 LARGEST_DECAY = 0.1  # of a weight in a step; what takes more of it is no weight decay
 FEW = ("norm.weight", "attention.wq.weight", "output.weight", "tok_embeddings.weight")  # of each kind one
 
@@ -53,7 +54,13 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in bad}]
         where = in_parameters(trial, fqns) + on_ranks(trial, [rank for rank, _ in bad])
         text = f"parameters are NaN or infinite after step {first} {where}, gradients were finite"
-        yield Fact(Cause("not finite", text), tuple(name for name in broken if name in NUMBERS))
+        yield Fact(Cause("not finite", text), _after_the_first_step(trial, broken))
+
+
+def _after_the_first_step(trial: Trial, broken: Broken) -> tuple[str, ...]:
+    """Losses and gradients of the first step come before what the optimizer leaves."""
+    before = bool(loss_off(trial, trial.first_step) or wrong_pairs(trial, trial.first_step))
+    return tuple(name for name in broken if name in OF_GRADIENTS and (name == "update" or not before))
 
 
 # ---- the recipe's numbers

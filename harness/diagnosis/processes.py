@@ -11,6 +11,7 @@ from harness.diagnosis.words import finding_line, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
+from harness.plan.stages import parameters_of_stage
 from harness.spec.dims import AXES
 
 ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
@@ -139,12 +140,39 @@ def missing_parameters(trial: Trial) -> str:
             return f"rank {rank} does not hold {some(sorted(wanted - held))}{where}, requested {len(wanted)} parameters"
         if held - wanted:
             return f"rank {rank} holds {some(sorted(held - wanted))}, which the model does not have"
-        for step in evidence.steps:
-            for what, names in (("has no gradient of", set(step.gradients)), ("does not update", set(step.parameters))):
-                if held - names:
-                    text = f"rank {rank} {what} {some(sorted(held - names))} in step {step.step}"
-                    return f"{text}: frozen, unused or not in the optimizer"
+    return _untrained(trial)
+
+
+def _untrained(trial: Trial) -> str:
+    """In the first step in which some rank lacks a gradient or an update: the parameters of all ranks that do."""
+    for step in trial.case.steps:
+        for what in ("gradients", "parameters"):
+            lacking = {
+                rank: [tensor.fqn for tensor in e.parameters if tensor.fqn not in getattr(record, what)]
+                for rank, e in sorted(trial.ranks.items())
+                for record in e.steps
+                if record.step == step
+            }
+            if ranks := [rank for rank, fqns in lacking.items() if fqns]:
+                names = {fqn for fqns in lacking.values() for fqn in fqns}
+                fqns = [fqn for fqn in trial.plan.shapes if fqn in names]
+                return _without(trial, ranks, what, fqns, step)
     return ""
+
+
+def _without(trial: Trial, ranks: list[int], what: str, fqns: list[str], step: int) -> str:
+    one = len(ranks) == 1
+    has = {
+        "gradients": f"{'has' if one else 'have'} no gradient of",
+        "parameters": f"{'does' if one else 'do'} not update",
+    }
+    stages = [
+        s
+        for s in range(trial.case.n_stages)
+        if trial.case.dims.pp > 1 and set(parameters_of_stage(trial.case, s)) <= set(fqns)
+    ]
+    whole = f" (all of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))})" if stages else ""
+    return f"{rank_words(ranks)} {has[what]} {some(fqns)}{whole} in step {step}: frozen, unused or not in the optimizer"
 
 
 def _holders(trial: Trial, fqns: set[str]) -> str:

@@ -21,6 +21,7 @@ from harness.diagnosis.assume import another_optimizer, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
 from harness.diagnosis.words import finding_line, in_parameters, on_ranks, some
+from harness.evidence.text import positions_text
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -164,7 +165,33 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
         text = f"rows or columns have changed places over the checkpoint {where}{ranks}"
         return Cause("parameters changed over the checkpoint", text)
     text = f"parameters after resuming are not those of step {trial.case.steps.start - 1} {where}{ranks}"
-    return Cause("parameters changed over the checkpoint", text)
+    return Cause("parameters changed over the checkpoint", text, hint=_instead(trial, wrong, names))
+
+
+def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
+    """Of which other moment these parameters are; else which of their rows are wrong, where these are few."""
+    for step, state in [*_moments(trial), (0, _seed(trial))]:
+        if step < trial.case.steps.start - 1 and all(
+            _holds(trial, wrong, PARAMETER, fqn, state.get((PARAMETER, fqn))) for fqn in names
+        ):
+            return f"they are those of after step {step}" if step else "they are the seed's"
+    rows = _wrong_rows(trial, names[0]) if len(names) == 1 else []
+    few = f"row{'s' * (len(rows) > 1)} {positions_text(np.array(rows))} of {trial.plan.shapes[names[0]][0]}"
+    if not rows or len(rows) == trial.plan.shapes[names[0]][0]:
+        return ""
+    seeds = _seed(trial)[PARAMETER, names[0]][rows]
+    return few + ", the seed's" * bool(np.array_equal(_resumed(trial, names[0])[rows], seeds))
+
+
+def _resumed(trial: Trial, fqn: str) -> np.ndarray:
+    return put_together(trial, {rank: e.resumed for rank, e in trial.ranks.items()})[PARAMETER, fqn]
+
+
+def _wrong_rows(trial: Trial, fqn: str) -> list[int]:
+    held, saved = _resumed(trial, fqn), saved_state(trial.saved[-1])[PARAMETER, fqn]
+    if held.shape != saved.shape:
+        return []
+    return np.flatnonzero((held != saved).reshape(len(held), -1).any(axis=1)).tolist()
 
 
 def _change(trial: Trial, fqn: str) -> str:
