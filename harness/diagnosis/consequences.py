@@ -23,7 +23,7 @@ def consequences(trial: Trial, step: int) -> tuple[str, ...]:
     losses = not any(loss_off(trial, earlier) for earlier in trial.case.steps if earlier <= step)
     found = {
         "gradients": True,
-        "grad_norm": not reported_of(trial, "grad_norm"),
+        "grad_norm": not (_have_one_norm(trial, step) and reported_of(trial, "grad_norm")),
         "loss": losses,
         "reported_loss": losses and not reported_of(trial, "reported_loss"),
         "update": not _have_one_norm(trial, step) and _updated_until(trial, step),
