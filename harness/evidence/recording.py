@@ -10,9 +10,9 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from harness.evidence.format import version_of
 from harness.evidence.records import RankEvidence
@@ -85,10 +85,15 @@ def record_file(directory: Path, rank: int) -> Path:
 
 def save_record(path: Path, summary: object, record: RankRecord) -> None:
     """Raises OSError."""
-    head = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
-    body = json.dumps(encoded_without_values(record), separators=(",", ":")).encode()
     with whole_file(path) as file:
-        file.write(json.dumps(head, separators=(",", ":")).encode() + b"\n" + zlib.compress(body, 1))
+        file.write(packed(summary, record))
+
+
+def packed(summary: object, record: RankRecord) -> bytes:
+    head = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
+    meshes: list[Any] = []
+    body = json.dumps([encoded_without_values(_with_numbers(record, meshes)), meshes], separators=(",", ":")).encode()
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + zlib.compress(body, 1)
 
 
 def load_summary(path: Path, kind: type[S]) -> S:
@@ -104,7 +109,27 @@ def load_record(path: Path) -> RankRecord:
     """Raises EvidenceError. Who calls this has read the summary, which tells the version."""
     with _said(path), open(path, "rb") as file:
         file.readline()
-        return decoded_without_values(RankRecord, json.loads(zlib.decompress(file.read())))
+        plain, meshes = json.loads(zlib.decompress(file.read()))
+        return _with_meshes(decoded_without_values(RankRecord, plain), meshes)
+
+
+def _with_numbers(record: RankRecord, meshes: list[Any]) -> RankRecord:
+    """A mesh has all ranks, and most parameters are on the same one: each is kept once."""
+    known: dict[int, int] = {}
+    parameters = []
+    for tensor in record.evidence.parameters:
+        if tensor.mesh is not None and id(tensor.mesh) not in known:
+            known[id(tensor.mesh)] = len(meshes)
+            meshes.append(tensor.mesh)
+        parameters.append(replace(tensor, mesh=None if tensor.mesh is None else known[id(tensor.mesh)]))
+    return replace(record, evidence=replace(record.evidence, parameters=tuple(parameters)))
+
+
+def _with_meshes(record: RankRecord, meshes: list[Any]) -> RankRecord:
+    """The inverse."""
+    told = record.evidence.parameters
+    parameters = tuple(replace(t, mesh=None if t.mesh is None else meshes[t.mesh]) for t in told)
+    return replace(record, evidence=replace(record.evidence, parameters=parameters))
 
 
 def _version(kind: type) -> str:

@@ -187,14 +187,36 @@ def _waits(evidence: RankEvidence, step: int) -> int:
     return sum(c.op == "barrier" and c.step == step and c.phase in INSIDE for c in evidence.collectives)
 
 
-# ---- claims
+# ---- claims. A mesh may have thousands of ranks, and most parameters are on the same one
+
+
+NOWHERE: list[int] = []
+_known: dict[int, tuple[Any, np.ndarray, int]] = {}
+
+
+def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
+    """The mesh itself, so that its address is not used again; as an array; and its ranks as one number."""
+    if id(mesh) not in _known:
+        if len(_known) > 64:
+            _known.clear()
+        array = np.array(mesh)
+        _known[id(mesh)] = (mesh, array, number(sorted(array.flatten().tolist())))
+    return _known[id(mesh)]
+
+
+def _array(mesh: Any) -> np.ndarray:
+    return _looked_up(mesh)[1]
+
+
+def _members(mesh: Any) -> int:
+    return _looked_up(mesh)[2]
 
 
 def placement_text(tensor: TensorEvidence) -> str:
     """ "Replicate over 2, Shard(0) over 8"; "plain"."""
     if tensor.mesh is None:
         return "plain"
-    degrees = np.array(tensor.mesh).shape
+    degrees = _array(tensor.mesh).shape
     texts = [f"{kind} over {n}" for kind, n in zip(tensor.placements, degrees, strict=True) if n > 1]
     return ", ".join(texts) or "on one rank"
 
@@ -214,14 +236,14 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
 
 def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is."""
-    mesh = np.array(tensor.mesh)
+    mesh = _array(tensor.mesh)
     if rank not in mesh:
         return None
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]
     cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
     if any(kind == "Partial" for kind, _, _ in cut):
         return None
-    return (number(sorted(mesh.flatten().tolist())), *(one for one in cut if one[0] != "Replicate"))
+    return (_members(tensor.mesh), *(one for one in cut if one[0] != "Replicate"))
 
 
 def roles(evidence: RankEvidence) -> dict[str, str]:
@@ -241,7 +263,7 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     """Of each axis of its mesh, the placement and the ranks along it."""
-    mesh = np.array(tensor.mesh if tensor.mesh is not None else [])
+    mesh = _array(tensor.mesh if tensor.mesh is not None else NOWHERE)
     if rank not in mesh:
         return []
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]

@@ -57,7 +57,7 @@ def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
 def finite(summaries: Sequence[Summary]) -> Result:
     """Parameters are finite numbers after every step recorded."""
     findings = [
-        Finding.at(one.rank, "finite numbers", f"none in {len(names)} parameters", step=step, name=names[0])
+        Finding.at(one.rank, "finite numbers", f"others in {len(names)} parameters", step=step, name=names[0])
         for one in summaries
         for step, names in sorted(one.not_finite.items())
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import time
@@ -249,10 +250,16 @@ def _claim(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
         fqn=fqn,
         global_shape=tuple(parameter.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
-        mesh=parameter.device_mesh.mesh.tolist() if hasattr(parameter, "device_mesh") else None,
+        mesh=_ranks_of(parameter.device_mesh) if hasattr(parameter, "device_mesh") else None,
         placements=structure.placements(parameter),
         value=without_values(tuple(held.shape), kind.name),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _ranks_of(mesh: Any) -> Any:
+    """The same list for all parameters on it."""
+    return mesh.mesh.tolist()
 
 
 def _read(values: Any) -> list[Any]:

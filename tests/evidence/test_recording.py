@@ -1,0 +1,44 @@
+"""What a rank of a recorded job leaves is read as it was written, without values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from literal import tiny_case, trial_of
+
+from harness.evidence.recording import RankRecord, RecordedStep, load_record, load_summary, record_file, save_record
+from harness.evidence.store import EvidenceError
+from harness.evidence.summary import Summary, summary_of
+
+
+def record(rank: int) -> RankRecord:
+    evidence = trial_of(tiny_case("hsdp_2x2")).ranks[rank]
+    return RankRecord(evidence, (RecordedStep(1, {"norm.weight": 7}),), parts=("Model",), ended="ok", steps_seen=3)
+
+
+def test_claims_come_back_and_values_do_not(tmp_path: Path) -> None:
+    one, path = record(3), record_file(tmp_path, 3)
+    save_record(path, summary_of(one), one)
+    read = load_record(path)
+    assert read.evidence.collectives == one.evidence.collectives
+    for before, after in zip(one.evidence.parameters, read.evidence.parameters, strict=True):
+        assert (after.fqn, after.mesh, after.placements) == (before.fqn, before.mesh, before.placements)
+        assert after.value.shape == before.value.shape
+        assert not np.any(after.value)
+    assert load_summary(path, Summary) == summary_of(one)
+    assert summary_of(read) == summary_of(one)
+
+
+def test_replicas_claim_the_same_parts_and_others_do_not() -> None:
+    parts = [summary_of(record(rank)).slices for rank in range(4)]
+    assert parts[0] == parts[2] != parts[1] == parts[3]
+
+
+def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
+    one, path = record(0), record_file(tmp_path, 0)
+    save_record(path, summary_of(one), one)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(EvidenceError, match="rank_00000.record: damaged recording"):
+        load_record(path)
