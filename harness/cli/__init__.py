@@ -15,6 +15,7 @@ from harness.cli import (
     doctor,
     faults,
     golden,
+    history,
     init,
     join,
     matrix,
@@ -39,7 +40,7 @@ from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
 COMMANDS = (
-    *(init, doctor, run, matrix, check, report, record, show, compare, snapshot),
+    *(init, doctor, run, matrix, check, report, history, record, show, compare, snapshot),
     *(plan, golden, faults, bisect, join, server),
 )
 EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)

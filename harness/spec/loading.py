@@ -49,7 +49,7 @@ def load_cases(path: Path) -> list[Case]:
     """All cases of one YAML file, in the order written. Raises CaseError."""
     shown = case_files.recorded(path)
     document = _read_yaml(path, shown)
-    _refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
+    refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
     defaults = as_mapping(document.get("defaults"), f"{shown}: defaults")
     cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
@@ -161,7 +161,7 @@ def _cross_product(product: Any, where: str) -> Iterator[tuple[str, dict[str, An
     for every axis, a `name`, and anything a case may say.
     """
     product = as_mapping(product, where)
-    _refuse_unknown(product, ("each", "exclude", "include"), where)
+    refuse_unknown(product, ("each", "exclude", "include"), where)
     axes = {
         axis: as_mapping(labels, f"{where}: {axis}") for axis, labels in as_mapping(product.get("each"), where).items()
     }
@@ -217,7 +217,7 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise CaseError(f"{where}: a name is made of letters, digits and underscores, so that `pytest -k` takes it")
     known = [f.name for f in dataclasses.fields(Case)] + ["world_size"]
-    _refuse_unknown(fragment, known, where, unsaid=UNWRITTEN)
+    refuse_unknown(fragment, known, where, unsaid=UNWRITTEN)
     if not fragment.get("why") or not isinstance(fragment["why"], str):
         raise CaseError(f"{where}: 'why' is missing: one sentence that says what this case is here to catch")
     case = Case(
@@ -279,7 +279,7 @@ def _allowances(value: Any, where: str) -> tuple[Allowance, ...]:
     found = []
     for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, where), start=1):
         here, entry = f"{where}: entry {number}", as_mapping(entry, f"{where}: entry {number}")
-        _refuse_unknown(entry, [f.name for f in dataclasses.fields(Allowance)], here)
+        refuse_unknown(entry, [f.name for f in dataclasses.fields(Allowance)], here)
         for key, given in entry.items():
             _check_type(given, "", "int | str" if key in ("bytes", "matmuls") else "str", f"{here}: {key}")
         try:
@@ -319,7 +319,7 @@ def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
     """A frozen dataclass from a mapping: unknown keys refused, types checked, the class's own ValueError located."""
     value = as_mapping(value, where)
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    _refuse_unknown(value, fields, where)
+    refuse_unknown(value, fields, where)
     base = base or kind()
     for key, given in value.items():
         _check_type(given, getattr(base, key), str(fields[key].type), f"{where}: {key}")
@@ -362,7 +362,7 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, unsaid: Iterable[str] = ()) -> None:
+def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, unsaid: Iterable[str] = ()) -> None:
     """unsaid: those that are known and that nobody writes."""
     known = list(known)
     for key in given:

@@ -1,0 +1,146 @@
+"""What changed from night to night: of each case what it is now, since when, and what differs between the two nights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.evidence.text import bytes_text
+from harness.judge.measures import MOVED, PEAK, SECONDS
+from harness.judge.result import Verdict
+from harness.report.outcome import GREEN, Outcome
+from harness.run.history import Night
+
+SLOWER, LARGER_PEAK, NIGHTS = 1.1, 1.02, 5
+"""Times the most of the last NIGHTS nights before: seconds and an allocator's peak vary by themselves. Bytes held and moved do
+not: one more is told."""
+
+
+class State(StrEnum):
+    BROKEN, UNJUDGED, FIXED, FLAKY = "broken", "not judged", "fixed", "flaky"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of a case. text: its cause or reason. now: the first night in which it is so; before: the last in which it was not,
+    None if it never was otherwise. new: it is so since the last night."""
+
+    case: str
+    state: State
+    text: str
+    now: Night
+    before: Night | None
+    new: bool = True
+    again: str = ""
+
+
+@dataclass(frozen=True)
+class More:
+    """A measure of a case that grew."""
+
+    case: str
+    measure: str
+    was: float
+    now: float
+
+    def __str__(self) -> str:
+        show = (lambda value: f"{value:.3g} s") if self.measure == SECONDS else bytes_text
+        return f"{self.case}: {self.measure} {show(self.was)}, now {show(self.now)}"
+
+
+def changes(nights: Sequence[Night]) -> list[Change]:
+    """Of every case of the last two nights; flaky ones of all."""
+    tables = [night.outcomes for night in nights]
+    names = list(dict.fromkeys(name for table in reversed(tables[-2:]) for name in table))
+    found = [change for name in names if (change := _change(name, nights, tables))]
+    flaky = [
+        one for name in dict.fromkeys(n for table in tables for n in table) if (one := _flaky(name, nights, tables))
+    ]
+    return [*found, *flaky]
+
+
+def state(outcome: Outcome | None) -> str:
+    """good, broken or not judged. Who is skipped was not judged."""
+    if outcome is None:
+        return State.UNJUDGED
+    return "good" if outcome.verdict in GREEN else State.BROKEN if outcome.verdict == Verdict.FAIL else State.UNJUDGED
+
+
+def _change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
+    """None for what is good and was, and for what was skipped in all nights."""
+    seen = [index for index, table in enumerate(tables) if name in table]
+    last = len(nights) - 1
+    states = {index: state(tables[index].get(name)) for index in (*seen, last)}
+    order = sorted(states)
+    since = next((i for i in reversed(order) if states[i] != states[last]), None)
+    first = next(index for index in order if since is None or index > since)
+    outcome = tables[last].get(name)
+    before = None if since is None else nights[since]
+    if states[last] == "good":
+        fixed = since is not None and first == last and states[since] == State.BROKEN
+        return Change(name, State.FIXED, "", nights[last], before) if fixed else None
+    if outcome is not None and outcome.skipped and since is None:
+        return None
+    text = (outcome.cause or outcome.reason) if outcome else "it is not in the last night, and was in the one before"
+    again = outcome.again if outcome else ""
+    return Change(name, State(states[last]), text, nights[first], before, first == last, again)
+
+
+def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
+    """Good and broken with the same sources, torch, GPU and request."""
+    good: dict[tuple[str, ...], Night] = {}
+    broken: dict[tuple[str, ...], tuple[Night, Outcome]] = {}
+    for night, table in zip(nights, tables, strict=True):
+        if name in table and (same := night.sources_of(name)) is not None:
+            if state(table[name]) == "good":
+                good[same] = night
+            elif state(table[name]) == State.BROKEN:
+                broken[same] = night, table[name]
+    for same, (night, outcome) in broken.items():
+        if same in good:
+            return Change(name, State.FLAKY, outcome.cause or outcome.reason, night, good[same], again=outcome.again)
+    return None
+
+
+def differs(one: Night, other: Night) -> str:
+    """In what the nights differ, as far as it is recorded."""
+    pairs = {
+        key: (one.of(key) or "unknown", other.of(key) or "unknown") for key in ("commit", "torch", "sources", "trainer")
+    }
+    names = {"sources": "harness"}
+    parts = [f"{names.get(key, key)} {was}, now {now}" for key, (was, now) in pairs.items() if was != now]
+    return "; ".join(parts) or "nothing that is recorded"
+
+
+# ---- what grew
+
+
+def grown(nights: Sequence[Night]) -> list[More]:
+    """In the last night, of cases that were green then and before, requested alike, on the same kind of GPU."""
+    last = nights[-1]
+    found: list[More] = []
+    for name, outcome in last.outcomes.items():
+        if outcome.verdict in GREEN:
+            earlier = [night.outcomes[name] for night in nights[:-1] if _comparable(name, night, last)][-NIGHTS:]
+            found += [more for measure in outcome.measures if (more := _more(outcome, measure, earlier))]
+    return found
+
+
+def _comparable(name: str, night: Night, last: Night) -> bool:
+    one = night.outcomes.get(name)
+    alike = one is not None and one.verdict in GREEN and one.gpu == last.outcomes[name].gpu
+    return alike and night.requested(name) == last.requested(name)
+
+
+def _more(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> More | None:
+    """Seconds count on GPUs alone, and against several nights."""
+    known = [one.measures[measure] for one in earlier if measure in one.measures]
+    if not known or (measure == SECONDS and (not outcome.gpu or len(known) < 3)):
+        return None
+    if measure.startswith(MOVED) and measure != MOVED:
+        return None  # the sum tells it
+    was = max(known) if measure in (SECONDS, PEAK) else known[-1]
+    factor = {SECONDS: SLOWER, PEAK: LARGER_PEAK}.get(measure, 1.0)
+    now = outcome.measures[measure]
+    return More(outcome.case, measure, was, now) if now > was * factor else None

@@ -1,0 +1,129 @@
+"""What changed, as a person reads it over coffee: what broke first, each cause once, then what was fixed, is flaky, or grew."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.report.text import wrapped
+from harness.run.changes import Change, More, State, changes, differs, grown
+from harness.run.history import Night
+from harness.spec.quarantine import Quarantine
+from harness.spec.trainer_spec import TrainerSpec
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of one series. set_aside: broken, and in quarantine. lapsed: sentences on entries of the quarantine that do nothing."""
+
+    nights: Sequence[Night]
+    changes: Sequence[Change]
+    set_aside: Mapping[str, Quarantine] = field(default_factory=dict)
+    more: Sequence[More] = ()
+
+    def of(self, state: State, *, new: bool | None = None) -> list[Change]:
+        some = [one for one in self.changes if one.state == state and one.case not in self.set_aside]
+        return [one for one in some if new is None or one.new == new]
+
+
+def told(nights: Sequence[Night], quarantine: Sequence[Quarantine], day: datetime.date) -> Told:
+    found = changes(nights)
+    entries = {entry.case: entry for entry in quarantine if entry.holds(day)}
+    aside = {
+        one.case: entries[one.case]
+        for one in found
+        if one.state == State.BROKEN and one.case in entries and entries[one.case].cause in one.text
+    }
+    return Told(nights, found, aside, grown(nights))
+
+
+def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetime.date) -> list[str]:
+    """Entries that set nothing aside, each with the reason."""
+    known = {name for one in every for night in one.nights for name in night.outcomes}
+    aside = {name for one in every for name in one.set_aside}
+    broken = {change.case: change.text for one in every for change in one.of(State.BROKEN)}
+    lines = []
+    for entry in quarantine:
+        if entry.case not in known:
+            lines.append(f"{entry.case}: no case of that name is in these nights; take it out")
+        elif not entry.holds(day):
+            lines.append(f"{entry.case}: ended on {entry.until}; {entry.person} takes it out or dates it anew")
+        elif entry.case in broken:
+            lines.append(f"{entry.case}: set aside for {entry.cause!r}, broken otherwise: {broken[entry.case]}")
+        elif entry.case not in aside:
+            lines.append(f"{entry.case}: not broken in the last night; {entry.person} takes it out")
+    return lines
+
+
+def lines(one: Told) -> list[str]:
+    """Of one series."""
+    first, last = one.nights[0], one.nights[-1]
+    title = f"{last.of('trainer')} on {last.of('device')} by {last.of('launcher')}"
+    nights = f"{len(one.nights)} night{'s' * (len(one.nights) > 1)}"
+    head = [f"{title}: {nights}", f"  first  {first}", f"  last   {last}"]
+    head += [f"  lacking in the last: {text}" for text in last.lacking]
+    parts = [
+        *_changes("NEWLY BROKEN", one.of(State.BROKEN, new=True)),
+        *_changes("STILL BROKEN", one.of(State.BROKEN, new=False)),
+        *_changes("NOT JUDGED", one.of(State.UNJUDGED)),
+        *_changes("FLAKY, of the same sources, torch, device and request", one.of(State.FLAKY)),
+        *_fixed(one.of(State.FIXED)),
+        *_listed("SET ASIDE, broken and expected to be", map(str, one.set_aside.values())),
+        *_listed("MORE", map(str, one.more)),
+    ]
+    if not last.of("device").startswith("cuda"):
+        parts += ["", "seconds are compared on GPUs only"]
+    return [*head, *(parts or ["", "nothing changed"])]
+
+
+def _changes(title: str, some: Sequence[Change]) -> list[str]:
+    """Each cause once, with its cases and the nights between which it came."""
+    shared: dict[tuple[str, int, int], list[Change]] = {}
+    for one in some:
+        shared.setdefault((one.text, id(one.now), id(one.before)), []).append(one)
+    found = ["", title] if shared else []
+    for same in shared.values():
+        one = same[0]
+        found += wrapped(", ".join(each.case for each in same), "  ")
+        found += wrapped(one.text, "    ")
+        found += [f"    now     {one.now}"]
+        found += (
+            [f"    before  {one.before}", *wrapped(f"changed between: {differs(one.before, one.now)}", "    ")]
+            if (one.before)
+            else ["    before  never otherwise in these nights"]
+        )
+        found += [f"    again   {one.again}"] if one.again else []
+        found += [f"    bisect  {command}"] if (command := bisect_command(one)) else []
+    return found
+
+
+def bisect_command(change: Change) -> str:
+    """Of what broke between two commits of a trainer, else between two releases of torch; empty where neither is known."""
+    before, now = change.before, change.now
+    if change.state != State.BROKEN or before is None:
+        return ""
+    good, bad = (night.of("commit").removesuffix("-dirty") for night in (before, now))
+    trainer = TrainerSpec.parse(now.of("trainer"))
+    if good and bad and good != bad:
+        if trainer.name == "llama3":
+            return f"git bisect start {bad} {good}; git bisect run harness run {change.case} --bisect"
+        repository = trainer.source or "."
+        words = ["--trainer", trainer.name, "--repo", repository, "--good", good, "--bad", bad, "-k", change.case]
+        return f"harness bisect {shlex.join(words)}"
+    older, newer = (night.of("torch").partition("+")[0] for night in (before, now))
+    if older == newer or not older:
+        return ""
+    source = ["--source", trainer.source] if trainer.source else []
+    words = ["--over", f"torch=={older},{newer}", "--trainer", trainer.name, *source, "-k", change.case]
+    return f"harness bisect {shlex.join(words)}"
+
+
+def _fixed(some: Sequence[Change]) -> list[str]:
+    return _listed("NEWLY FIXED", (f"{one.case}: broken until {one.before}" for one in some))
+
+
+def _listed(title: str, texts: Iterable[str]) -> list[str]:
+    found = [line for text in texts for line in wrapped(text, "  ", "  ")]
+    return ["", title, *found] if found else []
