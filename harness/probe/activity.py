@@ -24,6 +24,7 @@ from harness.probe.structure import local, plain_fqn
 K = TypeVar("K")
 
 PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1, "_scaled_mm": 0, "_scaled_mm.out": 0}
+PRODUCTS |= {"_scaled_mm_v2": 0, "_scaled_mm_v2.out": 0}
 """aten's matmuls, those with `out` called by compiled code -> which argument is the first factor."""
 
 FUSED = (

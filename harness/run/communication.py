@@ -23,12 +23,13 @@ def backend(options: Options) -> str:
     return options.backend or ("gloo" if shared_by_gloo else "nccl")
 
 
-def environment(options: Options) -> dict[str, str]:
-    """What ranks on GPUs are told."""
+def environment(options: Options, case: Case) -> dict[str, str]:
+    """What ranks on GPUs are told. cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
     if options.device == "cpu":
         return {}
+    repeats = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.runs > 1 else {}
     shares = options.ranks_per_gpu > 1 and backend(options) == "nccl"
-    return {BACKEND: backend(options), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {})}
+    return {BACKEND: backend(options), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {}), **repeats}
 
 
 def device_text(options: Options) -> str:

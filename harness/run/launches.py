@@ -181,7 +181,7 @@ def _launch_ranks(
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
         slots=_slots(case, options),
-        env=communication.environment(options),
+        env=communication.environment(options, case),
         ranks_per_gpu=options.ranks_per_gpu,
         preload=trainers.load(options.trainer).preload + (EIGHT_BITS if case.training.quantize else ()),
     )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.records import Activity, Call, Matmul, SavedTensorsHook
+from harness.evidence.records import Activity, Attention, Call, Matmul, SavedTensorsHook
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.compiler import CompilerRecorder, compiler
@@ -97,6 +97,20 @@ def test_removed_it_sees_nothing_any_more(recorder: ActivityRecorder) -> None:
     told = dict(before.calls), dict(before.matmuls)
     model(torch.ones(2, 4)).sum().backward()
     assert (recorder.of_step(1).calls, recorder.of_step(1).matmuls) == told
+
+
+KERNELS_OF_GPUS = ("flash", "efficient", "cudnn")
+
+
+@pytest.mark.parametrize("kind", KERNELS_OF_GPUS)
+def test_each_fused_attention_of_gpus_is_seen_by_its_operator(recorder: ActivityRecorder, kind: str) -> None:
+    """None has a kernel on CPU; the probe has seen the call by then."""
+    q = torch.ones(1, 2, 4, 8)
+    given = {"flash": (q, q, q), "efficient": (q, q, q, None, False), "cudnn": (q, q, q, None, False)}[kind]
+    with pytest.raises(NotImplementedError):
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")(*given)
+    assert hasattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")
+    assert recorder.of_step(0).attention == {Attention("other", "attention"): 1}
 
 
 # ---- what belongs to a step

@@ -46,7 +46,13 @@ def test_ranks_that_share_a_gpu_talk_by_nccl_where_it_can(
     monkeypatch: pytest.MonkeyPatch, options: Options, version: tuple[int, ...], told: dict[str, str]
 ) -> None:
     nccl(monkeypatch, *version)
-    assert communication.environment(options) == told
+    assert communication.environment(options, FSDP) == told
+
+
+def test_a_case_that_runs_twice_has_cublas_add_up_in_one_order() -> None:
+    twice = replace(FSDP, runs=2)
+    assert communication.environment(CUDA, twice)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert communication.environment(Options(), twice) == {}
 
 
 def test_a_trainer_that_asks_is_told_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

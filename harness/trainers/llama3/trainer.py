@@ -57,6 +57,7 @@ def join(case: Case, device: str) -> torch.device:
     if here.type == "cuda":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(here)
+        torch.use_deterministic_algorithms(case.runs > 1)  # else kernels of GPUs may add up in any order
     if "RANK" in os.environ:
         process_group.join(process_group.backend_for(here.type))
     return here
