@@ -159,15 +159,15 @@ class Odd:
 
 
 def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
-    """Things that no layout makes different: switches, versions, the optimizer, the model's classes."""
+    """Things that no layout makes different: switches, versions, classes of optimizers. Stages of a pipeline may well have
+    other models, and other groups of parameters."""
     summaries = list(summaries)
     found: list[Odd] = []
     switches = sorted({name for one in summaries for name in one.settings} - {"threads"})
     told: list[tuple[str, Callable[[Summary], str | None]]] = [
         *((name, functools.partial(_of, "settings", name)) for name in switches),
         *((f"{name}'s version", functools.partial(_of, "versions", name)) for name in ("torch", "python")),
-        ("optimizer", lambda one: ", ".join(one.optimizers)),
-        ("classes of models", lambda one: ", ".join(one.parts)),
+        ("optimizer", lambda one: ", ".join(sorted({text.partition("(")[0] for text in one.optimizers}))),
         ("steps", lambda one: str(one.steps_seen) if one.ended == "ok" else None),
     ]
     for what, read in told:

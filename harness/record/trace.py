@@ -38,7 +38,7 @@ class TracedCollectives(CollectiveRecorder):
         try:
             self._trace(op, payload, args)
         except Exception as error:
-            self.failed = f"a call of {op} could not be read: {error!r}"
+            self.failed = f"reading a call of {op} raised {error!r}"
             print(f"harness: no collective is recorded any more: {self.failed}", file=sys.stderr)
 
     def _trace(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:

@@ -73,6 +73,7 @@ def odd(recording: Recording) -> Rows:
     summaries = [one for _, one in sorted(recording.summaries.items())]
     return [
         *_no_evidence(recording),
+        *_not_recorded(summaries),
         *_ended(recording),
         *_order(summaries),
         *_replicas(summaries),
@@ -93,6 +94,12 @@ def _no_evidence(recording: Recording) -> Rows:
         )
     rows += [("UNREADABLE", text) for text in list(recording.unreadable.values())[:2]]
     return rows
+
+
+def _not_recorded(summaries: Sequence[Summary]) -> Rows:
+    """A mistake of the recorder's: what it saw before is no longer all."""
+    failed = together(summaries, lambda one: next((text for text in one.left_out if "raised" in text), None))
+    return [("NOT RECORDED", f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]]
 
 
 def _ended(recording: Recording) -> Rows:

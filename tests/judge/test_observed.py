@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from literal_recording import GATHER, SUM, hsdp, summary
 
-from harness.evidence.summary import Issued, Summary, Use, ranks_key, ranks_of
+from harness.evidence.summary import Issued, Use, ranks_key, ranks_of
 from harness.judge.observed import axes, differing_replicas, odd_ranks, out_of_order
-
-GATHER = ("all_gather", "forward", "float32", 3, 1000)
-SUM = ("all_reduce", "backward", "float32", 1, 250)
-
-
-def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
-    plain: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Summary)), 0)
-    tables = (
-        "placements",
-        "contents",
-        "fed",
-        "not_finite",
-        "memory",
-        "settings",
-        "versions",
-        "wrappers",
-        "roles",
-        "seconds",
-    )
-    plain |= {name: {} for name in tables}
-    plain |= {name: () for name in ("parts", "optimizers", "uses", "issued", "idle", "argv", "left_out")}
-    plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "steps_seen": 3}
-    return Summary(**plain | changes)
-
-
-def hsdp(rank: int, **changes: Any) -> Summary:
-    shard, replicate = ("0,1" if rank < 2 else "2,3"), ("0,2" if rank % 2 == 0 else "1,3")
-    roles = {shard: "sharded by fsdp2", replicate: "replicated by fsdp2"}
-    uses = (Use(shard, *GATHER), Use(replicate, *SUM))
-    plain = {"roles": roles, "uses": uses, "slices": 1 + rank % 2, "contents": {1: 10 + rank % 2}}
-    return summary(rank, **plain | changes)
 
 
 def test_groups_that_do_the_same_are_one_axis_with_the_name_that_wrappers_give_it() -> None:

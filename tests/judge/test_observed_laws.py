@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_observed import hsdp, summary
+from literal_recording import hsdp, summary
 
 from harness.judge.observed_laws import finite, replica_agreement, samples
 from harness.judge.result import Verdict

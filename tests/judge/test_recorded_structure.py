@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from test_observed import GATHER, SUM, hsdp, summary
+from literal_recording import GATHER, SUM, hsdp, summary
 
 from harness.evidence.summary import Summary, Use
 from harness.judge.stored_recording import Recording

@@ -1,0 +1,39 @@
+"""Literal summaries: what the ranks of a recorded job would leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from harness.evidence.summary import Summary, Use
+
+GATHER = ("all_gather", "forward", "float32", 3, 1000)
+SUM = ("all_reduce", "backward", "float32", 1, 250)
+
+
+def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
+    plain: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Summary)), 0)
+    tables = (
+        "placements",
+        "contents",
+        "fed",
+        "not_finite",
+        "memory",
+        "settings",
+        "versions",
+        "wrappers",
+        "roles",
+        "seconds",
+    )
+    plain |= {name: {} for name in tables}
+    plain |= {name: () for name in ("parts", "optimizers", "uses", "issued", "idle", "argv", "left_out")}
+    plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "steps_seen": 3}
+    return Summary(**plain | changes)
+
+
+def hsdp(rank: int, **changes: Any) -> Summary:
+    shard, replicate = ("0,1" if rank < 2 else "2,3"), ("0,2" if rank % 2 == 0 else "1,3")
+    roles = {shard: "sharded by fsdp2", replicate: "replicated by fsdp2"}
+    uses = (Use(shard, *GATHER), Use(replicate, *SUM))
+    plain = {"roles": roles, "uses": uses, "slices": 1 + rank % 2, "contents": {1: 10 + rank % 2}}
+    return summary(rank, **plain | changes)

@@ -1,0 +1,71 @@
+"""The page on a recording: what is odd comes first, and it fits a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from literal_recording import hsdp
+
+from harness.evidence.recording import Last
+from harness.judge.stored_recording import Recording
+from harness.report.recording_page import odd, page, some_ranks
+
+TOLD: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
+
+
+def recording(*changed: Any, **told: Any) -> Recording:
+    ranks = [hsdp(rank, **TOLD) for rank in range(4)]
+    for one in changed:
+        ranks[one.rank] = one
+    return Recording(Path("run"), {one.rank: one for one in ranks}, **told)
+
+
+def test_of_a_job_without_oddities_nothing_is_odd_and_the_page_says_what_ran() -> None:
+    assert odd(recording()) == []
+    text = page(recording())
+    assert text.startswith("run: 4 of 4 ranks left evidence\n")
+    assert "FSDP2 shards parameters: [0,1] [2,3]" in text
+    assert "replicas as claimed: 2 sets of 2" in text
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 40
+
+
+def test_a_replica_that_differs_is_the_first_thing_said() -> None:
+    first = page(recording(hsdp(3, contents={1: 99}))).splitlines()[1]
+    assert first.startswith("  REPLICAS DIFFER rank 3 claim")
+
+
+def test_who_raised_is_quoted_and_who_only_lost_a_peer_comes_after() -> None:
+    lost = hsdp(0, ended="raised", error="RuntimeError: Connection reset by peer")
+    rows = odd(recording(lost, hsdp(2, ended="raised", error="ValueError: no such file")))
+    assert rows == [
+        ("RAISED", "rank 2: ValueError: no such file"),
+        ("RAISED", "rank 0: RuntimeError: Connection reset by peer"),
+    ]
+
+
+def test_ranks_that_were_killed_are_told_with_the_collective_they_were_in() -> None:
+    last = {1: Last("all_gather in step 3, forward", (0, 1), "g", 42)}
+    ((label, text),) = odd(recording(hsdp(1, ended=""), last=last))
+    assert label == "ENDED UNHEARD"
+    assert text == (
+        "rank 1, killed or still running; last collective: all_gather in step 3, forward over [0,1], number 42 of that group"
+    )
+
+
+def test_ranks_without_evidence_are_counted() -> None:
+    short = recording()
+    del short.summaries[2]
+    ((label, text),) = odd(short)
+    assert label == "NO EVIDENCE" and text.startswith("from rank 2: ")
+
+
+def test_a_recorder_that_failed_is_said() -> None:
+    ((label, _),) = odd(recording(hsdp(0, left_out=("the recorder itself raised KeyError()",))))
+    assert label == "NOT RECORDED"
+
+
+def test_many_ranks_are_written_short() -> None:
+    assert some_ranks([5]) == "rank 5"
+    assert some_ranks(range(7)) == "ranks 0-6"
+    assert some_ranks([0, 2, 4, 6, 8, 10, 12]) == "ranks 0, 2, 4, 6, 8, 10 and 1 more"
