@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.options import BadInput, add_command, needs_matplotlib
 from harness.evidence.store import write_text
 from harness.report.grid import matrix_report
+from harness.report.markdown import annotated, markdown
 from harness.report.outcome import Outcome
 from harness.report.output import complain, say
 from harness.run import verdicts
@@ -18,8 +19,10 @@ from harness.run.folders import case_folders
 from harness.run.history import runs_in
 from harness.run.judging import judge_folder
 from harness.run.merged import merged, problems, provenance
-from harness.run.page import page_of
+from harness.run.page import page_of, places_of
 from harness.run.verdicts import RecordedRun
+
+Form = Callable[[Sequence[RecordedRun], Sequence[Outcome]], str]
 
 
 def add(commands: Any) -> None:
@@ -32,6 +35,13 @@ def add(commands: Any) -> None:
         nargs="+",
         type=Path,
         help="of a case: a picture of who holds what, which groups moved what, losses; of `harness matrix`: its last run",
+    )
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("text", *FORMS),
+        default="text",
+        help="of recorded runs: for the summary of a CI job, as GitHub's annotations, or the folders of what is not green",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="all of it as one page for a browser, instead")
     parser.add_argument(
@@ -48,6 +58,10 @@ def command(args: argparse.Namespace) -> int:
     drawn = [folder for folder in args.folders if folder not in runs]
     if args.history and not args.html:
         raise BadInput("--history: it is for --html; `harness history` tells what changed")
+    if args.form != "text":
+        if drawn or args.html:
+            raise BadInput(f"--as {args.form}: it is of recorded runs, and without --html")
+        return show_as(runs, FORMS[args.form])
     if args.html:
         return write_page(runs, drawn, args.history or [], args.html)
     if drawn:
@@ -93,6 +107,34 @@ def show(folders: Sequence[Path]) -> int:
         matrix_report(outcomes, None) if outcomes else "no case came to its end", "", *provenance(runs), *lacking, *told
     )
     return code_of_all(outcomes, lacking=bool(lacking))
+
+
+def show_as(folders: Sequence[Path], form: Form) -> int:
+    runs = last_runs(folders)
+    try:
+        outcomes = merged(runs)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    if text := form(runs, outcomes):
+        say(text)
+    return code_of_all(outcomes, lacking=bool(problems(runs)[0]))
+
+
+def _markdown(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    lacking, told = problems(runs)
+    return markdown(outcomes, provenance(runs), [*lacking, *told])
+
+
+def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    return "\n".join(annotated(outcomes))
+
+
+def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    places = places_of(runs)
+    return "\n".join(str(places[one.case]) for one in outcomes if one.failed and one.case in places)
+
+
+FORMS: dict[str, Form] = {"markdown": _markdown, "annotations": _annotations, "folders": _folders}
 
 
 def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:

@@ -45,8 +45,11 @@ class More:
     now: float
 
     def __str__(self) -> str:
-        show = (lambda value: f"{value:.3g} s") if self.measure == SECONDS else bytes_text
-        return f"{self.case}: {self.measure} {show(self.was)}, now {show(self.now)}"
+        """With the difference: numbers of four digits may look alike."""
+        if self.measure == SECONDS:
+            return f"{self.case}: {self.measure} {self.was:.3g} s, now {self.now:.3g} s"
+        grown_by = bytes_text(self.now - self.was)
+        return f"{self.case}: {self.measure} {bytes_text(self.was)}, now {grown_by} more"
 
 
 def changes(nights: Sequence[Night]) -> list[Change]:

@@ -34,7 +34,7 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
     ]
     told = [line for lines in problems(runs) for line in lines] if runs else []
     made = [text.provenance(judgements)] if judgements else []
-    lie = _places(runs) | {one.folder.name: one.folder for one in judgements}
+    lie = places_of(runs) | {one.folder.name: one.folder for one in judgements}
     return Page(
         outcomes=outcomes,
         provenance=[*provenance(runs), *made],
@@ -45,7 +45,7 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
     )
 
 
-def _places(runs: Sequence[RecordedRun]) -> dict[str, Path]:
+def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:
     """By case, the folder with its evidence, beside the record that has its last outcome."""
     ordered = sorted(runs, key=lambda run: run.run)
     return {name: run.file.parent / one.folder for run in ordered for name, one in run.outcomes.items() if one.folder}

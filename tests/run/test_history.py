@@ -112,7 +112,7 @@ def test_bytes_that_grew_are_told_and_seconds_only_on_gpus_beyond_those_of_sever
     def more(*runs: RecordedRun) -> list[str]:
         return [str(one) for one in grown(nights(*runs))]
 
-    assert more(night(1, 1.0, 100), night(2, 9.0, 104)) == ["hsdp: bytes held 100 B, now 104 B"]
+    assert more(night(1, 1.0, 100), night(2, 9.0, 104)) == ["hsdp: bytes held 100 B, now 4 B more"]
     assert more(night(1, 1.0, 100), night(2, 9.0, 90)) == []
     three = [night(number, 1.0 + number / 100, 100, "H200") for number in (1, 2, 3)]
     assert more(*three, night(4, 1.2, 100, "H200")) == ["hsdp: seconds of a step 1.03 s, now 1.2 s"]

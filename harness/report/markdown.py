@@ -1,0 +1,66 @@
+"""A run as CI shows it: Markdown for the summary of a job, and annotations; both begin with the causes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from harness.report.causes import Shared, causes, laws_text, why
+from harness.report.grid import summary
+from harness.report.outcome import Outcome
+
+MOST = 900_000  # bytes; a summary of more than a mebibyte is not shown at all
+
+
+def markdown(outcomes: Sequence[Outcome], provenance: Iterable[str], told: Iterable[str] = ()) -> str:
+    """told: what is lacking or doubled in the runs."""
+    head = summary(outcomes, None) if outcomes else "no case came to its end"
+    parts = [f"## {head}", *(f"**{_plain(line)}**" for line in told), *map(_cause, causes(outcomes))]
+    parts += [_all_cases(outcomes), *(_plain(line) for line in provenance)]
+    return _cut("\n\n".join(parts) + "\n")
+
+
+def _cause(shared: Shared) -> str:
+    cases = "\n".join(f"- {one.verdict} `{one.case}` {_plain(laws_text(one))}".rstrip() for one in shared.cases)
+    again = [f"    {one.again}" for one in shared.cases[:1] if one.again]
+    return "\n\n".join([f"### {_plain(shared.text)}", cases, *again])
+
+
+def _all_cases(outcomes: Sequence[Outcome]) -> str:
+    """Folded away. Between the tags Markdown needs an empty line."""
+    rows = ["| case | verdict | requested | laws |", "|---|---|---|---|"]
+    for one in outcomes:
+        rows.append(f"| `{one.case}` | {one.verdict} | {one.layout} | {_plain(laws_text(one) or why(one))} |")
+    return "\n".join([f"<details><summary>all {len(outcomes)} cases</summary>", "", *rows, "", "</details>"])
+
+
+def _plain(text: str) -> str:
+    """Text in which Markdown finds nothing to do, in one line."""
+    return re.sub(r"[\\`*_\[\]<>|#&]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
+
+
+def _cut(text: str) -> str:
+    """Causes come first, so that what is cut is the table."""
+    whole = text.encode()
+    if len(whole) <= MOST:
+        return text
+    return whole[:MOST].decode(errors="ignore").rpartition("\n")[0] + "\n\nThe rest is cut: a summary has a mebibyte.\n"
+
+
+def annotated(outcomes: Sequence[Outcome]) -> list[str]:
+    """One for each cause, in the words of GitHub's workflow commands."""
+    return [_annotation(shared) for shared in causes(outcomes)]
+
+
+def _annotation(shared: Shared) -> str:
+    names = ", ".join(one.case for one in shared.cases)
+    again = f"\nagain: {shared.cases[0].again}" if shared.cases[0].again else ""
+    kind = "error" if shared.broken else "warning"
+    title = _escaped(names if len(names) < 80 else f"{len(shared.cases)} cases", also=":,")
+    return f"::{kind} title={title}::{_escaped(f'{shared.text}{again}')}"
+
+
+def _escaped(text: str, *, also: str = "") -> str:
+    for letter in "%\r\n" + also:
+        text = text.replace(letter, f"%{ord(letter):02X}")
+    return text
