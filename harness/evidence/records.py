@@ -289,6 +289,7 @@ class Exit:
     error: one line. stack: the Python stack where it raised or was stuck. last_collective: the one it was in.
     blamed: True for the rank that caused the failure, False for those that only waited for it.
     left: command lines of processes that it started and that outlived it, until they were killed.
+    undelivered: where no rank is to blame, what did not come through between them.
     """
 
     rank: int
@@ -301,6 +302,7 @@ class Exit:
     blamed: bool = False
     log: str = ""
     left: tuple[str, ...] = ()
+    undelivered: str = ""
 
 
 @dataclass(frozen=True)

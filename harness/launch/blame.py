@@ -6,6 +6,7 @@ aborted        C++ ended it for an exception, which is gloo's way of finding out
 waited_for     others are ahead of it in a group's sequence, while it waits for nobody; in a cycle, all of it
 left_early     it exited 0 before the others lost their connection
 stuck          it was killed while computing, the others while waiting; if no stack tells, all that were killed
+nobody         the first to fail timed out in what every member of the group had issued: nothing came through between them
 first_failed   it raised first
 """
 
@@ -13,10 +14,13 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.evidence.records import AT_WORK, Exit
+from harness.evidence.text import ranks_text
 from harness.launch.rank_exit import Fate, busy, failed, frames, moment, render, useful, winding_up
 from harness.launch.sequences import describe, disagreeing, waited_for
 
@@ -24,7 +28,8 @@ from harness.launch.sequences import describe, disagreeing, waited_for
 def judge(fates: Sequence[Fate]) -> list[Exit]:
     """One Exit per rank, the culprits blamed, with the reason."""
     blamed = culprits(fates)
-    return [exit_of(fate, blamed.get(fate.rank)) for fate in fates]
+    between = "" if blamed else undelivered(fates)
+    return [replace(exit_of(fate, blamed.get(fate.rank)), undelivered=between) for fate in fates]
 
 
 def exit_of(fate: Fate, why: str | None) -> Exit:
@@ -115,7 +120,7 @@ def culprits(fates: Sequence[Fate]) -> dict[int, str]:
         or waited_for(fates)
         or left_early(fates)
         or stuck(fates)
-        or first_failed(fates)
+        or ({} if undelivered(fates) else first_failed(fates))
     )
 
 
@@ -147,6 +152,23 @@ def thrown(fate: Fate) -> str:
     return words if words.startswith("what():") else ""
 
 
+def undelivered(fates: Sequence[Fate]) -> str:
+    """In words, where nobody lags and still nothing came: the network, not a rank. "" where that was not seen."""
+    first = min(filter(failed, fates), key=moment, default=None)
+    if first is None or not first.issued or any(fate.status == 0 or died(fate) for fate in fates):
+        return ""
+    if not (lost_peer(first) and TIMED_OUT.search((first.failure or {}).get("message", ""))):
+        return ""
+    issued = first.issued[-1]
+    hosts: dict[str, list[int]] = defaultdict(list)
+    for fate in fates:
+        if fate.rank in issued.ranks:
+            hosts[fate.host].append(fate.rank)
+    ends = " and ".join(f"{host} (ranks {ranks_text(ranks)})" for host, ranks in sorted(hosts.items()))
+    between = f"between {ends}" if len(hosts) > 1 else "between them"
+    return f"nothing came through {between} in {describe(issued)}, which all of them had issued"
+
+
 def first_failed(fates: Sequence[Fate]) -> dict[int, str]:
     first = min(filter(failed, fates), key=moment, default=None)
     return {first.rank: "the first to fail"} if first else {}
@@ -175,6 +197,7 @@ PEER_GONE = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed ?out|[Tt]imeout|Socket closed|recvValue failed"
     r"|remote process exited|unhandled system error|NCCL communicator was aborted|failed to connect"
 )
+TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 NETWORK_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 NETWORK_WORDS = re.compile(
     r"gloo|nccl|store|keys:", re.IGNORECASE

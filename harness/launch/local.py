@@ -35,6 +35,7 @@ class LocalRanks:
         self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
+        self.hosts: dict[int, str] = {}
         self.gone, self.trouble = False, ""
 
     def wait(self, done: Callable[[], bool], seconds: float) -> bool:

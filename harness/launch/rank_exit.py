@@ -15,7 +15,8 @@ class Fate:
     """How one rank ended. status: exit code, minus the signal, or None if nothing was heard. killed: why we killed it.
 
     failure: failures/rank_NN.json. stack: stacks/rank_NN.txt. stopped: by SIGSTOP or the like when it was killed.
-    left: the processes that outlived it. trouble: what happened to the launcher, if something did.
+    left: the processes that outlived it. trouble: what happened to the launcher, if something did. host: its name, where
+    there may be several.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Fate:
     trouble: str = ""
     stopped: bool = False
     left: tuple[str, ...] = ()
+    host: str = ""
 
 
 class Frame(NamedTuple):

@@ -27,13 +27,15 @@ LOG_CAP = 100_000_000  # bytes of one rank
 class Ranks(Protocol):
     """A job under way. statuses: exit code, or minus the signal, of the ranks that ended; ended: when, on their clock.
 
-    pids: of the ranks of this machine. gone: what was to report more statuses is no more; trouble: why.
+    pids: of the ranks of this machine. hosts: names of the machines, where there may be several.
+    gone: what was to report more statuses is no more; trouble: why.
     give_up: what was to report does not; end it.
     """
 
     pids: dict[int, int]
     statuses: dict[int, int]
     ended: dict[int, float]
+    hosts: dict[int, str]
     gone: bool
     trouble: str
 
@@ -141,6 +143,7 @@ def fate(job: Job, ranks: Ranks, rank: int, killed: str, *, stopped: bool, left:
         trouble=ranks.trouble,
         stopped=stopped,
         left=left,
+        host=ranks.hosts.get(rank, ""),
     )
 
 

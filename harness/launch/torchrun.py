@@ -34,6 +34,7 @@ class TorchrunRanks:
         self.process: subprocess.Popen | None = None
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
+        self.hosts: dict[int, str] = {}
         self.pids: dict[int, int] = {}
         self.gone, self.trouble = False, ""
 
@@ -60,6 +61,7 @@ class TorchrunRanks:
     def look(self) -> None:
         code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
         for rank, record in self.records():
+            self.hosts[rank] = record["host"]
             if record["host"] == socket.gethostname():
                 self.pids[rank] = record["pid"]
             if record["status"] is not None:
@@ -119,7 +121,20 @@ def join(folder: Path, seconds: float) -> int:
     command = [sys.executable, "-m", "harness.launch.agent", str(os.getpid()), *arguments(job), str(job_file)]
     with pool_of(job.device).taken(wanted_by(job)) as taken:
         here = {**environment(), **job.env, **taken.environment}
-        return subprocess.run(command, env=here, stdin=subprocess.DEVNULL).returncode
+        return ended(subprocess.Popen(command, env=here, stdin=subprocess.DEVNULL), folder)
+
+
+def ended(torchrun: subprocess.Popen, folder: Path) -> int:
+    """Its exit status. Where the first node has ended the launch, torchrun may look for it for ever; it is killed."""
+    try:
+        while torchrun.poll() is None and not (folder / "run.json").exists():
+            time.sleep(POLL)
+        return torchrun.wait(FAREWELL)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+    finally:
+        torchrun.kill()
+        torchrun.wait()
 
 
 def arguments(job: Job) -> list[str]:

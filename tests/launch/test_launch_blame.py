@@ -1,5 +1,7 @@
 """Who is to blame, from literal records of how the ranks of a job ended."""
 
+from dataclasses import replace
+
 from harness.evidence.records import Exit
 from harness.launch.blame import judge, last_words, raised_words
 from harness.launch.inflight import Issued
@@ -294,3 +296,24 @@ def test_of_a_message_that_quotes_tracebacks_what_each_rank_raised_is_told() -> 
         "CheckpointException: CheckpointException ranks:dict_keys([0, 1]): "
         "FileNotFoundError: [Errno 2] No such file or directory: '__1_0.distcp'"
     )
+
+
+def test_where_all_had_issued_the_collective_that_timed_out_the_network_is_told_and_no_rank_is_blamed() -> None:
+    slower = failure(TIMED_OUT, time=9.5)
+    fates = [
+        Fate(rank, 1, failure=failure(TIMED_OUT) if rank == 2 else slower, issued=(all_reduce(3, range(4)),), host=host)
+        for rank, host in enumerate(["one", "one", "two", "two"])
+    ]
+    assert blamed(*fates) == {}
+    where = "all_reduce #3 of group [0-3] (step 2, backward, 16 B), which all of them had issued"
+    told = f"nothing came through between one (ranks [0,1]) and two (ranks [2,3]) in {where}"
+    assert {exit.undelivered for exit in judge(fates)} == {told}
+    on_one_host = [replace(fate, host="") for fate in fates]
+    assert {e.undelivered for e in judge(on_one_host)} == {f"nothing came through between them in {where}"}
+
+
+def test_a_rank_that_lags_is_blamed_for_a_time_out_whatever_host_it_is_on() -> None:
+    ahead = Fate(0, 1, failure=failure(TIMED_OUT), issued=(all_reduce(3),), host="one")
+    lags = Fate(1, -9, killed=LIMIT, issued=(all_reduce(2),), host="two")
+    assert list(blamed(ahead, lags)) == [1]
+    assert judge([ahead, lags])[0].undelivered == ""
