@@ -19,10 +19,10 @@ Forward = Callable[[nn.Module, Tensor, Added, Added], Tensor]
 
 def of_blocks(model: ModelConfig, counts: Sequence[int]) -> list[Variation]:
     """counts: by which something may be counted too often."""
-    found = [Variation(name, text, "", "block", _block(forward)) for name, text, forward in OTHERWISE]
+    found = [Variation(name, text, "", "block", block_of(forward)) for name, text, forward in OTHERWISE]
     for times in counts:
         found += [
-            Variation(name, text.format(times), "once", "block", _block(forward(times)))
+            Variation(name, text.format(times), "once", "block", block_of(forward(times)))
             for name, text, forward in COUNTED
         ]
     return [*found, *_orders(model.n_layers)]
@@ -90,7 +90,7 @@ COUNTED: list[tuple[str, str, Callable[[int], Forward]]] = [
 ]
 
 
-def _block(forward: Forward) -> Alteration:
+def block_of(forward: Forward) -> Alteration:
     def other(_: Any, block: nn.Module, x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
         def attends(x: Tensor) -> Tensor:
             return block.attention_dropout(block.attention(block.attention_norm(x), positions, documents))

@@ -271,6 +271,14 @@ class Bench:
             losses = token_losses(self.module, self.batch, self.training.document_mask, loss)
         return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
 
+    def gradients(self, altered: Altered | None = None) -> Arrays:
+        """Of the mean loss; nothing of what gets none."""
+        self.module.zero_grad(set_to_none=True)
+        with self._altered(altered):
+            valid = int((self.batch.labels != IGNORED).sum())
+            _backward(self.module, self.batch, valid, self.training.document_mask)
+        return by_fqn(self.module, gradients=True)
+
     def inputs(self, altered: Altered | None = None) -> dict[str, float]:
         """The mean square of what goes into each module, as in ReferenceRun."""
         with self._altered(altered):

@@ -33,6 +33,7 @@ from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.exchanged import exchanged_tensors
 from harness.diagnosis.features import odd_traces, other_actions, other_features, other_masks
 from harness.diagnosis.forward import different_losses, masks_drawn_again, other_forward, rounding
+from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.diagnosis.hypothesis import Facts, Suspects
 from harness.diagnosis.layout import other_layouts, other_slices, reduction_missing
 from harness.diagnosis.localise import KIND, localise
@@ -66,6 +67,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     gradients_not_zeroed,
     unequal_contributions,
     exchanged_tensors,
+    other_gradient_flows,
     masks_drawn_again,
     other_forward,
 )

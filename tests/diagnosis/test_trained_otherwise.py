@@ -10,9 +10,12 @@ from literal import with_step
 from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
 
 from harness.checks import judge
+from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.judge.trial import Trial
 from harness.reference.altered import altering
 from harness.reference.fitted import families
+from harness.reference.gradient_flow import gradient_flows
 from harness.reference.masks import other_seeds
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
@@ -56,6 +59,32 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
 
 
 # ---- the model
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "where"),
+    [
+        ("the gradient that leaves feed-forward is 2 times", ["layers.0.feed_forward"], ""),
+        ("no gradient goes through the norm's root", ["norm"], " in norm"),
+        ("no gradient goes along the residual stream where feed-forward is added", ["layers.0"], ""),
+    ],
+)
+def test_a_backward_pass_that_loses_something_is_told_by_what_and_where(
+    ran: Ran, name: str, modules: list[str], where: str
+) -> None:
+    (variation,) = [one for one in gradient_flows((2,)) if one.observed == name]
+    trial = ran(case_of(), altered=altering(variation, modules, 1))
+    assert diagnosed(trial).cause == name + where
+    assert not not_explained(trial)
+
+
+def test_gradients_at_random_are_explained_by_no_backward_pass(ran: Ran) -> None:
+    trial = ran(case_of())
+    for rank, evidence in trial.ranks.items():
+        noise = np.random.default_rng(rank)
+        wrong = {fqn: g + noise.standard_normal(g.shape) for fqn, g in evidence.steps[0].gradients.items()}
+        trial = with_step(trial, rank, 1, gradients=wrong)
+    assert list(other_gradient_flows(trial, broken_laws(judge(trial)))) == []
 
 
 def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:

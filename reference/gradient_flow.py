@@ -1,0 +1,72 @@
+"""Llama 3 whose backward pass does something else than its forward pass says: gradients that are lost or counted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .altered import OF_ITSELF, Alteration, Rows, Variation, alike, given
+from .blocks import Added, block_of
+
+PARTS = {"attention": "attention", "feed_forward": "feed-forward", "norm": "the norm", "inner": "softmax attention"}
+
+
+def gradient_flows(counts: Iterable[int]) -> list[Variation]:
+    """counts: by which a gradient may be counted too often, or divided."""
+    found = []
+    for part, name in PARTS.items():
+        rows: list[tuple[str, Alteration]] = [(f"no gradient goes back through {name}", given(Tensor.detach))]
+        rows += [(f"no gradient leaves {name} for what it was given", _entering(lambda x: x.detach()))]
+        for count in counts:
+            rows += [
+                (f"the gradient that leaves {name} is {times:g} times", _entering(lambda x, by=times: _scaled(x, by)))
+                for times in (count, 1 / count)
+            ]
+        found += alike("gradient flow", part, "", rows)
+    found += alike("gradient flow", "attention", "", _of_projections())
+    found += alike("gradient flow", "norm", "", [("no gradient goes through the norm's root", OF_ITSELF(_fixed_root))])
+    found += alike("gradient flow", "embedding", "", [("token 0 has no gradient, as padding has none", _padded)])
+    return found + alike("gradient flow", "block", "", _of_streams())
+
+
+def _entering(change: Any) -> Alteration:
+    return OF_ITSELF(lambda original, _, x, *rest: original(change(x), *rest))
+
+
+def _scaled(x: Tensor, by: float) -> Tensor:
+    """The same, with a gradient that is multiplied."""
+    return by * x + ((1 - by) * x).detach() if x.requires_grad else x
+
+
+def _of_projections() -> Rows:
+    for name, what in (("wq", "queries"), ("wk", "keys"), ("wv", "values")):
+        yield f"{what} have no gradient", partial(_detached, name)
+
+
+def _detached(name: str, attention: nn.Module) -> None:
+    given(Tensor.detach)(attention.get_submodule(name))
+
+
+def _fixed_root(_: Any, norm: nn.Module, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps).detach() * norm.weight
+
+
+def _padded(embedding: nn.Module) -> None:
+    embedding.padding_idx = 0
+
+
+def _of_streams() -> Rows:
+    def first(_: nn.Module, x: Tensor, attends: Added, feeds: Added) -> Tensor:
+        x = x.detach() + attends(x)
+        return x + feeds(x)
+
+    def second(_: nn.Module, x: Tensor, attends: Added, feeds: Added) -> Tensor:
+        x = x + attends(x)
+        return x.detach() + feeds(x)
+
+    yield "no gradient goes along the residual stream where attention is added", block_of(first)
+    yield "no gradient goes along the residual stream where feed-forward is added", block_of(second)
