@@ -26,8 +26,8 @@ def train() -> None:
     from torch import nn
 
     torch.set_num_threads(1)
-    with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group("gloo", store=dist.FileStore(store.name, 1), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         blocks = [
             nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)) for _ in range(BLOCKS)
         ]
