@@ -81,13 +81,18 @@ def series(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night
     """By trainer (of whatever source), device and launcher, the nights in their order."""
     found: dict[tuple[str, str, str], list[Night]] = {}
     for run in runs:
-        trainer = TrainerSpec.parse(run.begins.get("trainer", "")).name
-        nights = found.setdefault((trainer, *(run.begins.get(key, "") for key in ("device", "launcher"))), [])
+        nights = found.setdefault(kind(run), [])
         if nights and _is_shard_of(run, nights[-1]):
             nights[-1] = Night((*nights[-1].runs, run))
         else:
             nights.append(Night((run,)))
     return found
+
+
+def kind(run: RecordedRun) -> tuple[str, str, str]:
+    """What runs must have in common to be compared: trainer, device, launcher."""
+    begins = run.begins
+    return TrainerSpec.parse(begins.get("trainer", "")).name, begins.get("device", ""), begins.get("launcher", "")
 
 
 def _is_shard_of(run: RecordedRun, night: Night) -> bool:

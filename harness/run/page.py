@@ -12,6 +12,7 @@ from harness.judge.judgement import Judgement
 from harness.judge.stored_trial import load_trial
 from harness.report import outcome as became
 from harness.run.folders import case_folders
+from harness.run.history import kind
 from harness.run.judging import judge_folder
 from harness.run.matrix import unexpected
 from harness.run.merged import merged, problems, provenance
@@ -40,9 +41,15 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
         provenance=[*provenance(runs), *made],
         device=_device(runs, judgements),
         told=told,
-        past=past([run for run in earlier if run.run not in {each.run for each in runs}]),
+        past=past(_before(runs, earlier)),
         shown={one.case: shown(lie[one.case], file) for one in outcomes if one.failed and one.case in lie},
     )
+
+
+def _before(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """The others of the same trainer, device and launcher; all of them where none of these runs is recorded."""
+    mine, kinds = {run.run for run in runs}, {kind(run) for run in runs}
+    return [run for run in earlier if run.run not in mine and (not kinds or kind(run) in kinds)]
 
 
 def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:

@@ -15,6 +15,7 @@ from harness.report.outcome import Outcome
 from harness.run.changes import State, changes, grown
 from harness.run.history import Night, runs_in, series
 from harness.run.history_text import bisect_command, lapsed, lines, told
+from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
 from harness.spec import quarantine
 from harness.spec.case import CaseError
@@ -117,6 +118,12 @@ def test_bytes_that_grew_are_told_and_seconds_only_on_gpus_beyond_those_of_sever
     three = [night(number, 1.0 + number / 100, 100, "H200") for number in (1, 2, 3)]
     assert more(*three, night(4, 1.2, 100, "H200")) == ["hsdp: seconds of a step 1.03 s, now 1.2 s"]
     assert more(*three, night(4, 1.1, 100, "H200")) == more(*three, night(4, 1.2, 100, "H100")) == []
+
+
+def test_a_page_shows_earlier_runs_of_the_same_trainer_and_device_alone(tmp_path: Path) -> None:
+    now, before, other = run(3, case("PASS")), run(1, case("FAIL")), run(2, case("PASS"), trainer="mine.py")
+    page = page_of([now], [], [before, other, now], tmp_path / "page.html")
+    assert {name: [one.letter for one in past] for name, past in page.past.items()} == {"hsdp": ["F"]}
 
 
 # ---- quarantine
