@@ -84,6 +84,8 @@ def once(shards: int, draw: random.Random) -> tuple[int, list[str]]:
             if one.failed and "golden" not in one.report
         ]
         wrong += sum(problems(runs), [])
+        if wrong:
+            print((where / "told.txt").read_text(), file=sys.stderr)
         with Pool(where / "slots", tuple(path.name for path in (where / "slots").glob("core_*"))).taken(4):
             pass  # all slots are free again
         return kills, wrong

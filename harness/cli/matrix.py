@@ -34,6 +34,7 @@ from harness.run.communication import device_text
 from harness.run.matrix import run_all
 from harness.run.options import Options
 from harness.run.packing import Load, in_order, loads, remembered, share
+from harness.run.ray_cluster import Cluster
 from harness.run.selection import ALL_TIERS, matching, of_tier
 from harness.run.supported import unsupported
 from harness.run.verdicts import Record
@@ -63,6 +64,7 @@ def add(commands: Any) -> None:
         "--all", action="store_true", help="only list every pair of options, with its case or its reason"
     )
     add_parts(parser)
+    parser.add_argument("--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster; docs/running.md")
     add_how_to_run(parser)
 
 
@@ -94,12 +96,13 @@ def command(args: argparse.Namespace) -> int:
         say(listing(cases))
         return PASSED
     options = options_of(args)
+    cluster = Cluster(args.on, options.device) if args.on else None
     cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
-    todo = [load for load in ordered(cases, options) if load.name not in before]
-    progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
-    done = before | {one.case: one for one in run(todo, cases, options, args, record, progress)}
+    todo = [case for case in cases if case.name not in before]
+    found, seconds = run(todo, options, args, record, cluster)
+    done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
-    say(matrix_report(outcomes, progress.elapsed()))
+    say(matrix_report(outcomes, seconds))
     if len(outcomes) < len(cases):
         say(f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them")
     if more:
@@ -108,27 +111,26 @@ def command(args: argparse.Namespace) -> int:
 
 
 def run(
-    todo: Sequence[Load],
-    cases: Sequence[Case],
-    options: Options,
-    args: argparse.Namespace,
-    record: Record,
-    progress: Progress,
-) -> list[Outcome]:
-    """The cases that are to be run, in this order."""
+    cases: Sequence[Case], options: Options, args: argparse.Namespace, record: Record, cluster: Cluster | None
+) -> tuple[list[Outcome], float]:
+    """What became of the cases, and how many seconds all took."""
+    slots = max(1, sum(cluster.carries()) if cluster else len(pool_of(options.device).slots))
     named = {case.name: case for case in cases}
-    jobs = args.jobs or len(pool_of(options.device).slots) + 1  # one that is judged has given its slots back
+    todo = ordered(cases, options, slots)
+    progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
     try:
-        return run_all(
+        found = run_all(
             [named[load.name] for load in todo],
             options,
-            jobs=jobs,
+            jobs=args.jobs or slots + 1,  # one that is judged has given its slots back
             progress=progress,
             ended=record.ended,
             most=args.max_failures,
+            how=cluster.run_case if cluster else None,
         )
     except KeyboardInterrupt:
         abandon(progress, "cases", "; the same command with --resume runs the rest")
+    return found, progress.elapsed()
 
 
 def begin(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> Record:
@@ -145,12 +147,11 @@ def resumed(
     return [case for case in selected if case.name in run.begins["cases"]], record, run.outcomes
 
 
-def ordered(cases: Sequence[Case], options: Options) -> list[Load]:
+def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
     """Largest first, by how long they took when they were last run here."""
     file = verdicts.file_in(options.out)
     runs, _ = verdicts.read(file) if file else ([], [])
     seconds = remembered(runs, trainer=options.trainer, device=device_text(options), machine=platform.node())
-    slots = max(1, len(pool_of(options.device).slots))
     return in_order(loads(cases, seconds, slots), slots)
 
 

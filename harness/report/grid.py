@@ -50,7 +50,8 @@ def _rows(outcome: Outcome, width: int) -> list[str]:
         return [f"{name}  {outcome.verdict}: {outcome.reason}"]
     letters = {law: MARKS[Verdict(verdict)] for law, verdict in outcome.laws.items()}
     marks = " ".join("".join(letters.get(law, " ") for law in laws) for laws in _stages().values())
-    return [f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s", *_not_held(outcome.laws)]
+    row = f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
+    return [row, *_not_held(outcome.laws), *(wrapped(outcome.made_again, "    ") if outcome.made_again else [])]
 
 
 def _not_held(verdicts: Mapping[str, str]) -> list[str]:

@@ -24,7 +24,8 @@ class Outcome:
 
     laws: the verdict of each. not_applicable: why laws had nothing to say. report: of what is neither PASS nor XFAIL.
     layout, recipe: what was requested, in words. folder: the name of the one with the evidence. again: the command that
-    runs it again. measures: what it took (`judge.measures`). gpu: its name; empty on CPU.
+    runs it again. measures: what it took (`judge.measures`). gpu: its name; empty on CPU. made_again:
+    why it was made a second time.
     """
 
     case: str
@@ -43,6 +44,7 @@ class Outcome:
     again: str = ""
     measures: dict[str, float] = field(default_factory=dict)
     gpu: str = ""
+    made_again: str = ""
 
     @property
     def skipped(self) -> bool:
@@ -66,6 +68,7 @@ def judged(judgement: Judgement) -> Outcome:
         laws={result.check: str(result.verdict) for result in results},
         not_applicable={result.check: result.note for result in results if result.verdict is Verdict.NOT_APPLICABLE},
         replaced=tuple(judgement.replaced),
+        made_again=judgement.made.get("again", ""),
         report=case_report(judgement) if judgement.verdict not in GREEN else "",
         folder=judgement.folder.name,
         again=command(judgement),

@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from harness import trainers
 from harness.evidence.store import EvidenceError
+from harness.judge.judgement import Judgement
 from harness.launch import LaunchError, default_server
 from harness.report import outcome as became
 from harness.report.outcome import Outcome
@@ -28,21 +29,22 @@ def run_all(
     progress: Progress,
     ended: Callable[[Outcome], None],
     most: int | None = None,
+    how: Callable[[Case, Options], Judgement] | None = None,
 ) -> list[Outcome]:
     """Cases in this order, `jobs` at a time, each as soon as it has its slots; `ended` is told each, by any thread.
 
-    most: so many failures after which no other case begins. KeyboardInterrupt leaves ranks still alive.
+    most: so many failures after which no other case begins. how: in place of run_case. KeyboardInterrupt leaves ranks alive.
     """
 
     def one(case: Case) -> Outcome | None:
         if most is not None and len(failed) >= most:
             return None
-        outcome = attempt(case, options, progress)
+        outcome = attempt(case, options, progress, how or run_case)
         ended(outcome)
         failed.extend([case.name] if outcome.failed else [])
         return outcome
 
-    if options.launcher == "local":
+    if options.launcher == "local" and how is None:
         default_server(trainers.load(options.trainer).preload, device=options.device)
     outcomes: list[Outcome] = []
     failed: list[str] = []
@@ -61,11 +63,11 @@ def run_all(
     return outcomes
 
 
-def attempt(case: Case, options: Options, progress: Progress) -> Outcome:
+def attempt(case: Case, options: Options, progress: Progress, how: Callable[[Case, Options], Judgement]) -> Outcome:
     """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
     progress.started(case.name)
     try:
-        return became.judged(run_case(case, options))
+        return became.judged(how(case, options))
     except Unsupported as reason:
         return became.skipped(case, str(reason))
     except PROBLEMS as problem:

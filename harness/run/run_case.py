@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from harness import trainers
 from harness.evidence.store import CASE_FILE, TRAITS_FILE, write_text
@@ -35,23 +38,40 @@ from harness.spec.case import Case
 
 def run_case(case: Case, options: Options) -> Judgement:
     """The whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError; a failing rank is a finding, not an error."""
-    reason = unsupported(case, options)
-    if reason:
+    if reason := unsupported(case, options):
         raise Unsupported(reason)
+    with to_itself(case, options) as folder:
+        make(case, options)
+        return judged(folder)
+
+
+@contextmanager
+def to_itself(case: Case, options: Options) -> Iterator[Path]:
+    """The case's folder; whoever else runs this case into the same OUT waits."""
+    folder = folder_of(case, options)
+    with only_one(options.out / ".locks" / f"{folder.name}.lock"):
+        yield folder
+
+
+def make(case: Case, options: Options) -> Path:
+    """The left half of the line: all evidence, in a folder that nobody else uses meanwhile. Raises as run_case does."""
     chosen = trainers.traits_by_launch(case, options.trainer)
     case = traits.settled(case, chosen)
     for name, launched in case.launches.items():
         make_plan(launched, chosen[name])
     cached = reference_folder(case, options)
-    folder = folder_of(case, options)
-    with only_one(options.out / ".locks" / f"{folder.name}.lock"):
-        fresh_folder(folder)
-        write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
-        write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in chosen.items()}, indent=1))
-        hard_link(cached / "reference.npz", folder / "reference.npz")
-        launch_all(case, folder, cached / "weights.npz", options)
-        judgement = judge_folder(folder)
-        store_report(judgement)
-        if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence
-            shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+    folder = fresh_folder(folder_of(case, options))
+    write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
+    write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in chosen.items()}, indent=1))
+    hard_link(cached / "reference.npz", folder / "reference.npz")
+    launch_all(case, folder, cached / "weights.npz", options)
+    return folder
+
+
+def judged(folder: Path) -> Judgement:
+    """The right half, with its report beside the evidence. Raises EvidenceError."""
+    judgement = judge_folder(folder)
+    store_report(judgement)
+    if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence
+        shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
     return judgement

@@ -1,0 +1,134 @@
+"""A matrix on a cluster: two nodes of Ray's own making, started here; which are one machine, and so have its disk in common."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
+from harness.report.grid import grid
+from harness.report.outcome import judged
+from harness.report.text import case_report
+from harness.run.options import Options, Unsupported
+from harness.run.ray_cluster import Cluster, Gang, gang_of
+from harness.spec.case import Case
+from harness.spec.loading import from_json
+
+MISSING = "Ray is not installed: pip install 'harness[ray]'"
+
+
+def case_of(name: str, ranks: int, **training: Any) -> Case:
+    dims = {"dp_replicate": ranks}
+    return from_json({"name": name, "why": "a test", "dims": dims, "model": {"n_layers": 1}, "training": training})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "carries", "gang"),
+    [(8, [8, 8], Gang(1, 8)), (16, [8, 8], Gang(2, 8)), (8, [4, 4, 1], Gang(2, 4)), (6, [4, 2, 2], Gang(3, 2))],
+)
+def test_a_case_takes_the_fewest_nodes_that_can_have_equal_parts_of_it(
+    ranks: int, carries: list[int], gang: Gang
+) -> None:
+    assert gang_of(ranks, carries) == gang
+
+
+def test_a_case_that_is_too_large_for_the_cluster_is_skipped_with_the_arithmetic() -> None:
+    with pytest.raises(Unsupported, match=r"16 ranks in equal parts do not fit .*, which take \[8, 4\]"):
+        gang_of(16, [8, 4])
+
+
+class Nodes:
+    """Each takes four ranks."""
+
+    def __init__(self) -> None:
+        cluster_utils = pytest.importorskip("ray.cluster_utils", reason=MISSING)
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
+        self.cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        self.living: dict[Path, Any] = {}
+
+    def add(self, own: Path) -> None:
+        """own: where it keeps what it makes."""
+        own.mkdir()
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars={"TMPDIR": str(own)})
+        self.living[own] = node
+
+    def kill(self, own: Path) -> None:
+        self.cluster.remove_node(self.living.pop(own), allow_graceful=False)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    ray = pytest.importorskip("ray", reason=MISSING)
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setenv("RAY_worker_niceness", "0")  # its own is 15, which gets nothing of a busy machine
+        (Path(folder) / "ray").mkdir()
+        made = Nodes()
+        for name in ("one", "other"):
+            made.add(Path(folder) / name)
+        monkeypatch.setenv("RAY_ADDRESS", made.cluster.address)
+        yield made
+        ray.shutdown()
+        made.cluster.shutdown()
+
+
+def test_a_case_larger_than_a_node_is_one_launch_on_several_and_a_node_that_dies_loses_no_case(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """One test: to start a cluster takes longer than all its cases."""
+    options = Options(out=tmp_path / "out")
+    cluster = Cluster("ray", "cpu")
+    judgement = cluster.run_case(case_of("large", 8), options)
+    assert judgement.verdict is Verdict.PASS, case_report(judgement)
+    assert (judgement.made["launcher"], judgement.made.get("again")) == ("torchrun", None)
+
+    judgement = made_while_its_node_dies(nodes, lambda: cluster.run_case(case_of("long", 4, steps=10), options))
+    assert judgement.verdict is Verdict.PASS, case_report(judgement)
+    assert judgement.made["again"].startswith("made again: Task failed because the node")
+    assert (tmp_path / "out" / "long" / "run" / "ranks" / "rank_03.npz").exists()
+    assert "    made again: Task failed because the node" in grid([judged(judgement)])
+
+
+def made_while_its_node_dies(nodes: Nodes, make: Callable[[], Judgement]) -> Judgement:
+    found: Future[Judgement] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(make())
+        except BaseException as error:
+            found.set_exception(error)
+
+    def at_work() -> list[Path]:
+        return [own for own in nodes.living if any(own.glob("harness-node-*/out/long/run/logs/rank_03.log"))]
+
+    threading.Thread(target=run, daemon=True).start()  # a test that fails must not wait for it
+    eventually(lambda: found.done() or at_work())
+    assert not found.done(), found.exception()
+    nodes.kill(at_work()[0])
+    return found.result(timeout=600)
+
+
+def test_without_ray_or_a_cluster_the_reason_is_told_and_nothing_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["matrix", "--on", "ray", "-k", "ddp_2", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "harness: --on ray: Ray is not installed: pip install 'harness[ray]'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def eventually(condition: Any, seconds: float = 500.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
