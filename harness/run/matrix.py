@@ -39,7 +39,7 @@ def run_all(
     def one(case: Case) -> Outcome | None:
         if most is not None and len(failed) >= most:
             return None
-        outcome = attempt(case, options, progress, how or run_case)
+        outcome = attempt(case, options, progress, how)
         ended(outcome)
         failed.extend([case.name] if outcome.failed else [])
         return outcome
@@ -63,11 +63,13 @@ def run_all(
     return outcomes
 
 
-def attempt(case: Case, options: Options, progress: Progress, how: Callable[[Case, Options], Judgement]) -> Outcome:
+def attempt(
+    case: Case, options: Options, progress: Progress, how: Callable[[Case, Options], Judgement] | None = None
+) -> Outcome:
     """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
     progress.started(case.name)
     try:
-        return became.judged(how(case, options))
+        return became.judged((how or run_case)(case, options))
     except Unsupported as reason:
         return became.skipped(case, str(reason))
     except PROBLEMS as problem:
