@@ -28,7 +28,7 @@ from harness.diagnosis.costs import (
     reference_moved,
     replicas_drift,
 )
-from harness.diagnosis.data import other_positions, other_samples, seen_positions, seen_samples
+from harness.diagnosis.data import other_samples, seen_samples
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.exchanged import exchanged_tensors
 from harness.diagnosis.features import odd_traces, other_actions, other_features, other_masks
@@ -39,6 +39,7 @@ from harness.diagnosis.layout import other_layouts, other_slices, reduction_miss
 from harness.diagnosis.localise import KIND, localise
 from harness.diagnosis.not_zeroed import gradients_not_zeroed
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
+from harness.diagnosis.positions import other_positions, seen_positions
 from harness.diagnosis.processes import incomplete, not_trained, process_failed
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, seen_resumed
@@ -118,7 +119,7 @@ def diagnose(
     ):
         only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
         if not (only_keeps and "resume" in {result.check for result in failed}):
-            return earlier
+            return dataclasses.replace(earlier, evidence=(*earlier.evidence, *_broken_later(trial, failed, before)))
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
@@ -126,6 +127,15 @@ def diagnose(
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *_what_weaker_tests_say(results)))
+
+
+def _broken_later(trial: Trial, failed: Sequence[Result], before: Sequence[Result]) -> Lines:
+    """Laws that the launch after the one that is diagnosed breaks, and that one does not: maybe another mistake."""
+    earlier = {result.check for result in before if result.verdict is Verdict.FAIL}
+    others = [result for result in failed if result.check not in earlier and result.findings]
+    lines = [finding_line(result.check, result) for result in others]
+    where = launch_label(trial) or "the last launch: "
+    return tuple(("also broken", f"{where}{law}: {text}") for law, text in lines)
 
 
 def _told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:

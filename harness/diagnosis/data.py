@@ -1,4 +1,4 @@
-"""Ranks receive other samples, labels or positions than the recipe says: what is special about them."""
+"""Ranks receive other samples or labels than the recipe says: what is special about them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.checks.positions import wrong_rows
 from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, wrong_labels
-from harness.diagnosis.assume import another_case, another_reference
+from harness.diagnosis.assume import another_case
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
 from harness.diagnosis.unknown_rows import described
-from harness.diagnosis.words import finding_line, on_ranks, rank_words
+from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
 from harness.judge.received_samples import positions_received, received_samples, rows_received, shares_of_samples
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
-from harness.plan.stages import layers_of_stage, positions
+from harness.plan.stages import positions
 
 MANY = 4  # labels, of which something in common is no chance
 Received = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
@@ -294,7 +294,7 @@ def _which(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]
     if places == {length - 1} or places == {0}:
         return f"the {'last' if length - 1 in places else 'first'} of each row is "
     if places == set(range(min(places), max(places) + 1)) and len(places) < length:
-        return f"those at positions {min(places)} to {max(places)} are "
+        return f"those at position{'s' * (len(places) > 1)} {positions_text(np.array(sorted(places)))} are "
     return ""
 
 
@@ -343,60 +343,3 @@ def _shift(trial: Trial, step: int) -> int | None:
 def _without_padding(rows: Rows) -> np.ndarray:
     last = int(np.flatnonzero((rows.labels >= 0).any(axis=0))[-1]) if (rows.labels >= 0).any() else -1
     return rows.labels[:, : last + 1]
-
-
-# ---- positions
-
-
-def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Tokens are right, and the model turns their queries and keys by the angles of other positions."""
-    if "positions" not in broken or (cause := wrong_positions(trial)) is None:
-        return
-    by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
-    lines = (finding_line("positions", broken["positions"]),)
-    yield Hypothesis(cause, lambda t: another_reference(t, altered=_turned_by(by_step)), 1, lines)
-
-
-def seen_positions(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    if "positions" in broken and (cause := wrong_positions(trial)) is not None:
-        yield Fact(cause, ("positions",), (finding_line("positions", broken["positions"]),))
-
-
-def wrong_positions(trial: Trial) -> Cause | None:
-    """Those that are not the positions of the tokens received, wherever these stand."""
-    wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for rank, step, _ in trial.steps():
-        found = positions_received(trial, rank, step.step)
-        wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
-        for row in wrong_rows(step.positions, wanted)[:1]:
-            wrong.setdefault(rank, (row, wanted))
-    if not wrong:
-        return None
-    rank, (row, wanted) = next(iter(wrong.items()))
-    text = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
-    restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
-    every = set(wrong) == {r for r in trial.ranks if positions(trial.case, r, trial.case.seq_len(1))[0] != 0}
-    what = "rotary positions restart at 0 on each cp rank" if restarted and every else "wrong rotary positions"
-    if not set(wrong) & set(trial.first_stages()):
-        what = "later pipeline stages turn queries and keys by other positions than the first"
-    return Cause("positions", what, hint=text)
-
-
-def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
-    """[positions], put together from the cp ranks of the first of all replicas."""
-    found: dict[int, np.ndarray] = {}
-    length = trial.case.seq_len(step)
-    for rank in sorted(trial.ranks, reverse=True):
-        given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
-        for stage in trial.plan.stages[rank]:
-            for layer in layers_of_stage(trial.case, stage):
-                row = found.setdefault(layer, np.arange(length))
-                if len(given) == 1:
-                    row[positions(trial.case, rank, length)] = given[0].reshape(-1, given[0].shape[-1])[0]
-    return found
-
-
-def _turned_by(by_step: dict[int, dict[int, np.ndarray]]) -> object:
-    from harness.reference.altered import turned_by
-
-    return turned_by(by_step)

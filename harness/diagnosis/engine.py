@@ -14,6 +14,7 @@ from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 
 T = TypeVar("T")
+LONGEST = 120  # characters of what an error says
 FIRSTS = 6  # hypotheses that are tried as one of two independent mistakes
 
 
@@ -109,7 +110,8 @@ class Search:
 
     def _note(self, who: str, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        self.raised.append(f"{who} raised {error!r} at {where.name}:{where.lineno}")
+        said = (str(error).splitlines() or [""])[0][:LONGEST]
+        self.raised.append(f"{who} raised {type(error).__name__}: {said} at {where.name}:{where.lineno}")
 
 
 def broken_laws(results: Sequence[Result]) -> dict[str, Result]:

@@ -175,21 +175,23 @@ def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
             _holds(trial, wrong, PARAMETER, fqn, state.get((PARAMETER, fqn))) for fqn in names
         ):
             return f"they are those of after step {step}" if step else "they are the seed's"
-    rows = _wrong_rows(trial, names[0]) if len(names) == 1 else []
-    few = f"row{'s' * (len(rows) > 1)} {positions_text(np.array(rows))} of {trial.plan.shapes[names[0]][0]}"
-    if not rows or len(rows) == trial.plan.shapes[names[0]][0]:
+    rows, count = _wrong_rows(trial, names[0]) if len(names) == 1 else [], trial.plan.shapes[names[0]][0]
+    if not rows or len(rows) == count:
         return ""
     seeds = _seed(trial)[PARAMETER, names[0]][rows]
-    return few + ", the seed's" * bool(np.array_equal(_resumed(trial, names[0])[rows], seeds))
+    held = _held_together(trial)[PARAMETER, names[0]][rows]
+    few = f"row{'s' * (len(rows) > 1)} {positions_text(np.array(rows))} of {count}"
+    return few + ", the seed's" * bool(np.array_equal(held, seeds))
 
 
-def _resumed(trial: Trial, fqn: str) -> np.ndarray:
-    return put_together(trial, {rank: e.resumed for rank, e in trial.ranks.items()})[PARAMETER, fqn]
+def _held_together(trial: Trial) -> State:
+    """What all ranks held once they had resumed."""
+    return put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
 
 
 def _wrong_rows(trial: Trial, fqn: str) -> list[int]:
-    held, saved = _resumed(trial, fqn), saved_state(trial.saved[-1])[PARAMETER, fqn]
-    if held.shape != saved.shape:
+    held, saved = _held_together(trial).get((PARAMETER, fqn)), saved_state(trial.saved[-1])[PARAMETER, fqn]
+    if held is None or held.shape != saved.shape:
         return []
     return np.flatnonzero((held != saved).reshape(len(held), -1).any(axis=1)).tolist()
 
@@ -197,7 +199,7 @@ def _wrong_rows(trial: Trial, fqn: str) -> list[int]:
 def _change(trial: Trial, fqn: str) -> str:
     """What has become of a parameter on the way through the checkpoint, in writing or in reading."""
     saved = saved_state(trial.saved[-1])[PARAMETER, fqn]
-    held = put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()}).get((PARAMETER, fqn))
+    held = _held_together(trial).get((PARAMETER, fqn))
     if held is None or held.shape != saved.shape:
         return ""
     if dtype := rounded_to(held, saved):

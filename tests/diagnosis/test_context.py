@@ -21,8 +21,8 @@ from literal_ranks import microbatch_of
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.data import wrong_positions
 from harness.diagnosis.mixture import Pieces, mixture_of
+from harness.diagnosis.positions import wrong_positions
 from harness.evidence.text import positions_text
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
@@ -227,8 +227,8 @@ def test_whole_parameters_on_cp_ranks_and_no_reduction_are_named() -> None:
     trial = with_step(trial, 1, 1, gradients={fqn: 2 * gradient for fqn, gradient in seen.items()})
     held = "every cp rank holds whole parameters, requested 2"
     assert cause(trial) == (
-        f"FSDP ran as DDP: {held}; gradient reduction missing over cp; no K/V exchange over cp: attention sees its own"
-        " part of the sequence only; wrapper fsdp2 is requested, ddp is observed"
+        f"FSDP ran as DDP: {held}; gradient reduction missing over cp; no K/V exchange over cp;"
+        " wrapper fsdp2 is requested, ddp is observed"
     )
 
 
@@ -244,17 +244,17 @@ def with_labels(trial: Trial, masked: dict[int, tuple[int, ...]]) -> Trial:
 
 def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
     cut = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
-    wider = ": masked, where they should be trained on"
+    wider = "masked, where they should be trained on"
     balanced, contiguous = cp_trial(), cp_trial(cp_load_balance=False)  # of rank 0: 0, 1, 6, 7; and 0 to 3
-    for trial, masked, hint in (
+    for trial, masked, said in (
         (balanced, {0: (1, 3), 1: (3,)}, cut),
-        (balanced, {0: (1,), 1: (0,)}, wider),
-        (balanced, {0: (2,)}, wider),
+        (balanced, {0: (1,), 1: (0,)}, f": those at positions 1-2 are {wider}"),
+        (balanced, {0: (2,)}, f": those at position 6 are {wider}"),
         (contiguous, {0: (3,)}, cut),
-        (contiguous, {0: (1, 3)}, wider),
-        (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, wider),
+        (contiguous, {0: (1, 3)}, f": {wider}"),
+        (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, f": {wider}"),
     ):
-        assert cause(with_labels(trial, masked)).endswith(f"are not those of their sample{hint}"), masked
+        assert cause(with_labels(trial, masked)).endswith(f"are not those of their sample{said}"), masked
 
 
 # ---- what a cp rank counts for

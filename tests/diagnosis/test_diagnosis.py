@@ -52,7 +52,7 @@ def test_a_suspect_that_raises_is_skipped_and_said_so() -> None:
     assert found.cause == whole.cause
     more = [line for line in found.evidence if line not in whole.evidence]
     assert more[-1][0] == "not tried"
-    assert more[-1][1].startswith("explode raised KeyError('layers.7') at explode:")
+    assert more[-1][1].startswith("explode raised KeyError: 'layers.7' at explode:")
 
 
 def test_where_everything_raises_the_first_broken_law_is_told() -> None:

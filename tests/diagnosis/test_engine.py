@@ -69,7 +69,7 @@ def test_what_a_suspect_raises_is_on_record_and_keeps_no_other_from_being_tried(
         yield
 
     found = explain(DOUBLED, judge(DOUBLED), (raising, suspect("doubled", twice_the_gradients)), ())  # type: ignore[arg-type]
-    assert [text.split(" at ")[0] for text in found.raised] == ["raising raised KeyError('layers.9')"]
+    assert [text.split(" at ")[0] for text in found.raised] == ["raising raised KeyError: 'layers.9'"]
     assert found.proofs[0].complete
 
 

@@ -89,6 +89,20 @@ def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_t
     assert cause(changed) == f"optimizer state is not what was saved: exp_avg {where}"
 
 
+def test_what_only_the_last_launch_breaks_is_said_beside_the_cause_of_an_earlier_one() -> None:
+    wrong = with_resumed(resumed(), 1, "parameters", lambda held: {**held, WEIGHT: 2 * held[WEIGHT]})
+    found = diagnose(
+        trial := replace(wrong, saved=(with_step(wrong.saved[0], 0, 1, reported_loss=99.0),)), judge(trial)
+    )
+    assert found is not None
+    assert found.cause.startswith("saved_1: the reported loss is wrong")
+    said = [text for label, text in found.evidence if label == "also broken"]
+    assert sorted(text.split(": ")[:3] for text in said) == [
+        ["the last launch", "resume", f"rank 1, {WEIGHT}"],
+        ["the last launch", "update", f"rank 1, step 3, {WEIGHT}"],
+    ]
+
+
 def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wrongly() -> None:
     right = resumed()
     keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))

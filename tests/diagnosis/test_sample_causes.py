@@ -18,7 +18,7 @@ from literal import (
     with_step_1_gradients,
 )
 
-from harness.diagnosis.data import wrong_positions
+from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.words import groups_text
 from harness.judge.received_samples import received_samples
 from harness.spec.dims import ParallelDims

@@ -1,0 +1,71 @@
+"""Ranks are told other positions of their tokens than the plan says, or turn keys and queries by others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from harness.checks.positions import wrong_rows
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.words import finding_line
+from harness.evidence.text import positions_text
+from harness.judge.received_samples import positions_received
+from harness.judge.result import Cause
+from harness.judge.trial import Trial
+from harness.plan.stages import layers_of_stage, positions
+
+
+def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Tokens are right, and the model turns their queries and keys by the angles of other positions."""
+    if "positions" not in broken or (cause := wrong_positions(trial)) is None:
+        return
+    by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
+    lines = (finding_line("positions", broken["positions"]),)
+    yield Hypothesis(cause, lambda t: another_reference(t, altered=_turned_by(by_step)), 1, lines)
+
+
+def seen_positions(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    if "positions" in broken and (cause := wrong_positions(trial)) is not None:
+        yield Fact(cause, ("positions",), (finding_line("positions", broken["positions"]),))
+
+
+def wrong_positions(trial: Trial) -> Cause | None:
+    """Those that are not the positions of the tokens received, wherever these stand."""
+    wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for rank, step, _ in trial.steps():
+        found = positions_received(trial, rank, step.step)
+        wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
+        for row in wrong_rows(step.positions, wanted)[:1]:
+            wrong.setdefault(rank, (row, wanted))
+    if not wrong:
+        return None
+    rank, (row, wanted) = next(iter(wrong.items()))
+    text = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
+    restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
+    every = set(wrong) == {r for r in trial.ranks if positions(trial.case, r, trial.case.seq_len(1))[0] != 0}
+    what = "rotary positions restart at 0 on each cp rank" if restarted and every else "wrong rotary positions"
+    if not set(wrong) & set(trial.first_stages()):
+        what = "later pipeline stages turn queries and keys by other positions than the first"
+    return Cause("positions", what, hint=text)
+
+
+def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
+    """[positions], put together from the cp ranks of the first of all replicas."""
+    found: dict[int, np.ndarray] = {}
+    length = trial.case.seq_len(step)
+    for rank in sorted(trial.ranks, reverse=True):
+        given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
+        for stage in trial.plan.stages[rank]:
+            for layer in layers_of_stage(trial.case, stage):
+                row = found.setdefault(layer, np.arange(length))
+                if len(given) == 1:
+                    row[positions(trial.case, rank, length)] = given[0].reshape(-1, given[0].shape[-1])[0]
+    return found
+
+
+def _turned_by(by_step: dict[int, dict[int, np.ndarray]]) -> object:
+    from harness.reference.altered import turned_by
+
+    return turned_by(by_step)
