@@ -105,7 +105,7 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys
     (tmp_path / "file").touch()
     assert main(["run", "single", "--out", str(tmp_path / "file" / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"harness: {tmp_path}/file/out/.reference: cannot be written: Not a directory; choose another --out\n"
+        f"harness: {tmp_path}/file/out/.locks: cannot be written: Not a directory; choose another --out\n"
     )
 
 
@@ -201,7 +201,7 @@ def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setattr("harness.run.supported.visible_gpus", lambda: 0)
-    reason = "needs 2 GPUs, 0 visible (CUDA_VISIBLE_DEVICES or more machines)"
+    reason = "needs 2 GPUs, 0 visible (CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu)"
     assert main(["run", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"
     assert main(["matrix", "-k", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2

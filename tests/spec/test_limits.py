@@ -118,6 +118,7 @@ class Writing:
         self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
+        self.hosts: dict[int, str] = {}
         self.gone, self.trouble = False, ""
 
     def wait(self, done: Callable[[], bool], seconds: float) -> bool:
