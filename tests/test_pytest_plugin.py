@@ -200,6 +200,13 @@ def test_a_wrong_option_is_a_usage_error(in_project: Pytest, arguments: tuple[st
     assert f"ERROR: {problem}" in done.stderr
 
 
+def test_a_folder_that_pytest_takes_for_a_place_of_tests_is_told(in_project: Pytest, tmp_path: Path) -> None:
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}_elsewhere")
+    elsewhere.mkdir()
+    done = in_project("--collect-only", "--harness-out", str(elsewhere))
+    assert done.returncode == 4 and f"not here: write --harness-out={elsewhere}" in done.stderr, cause(done)
+
+
 def test_a_golden_is_not_accepted_in_ci(in_project: Pytest) -> None:
     done = in_project("-k", "one and golden", "--harness-accept-golden", CI="true")
     assert done.returncode == 1, cause(done)

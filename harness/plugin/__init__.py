@@ -11,6 +11,10 @@ Only then is more than this file imported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 
 
@@ -29,7 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--harness-timeout", type=float, default=120.0, metavar="S", help="seconds for one launch; default 120"
     )
-    group.addoption("--harness-out", default="out", metavar="DIR", help="where evidence goes; default out")
+    group.addoption(
+        "--harness-out",
+        default="out",
+        metavar="DIR",
+        help="where evidence goes, typed --harness-out=DIR; default out. pytest reads its configuration before it knows this "
+        "option, and takes a DIR that is a word of its own for a place of tests",
+    )
     group.addoption("--harness-accept-golden", action="store_true", help="golden items rewrite the golden, and fail")
     group.addoption(
         "--harness-not-applicable",
@@ -44,7 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from harness.plugin.laws import Laws
 
         config.pluginmanager.register(Laws(config, folders), "harness-laws")
-    elif typed := [word for word in config.invocation_params.args if str(word).startswith("--harness-")]:
+    elif typed := [word for word in map(str, config.invocation_params.args) if word.startswith("--harness-")]:
         raise pytest.UsageError(
-            f"{typed[0]}: there are no cases; harness_cases in the configuration names their folders"
+            misplaced([str(word) for word in config.invocation_params.args])
+            or f"{typed[0]}: there are no cases; harness_cases in the configuration names their folders"
         )
+
+
+def misplaced(words: Sequence[str]) -> str:
+    """Why there is no configuration: pytest looks for it where any word of the command line lies, and did so before it knew
+    that the word belongs to an option of ours."""
+    for option, value in pairwise(words):
+        if option.startswith("--harness-") and "=" not in option and Path(value).exists():
+            return f"{option} {value}: pytest looked for its configuration there, not here: write {option}={value}"
+    return ""
