@@ -67,22 +67,22 @@ def tiny_case(layout: str | ParallelDims, training: TrainingConfig = ADAMW, **ch
 # ---- what a correct run leaves
 
 
-def trial_of(asked: Case, ran: Case | None = None, *, traits: TrainerTraits = APART) -> Trial:
-    """A correct run of `ran`, judged as `asked` of a trainer with these traits. The groups of both exist: meshes are made, then
-    not used.
+def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits = APART) -> Trial:
+    """A correct run of `ran`, judged as `requested` of a trainer with these traits. The groups of both exist: meshes are
+    made, then not used.
 
     Of a case that resumes: what its last launch left, and in `saved` what the earlier ones did.
     """
-    ran, reference = ran or asked, reference_of(asked)
+    ran, reference = ran or requested, reference_of(requested)
     world = ran.dims.world_size
     oracle = flattened_reference(reference) if make_plan(ran).flat else reference
-    ranks = {rank: rank_evidence(asked, ran, rank, oracle) for rank in range(world)}
+    ranks = {rank: rank_evidence(requested, ran, rank, oracle) for rank in range(world)}
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
-    repeat = run if asked.runs > 1 else None
-    saved = tuple(trial_of(launch, traits=traits) for launch in asked.launches.values() if launch is not asked)
-    plan = make_plan(asked, traits, observed_units(asked, traits, ranks))
-    trial = Trial(asked, plan, run, reference, repeat, golden.from_reference(reference), saved=saved)
+    repeat = run if requested.runs > 1 else None
+    saved = tuple(trial_of(launch, traits=traits) for launch in requested.launches.values() if launch is not requested)
+    plan = make_plan(requested, traits, observed_units(requested, traits, ranks))
+    trial = Trial(requested, plan, run, reference, repeat, golden.from_reference(reference), saved=saved)
     return as_planned(trial)
 
 
@@ -193,11 +193,11 @@ def trained_otherwise(
     trial: Trial, ranks: Sequence[int] = (), training: TrainingConfig | None = None, **otherwise: Any
 ) -> Trial:
     """What these ranks (all) leave if they train as `literal_reference.retrained` does; shown are norm and rate requested."""
-    asked = trial.case.training
-    made = retrained(training or asked, trial.reference, **otherwise)
-    for rank, number in itertools.product(ranks or trial.ranks, range(1, asked.steps + 1)):
+    requested = trial.case.training
+    made = retrained(training or requested, trial.reference, **otherwise)
+    for rank, number in itertools.product(ranks or trial.ranks, range(1, requested.steps + 1)):
         step, cut = made.steps[number - 1], {f: held_part(part) for f, part in trial.plan.slices[rank].items()}
-        last = number == asked.steps
+        last = number == requested.steps
         kept = (
             {f: {k: v[cut[f]] for k, v in of.items()} for f, of in step.optimizer_state.items() if f in cut}
             if last

@@ -42,13 +42,13 @@ SETTINGS = {
 }
 
 
-def rank_evidence(asked: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
+def rank_evidence(requested: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
     part = {fqn: held_part(part) for fqn, part in make_plan(ran).slices[rank].items()}
     return RankEvidence(
         rank=rank,
         world_size=ran.dims.world_size,
         parameters=tuple(_tensor(ran, fqn, full, full[part[fqn]]) for fqn, full in reference.weights.items()),
-        groups=_groups(asked, ran, rank),
+        groups=_groups(requested, ran, rank),
         collectives=_collectives(ran, rank),
         steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps if step.step in ran.steps),
         structure=_structure(ran, rank),
@@ -102,9 +102,9 @@ def _tensor(case: Case, fqn: str, full: np.ndarray, value: np.ndarray) -> Tensor
     return TensorEvidence(fqn, full.shape, str(full.dtype), mesh, placements, value.copy())
 
 
-def _groups(asked: Case, ran: Case, rank: int) -> tuple[Group, ...]:
+def _groups(requested: Case, ran: Case, rank: int) -> tuple[Group, ...]:
     world = tuple(range(ran.dims.world_size))
-    lines = {line for case in (asked, ran) for lines in make_plan(case).groups.values() for line in lines}
+    lines = {line for case in (requested, ran) for lines in make_plan(case).groups.values() for line in lines}
     mine = sorted({line for line in lines if rank in line} | {world})
     return tuple(Group(str(line), line, "gloo") for line in mine)
 

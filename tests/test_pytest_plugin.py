@@ -77,8 +77,10 @@ def test_without_cases_in_the_configuration_the_plugin_takes_no_part(in_project:
     assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout, cause(done)
     assert in_project("-k", "skipped").returncode == 0  # whether that is green is not ours to say
     assert in_project("cases").returncode == 5, "no tests"
-    asked = in_project("--harness-device=cuda")
-    assert asked.returncode == 4 and "--harness-device=cuda: there are no cases; harness_cases in" in asked.stderr
+    requested = in_project("--harness-device=cuda")
+    assert (
+        requested.returncode == 4 and "--harness-device=cuda: there are no cases; harness_cases in" in requested.stderr
+    )
 
 
 def test_testpaths_need_not_name_the_cases(in_project: Pytest, tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     assert code == 2
 
 
-def test_cases_of_other_tiers_are_left_out_unless_asked_for(in_project: Pytest, tmp_path: Path) -> None:
+def test_cases_of_other_tiers_are_left_out_unless_requested(in_project: Pytest, tmp_path: Path) -> None:
     two = "cases: {one: {why: a test}, late: {why: a test, tier: nightly}}"
     (tmp_path / "cases" / "some.yaml").write_text(two)
 

@@ -133,8 +133,8 @@ def interpreter(version: Version, folder: Path, tell: Tell) -> Path:
         python = version.python or environment(str(version), (folder / str(version)).absolute(), tell)
     except EnvironmentFailed as error:
         raise BisectError(str(error)) from error
-    asked = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
-    there = asked.stdout.strip().partition("+")[0]
+    answer = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
+    there = answer.stdout.strip().partition("+")[0]
     if there != version.number.partition("+")[0]:
         raise BisectError(f"{python} has {version.package} {there or 'not installed'}, not {version.number}")
     return python

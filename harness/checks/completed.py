@@ -25,8 +25,8 @@ def check(trial: Trial) -> Result:
     findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
     findings += [Finding.at(exit.rank, "no process left behind", "; ".join(exit.left)) for exit in ended if exit.left]
     if trial.run.world_size != trial.plan.dims.world_size:
-        asked, ran = trial.plan.dims.world_size, trial.run.world_size
-        findings.append(Finding("launch", f"{asked} ranks", f"{ran} ranks"))
+        requested, ran = trial.plan.dims.world_size, trial.run.world_size
+        findings.append(Finding("launch", f"{requested} ranks", f"{ran} ranks"))
     exited = {exit.rank for exit in trial.run.exits}
     for rank in range(trial.run.world_size):
         if rank not in exited:

@@ -63,8 +63,8 @@ def _wrappers(trial: Trial, rank: int) -> Looked:
     wanted = kinds[0] if alone else trial.case.wrapper or "none"  # around one data rank it looks after nobody else
     yield _expect(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
     offloading = {wrapper.cpu_offload for wrapper in wrappers}
-    asked = trial.case.features.cpu_offload
-    yield _expect(rank, "CPU offload", {asked} if wrappers else set(), offloading)
+    requested = trial.case.features.cpu_offload
+    yield _expect(rank, "CPU offload", {requested} if wrappers else set(), offloading)
 
 
 def reduced(trial: Trial, rank: int) -> Looked:
@@ -115,14 +115,14 @@ def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Compiled code recomputes without calling anything: then only the matmuls tell. Where not a block but its forward
     is checkpointed (transformers), only what is in it is called again."""
     again = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
-    seen, asked = recomputations(step), {f"layers.{layer}" for layer in again}
+    seen, requested = recomputations(step), {f"layers.{layer}" for layer in again}
     for layer in layers_of(trial, rank):
         wanted, block = trial.case.passes if layer in again else 0, f"layers.{layer}"
         inside = (count for fqn, count in seen.items() if fqn.startswith(f"{block}."))
         called = seen.get(block, max(inside, default=0))
         yield _expect(rank, f"recomputations of {block}", wanted, called, step=step.step)
     for fqn in seen:
-        if not any(fqn == block or fqn.startswith(f"{block}.") for block in asked):
+        if not any(fqn == block or fqn.startswith(f"{block}.") for block in requested):
             yield _expect(rank, f"recomputations of {fqn or 'the model'}", 0, seen[fqn], step=step.step)
 
 

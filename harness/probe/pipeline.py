@@ -33,7 +33,7 @@ class PipelineRecorder:
             return
         base = stage._PipelineStageBase
         self._watch(base, "forward_one_chunk", lambda _: "F")
-        self._watch(base, "backward_one_chunk", lambda asked: "B" if asked.get("full_backward", True) else "I")
+        self._watch(base, "backward_one_chunk", lambda arguments: "B" if arguments.get("full_backward", True) else "I")
         self._watch(base, "backward_weight_one_chunk", lambda _: "W")
         for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
             self._bracket(kind, "step", self._pass)
@@ -53,11 +53,11 @@ class PipelineRecorder:
 
         @functools.wraps(original)
         def seen(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            asked = signature.bind(stage, microbatch, *args, **kwargs).arguments
+            arguments = signature.bind(stage, microbatch, *args, **kwargs).arguments
             account = self._clock.account
             if account.kind == "training":
                 done = self.actions.setdefault(account.step, [])
-                done.append(f"{stage.stage_index}{kind(asked)}{microbatch}")
+                done.append(f"{stage.stage_index}{kind(arguments)}{microbatch}")
             return original(stage, microbatch, *args, **kwargs)
 
         self._replace(owner, name, seen)

@@ -88,8 +88,8 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
     planned = {group: axis for axis, groups in trial.plan.groups.items() for group in groups}
     rows = sorted({*planned, *moved}, key=lambda group: (len(group), group))
     for row, group in enumerate(rows):
-        asked, used = group in planned, moved.get(group, 0)
-        color = "tab:green" if asked and used else "tab:red" if used else "0.7"
+        requested, used = group in planned, moved.get(group, 0)
+        color = "tab:green" if requested and used else "tab:red" if used else "0.7"
         axes.plot(group, [row] * len(group), "o-", color=color, markersize=5)
     labels = [
         f"{planned.get(group, 'not in the plan')} {ranks_text(group)}  {moved.get(group, 0) / 1e6:.2f} MB"

@@ -12,8 +12,8 @@ from harness.spec.dims import ParallelDims
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
     """Of a law that nothing explains the first finding goes below."""
-    asked = ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
-    lines = [f"{verdict_of_all(results)} layout {asked}"]
+    requested = ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
+    lines = [f"{verdict_of_all(results)} layout {requested}"]
     if diagnosis is not None:
         lines += [*wrapped(diagnosis.cause, "  "), *table(diagnosis.evidence)]
     explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)

@@ -144,8 +144,8 @@ def test_an_environment_sees_what_this_one_has_and_is_made_once(
         python = environment("toy==1.0", folder, told.append)
     assert made == [f"-m venv {folder}", "-m pip install --quiet --disable-pip-version-check toy==1.0"]
     assert told == [f"making an environment with toy==1.0 in {folder}"]
-    asked = environments.run(python, ["-c", "import numpy, harness; print(numpy.__version__)"])
-    assert asked.returncode == 0, asked.stderr
+    answer = environments.run(python, ["-c", "import numpy, harness; print(numpy.__version__)"])
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_an_environment_that_cannot_be_made_is_skipped_with_pips_complaint(
@@ -160,17 +160,17 @@ def test_an_environment_that_cannot_be_made_is_skipped_with_pips_complaint(
 
 
 def test_a_release_of_the_trainer_is_brought_alone_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    answer: list[str] = []
 
     def pip(command: Sequence[str]) -> None:
-        asked.append(" ".join(command[5:]))
+        answer.append(" ".join(command[5:]))
         Path(command[command.index("--target") + 1], "torchtitan").mkdir(parents=True)
 
     monkeypatch.setattr(environments, "do", pip)
     told = {trainers.spec("torchtitan", "0.2.2", tmp_path / "out") for _ in range(2)}
     there = tmp_path / "out" / ".environments" / "torchtitan-0.2.2"
     assert told == {f"torchtitan@{there}"} and (there / "torchtitan").is_dir()
-    assert len(asked) == 1 and asked[0].startswith("--disable-pip-version-check --no-deps --target ")
+    assert len(answer) == 1 and answer[0].startswith("--disable-pip-version-check --no-deps --target ")
     assert [path.name for path in there.parent.iterdir()] == ["torchtitan-0.2.2"]
 
 

@@ -167,8 +167,10 @@ def test_evidence_that_is_not_a_number_never_passes_a_law_of_numbers() -> None:
 
 @pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_numbers(training) -> None:
-    asked, ran = tiny_case("hsdp_2x2", training), tiny_case(ParallelDims(dp_shard=4), training)
-    verdicts = {result.check: str(result.verdict) for result in judge(trial_of(asked, ran)) if result.check in NAMES}
+    requested, ran = tiny_case("hsdp_2x2", training), tiny_case(ParallelDims(dp_shard=4), training)
+    verdicts = {
+        result.check: str(result.verdict) for result in judge(trial_of(requested, ran)) if result.check in NAMES
+    }
     assert verdicts == {
         "completed": "PASS",
         "collective_order": "PASS",

@@ -18,14 +18,14 @@ from harness.plan.make_plan import make_plan
 from harness.plan.traffic.flow import Flow
 
 
-def ran(asked: dict[str, Any], really: dict[str, Any]) -> Trial:
-    return trial_of(tiny_case("fsdp_2", **asked), tiny_case("fsdp_2", **really))
+def ran(requested: dict[str, Any], really: dict[str, Any]) -> Trial:
+    return trial_of(tiny_case("fsdp_2", **requested), tiny_case("fsdp_2", **really))
 
 
 # ---- activation checkpointing
 
 
-def test_checkpointing_asked_for_and_never_seen_is_named() -> None:
+def test_checkpointing_requested_and_never_seen_is_named() -> None:
     trial = ran({"activation_checkpointing": "full"}, {})
     assert found(trial)[:2] == [
         Finding("rank 0, step 1, recomputations of layers.0", "1", "0"),
@@ -56,7 +56,7 @@ def to_the_end(trial: Trial) -> Trial:
     return trial
 
 
-def test_checkpointing_that_nobody_asked_for_is_named() -> None:
+def test_checkpointing_that_nobody_requested_is_named() -> None:
     trial = ran({}, {"activation_checkpointing": "op"})
     assert found(trial)[0] == Finding("rank 0, step 1, recomputations of layers.0", "0", "1")
     assert cause(trial) == "activation checkpointing none is requested, op is observed"
@@ -101,7 +101,7 @@ def test_fused_projections_change_the_number_of_products_and_break_nothing() -> 
 # ---- compile
 
 
-def test_compile_asked_for_and_modules_called_one_by_one() -> None:
+def test_compile_requested_and_modules_called_one_by_one() -> None:
     trial = ran({"compile": True}, {})
     assert found(trial)[:2] == [
         Finding("rank 0, torch.compile", "compiled graphs", "no compiled graph"),
@@ -129,7 +129,7 @@ def test_compiled_recomputation_is_known_by_its_products() -> None:
 # ---- wrappers, precision, dropout
 
 
-def test_another_wrapper_than_the_one_asked_for_is_named() -> None:
+def test_another_wrapper_than_the_one_requested_is_named() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     structure = {"": replace(trial.ranks[1].structure["layers.0"], kind="replicate")}
     assert found(with_rank(trial, 1, structure=structure)) == [
@@ -152,9 +152,13 @@ def test_products_in_another_dtype_are_seen() -> None:
     assert found(trial) == [Finding("rank 0, step 3, matmuls' dtype", "float64", "float32 and float64")]
 
 
-@pytest.mark.parametrize(("asked", "really", "numbers"), [(0.1, 0.0, ("drawn", "none")), (0.0, 0.1, ("none", "drawn"))])
-def test_dropout_is_seen_by_the_random_numbers_it_draws(asked: float, really: float, numbers: tuple[str, str]) -> None:
-    cases = [tiny_case("single", model=replace(TINY, dropout=p)) for p in (asked, really)]
+@pytest.mark.parametrize(
+    ("requested", "really", "numbers"), [(0.1, 0.0, ("drawn", "none")), (0.0, 0.1, ("none", "drawn"))]
+)
+def test_dropout_is_seen_by_the_random_numbers_it_draws(
+    requested: float, really: float, numbers: tuple[str, str]
+) -> None:
+    cases = [tiny_case("single", model=replace(TINY, dropout=p)) for p in (requested, really)]
     where = "rank 0, step 1, random numbers in forward"
     assert found(trial_of(*cases))[0] == Finding(where, *numbers)
 

@@ -41,7 +41,7 @@ def quantized(recipe: str, matmuls: dict[str, int]) -> Trial:
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED_PRODUCTS)
-def test_products_of_all_blocks_in_the_format_asked_for_pass(recipe: str) -> None:
+def test_products_of_all_blocks_in_the_format_requested_pass(recipe: str) -> None:
     assert judged("features", quantized(recipe, {})).verdict is Verdict.PASS
 
 
@@ -188,7 +188,7 @@ def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> No
     assert "besides" in found(two_layers({"matmuls": whole}))[0].where
 
 
-# ---- what the mutants of the laws asked for
+# ---- what the mutants of the laws requested
 
 
 def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:

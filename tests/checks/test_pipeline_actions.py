@@ -24,11 +24,11 @@ def pp_2(name: str = "1F1B", **features: Any) -> Case:
     return tiny_case(ParallelDims(pp=2), **({"schedule": name, "microbatches": 4} | features))
 
 
-def trial_of(asked: Case, ran: Case | None = None) -> Trial:
-    """Ranks that did what `ran` prescribes, judged as `asked`; nothing but their actions was seen."""
-    ranks = {rank: _rank(ran or asked, rank) for rank in range(2)}
+def trial_of(requested: Case, ran: Case | None = None) -> Trial:
+    """Ranks that did what `ran` prescribes, judged as `requested`; nothing but their actions was seen."""
+    ranks = {rank: _rank(ran or requested, rank) for rank in range(2)}
     run = Run("run", 2, (), ranks)
-    return Trial(asked, make_plan(asked), run, reference_of(asked))
+    return Trial(requested, make_plan(requested), run, reference_of(requested))
 
 
 def _rank(case: Case, rank: int) -> RankEvidence:
@@ -71,8 +71,8 @@ def test_another_schedule_is_named() -> None:
 
 
 def test_another_schedule_of_four_stages_a_rank_is_named() -> None:
-    asked, ran = (pp_2(name, stages_per_rank=4) for name in ("Interleaved1F1B", "LoopedBFS"))
-    assert named(trial_of(asked, ran=ran)) == "schedule LoopedBFS ran, Interleaved1F1B is requested"
+    requested, ran = (pp_2(name, stages_per_rank=4) for name in ("Interleaved1F1B", "LoopedBFS"))
+    assert named(trial_of(requested, ran=ran)) == "schedule LoopedBFS ran, Interleaved1F1B is requested"
 
 
 def test_another_number_of_microbatches_is_named() -> None:
@@ -127,9 +127,9 @@ def test_a_rank_without_any_action_is_named() -> None:
 
 
 def test_accumulation_repeats_the_schedule() -> None:
-    asked = pp_2(accumulation=2, microbatches=2)
-    assert schedule.check(trial_of(asked)).verdict is Verdict.PASS
-    assert schedule.check(trial_of(asked, ran=pp_2(microbatches=2))).verdict is Verdict.FAIL
+    requested = pp_2(accumulation=2, microbatches=2)
+    assert schedule.check(trial_of(requested)).verdict is Verdict.PASS
+    assert schedule.check(trial_of(requested, ran=pp_2(microbatches=2))).verdict is Verdict.FAIL
 
 
 def test_a_resumed_launch_is_told_by_its_own_first_step() -> None:

@@ -157,8 +157,8 @@ def test_what_nobody_gathers_cannot_be_resharded() -> None:
 
 
 def test_a_unit_that_stays_gathered_is_named() -> None:
-    asked, ran = tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="never")
-    trial = trial_of(asked, ran)
+    requested, ran = tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="never")
+    trial = trial_of(requested, ran)
     where = "rank 0, step 1, tok_embeddings.weight after forward"
     assert first_finding(trial) == Finding(where, "freed", "gathered")
     assert cause_of(diagnose(trial, judge(trial))) == (
@@ -223,12 +223,12 @@ def test_a_rank_that_says_nothing_does_not_pass() -> None:
 
 
 def test_fsdp1_that_ran_over_all_ranks_is_named() -> None:
-    asked, ran = tiny_case("hsdp_2x2", wrapper="fsdp1"), tiny_case(FSDP_4, wrapper="fsdp1")
-    trial = trial_of(asked, ran)
+    requested, ran = tiny_case("hsdp_2x2", wrapper="fsdp1"), tiny_case(FSDP_4, wrapper="fsdp1")
+    trial = trial_of(requested, ran)
     assert cause_of(diagnose(trial, judge(trial))).startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks")
 
 
-def test_another_wrapper_than_asked_for_is_named() -> None:
+def test_another_wrapper_than_requested_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", wrapper="fsdp1"))
     assert cause_of(diagnose(trial, judge(trial))) == "wrapper fsdp2 is requested, fsdp1 is observed"
 

@@ -95,8 +95,8 @@ def test_labels_that_are_not_shifted_are_counted() -> None:
 
 
 def test_accumulation_that_did_not_take_place_is_named() -> None:
-    asked, ran = tiny_case("single", accumulation=2), tiny_case("single")
-    assert findings("samples", trial_of(asked, ran)) == tuple(
+    requested, ran = tiny_case("single", accumulation=2), tiny_case("single")
+    assert findings("samples", trial_of(requested, ran)) == tuple(
         Finding(f"rank 0, step {step}", "microbatches of [4, 4] samples", "[8]") for step in (1, 2, 3)
     )
 

@@ -34,7 +34,7 @@ def with_groups(trial, rank: int, *groups: tuple[int, ...]):
 
 
 def test_ranks_in_the_wrong_tp_groups_are_named() -> None:
-    """tp strided over the world instead of innermost: [0,2] [1,3] where [0,1] [2,3] is asked."""
+    """tp strided over the world instead of innermost: [0,2] [1,3] where [0,1] [2,3] is requested."""
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
     for rank, groups in enumerate([((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), (2, 3)), ((1, 3), (2, 3))]):
         trial = with_groups(trial, rank, *groups)
@@ -178,7 +178,7 @@ def gathering(trial: Trial, rank: int, *units: tuple[str, ...]) -> Trial:
     return with_rank(trial, rank, structure={unit[0]: replace(wrapper, parameters=unit) for unit in units})
 
 
-def test_units_that_are_finer_than_asked_for_are_found_and_named() -> None:
+def test_units_that_are_finer_than_requested_are_found_and_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     first, block, last = trial.plan.units[1]
     finer = gathering(trial, 1, first, block[:1], block[1:], last)

@@ -22,8 +22,8 @@ from harness.judge.result import Finding, Verdict
 
 
 def test_an_even_step_that_moves_as_much_as_an_odd_one_is_named() -> None:
-    asked, ran = (tiny_case("tp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
-    assert findings("traffic", trial_of(asked, ran))[0] == Finding(
+    requested, ran = (tiny_case("tp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
+    assert findings("traffic", trial_of(requested, ran))[0] == Finding(
         "rank 0, step 2, backward all_gather over tp [0,1]", "1.536 kB (1536)", "3.072 kB (3072)"
     )
 
@@ -68,8 +68,8 @@ def test_gradients_reduced_in_half_the_bytes_are_named() -> None:
 
 
 def test_parameters_gathered_again_though_never_to_be_resharded_are_named() -> None:
-    asked, ran = tiny_case("fsdp_2", reshard_after_forward="never"), tiny_case("fsdp_2")
-    assert findings("traffic", trial_of(asked, ran))[0] == Finding(
+    requested, ran = tiny_case("fsdp_2", reshard_after_forward="never"), tiny_case("fsdp_2")
+    assert findings("traffic", trial_of(requested, ran))[0] == Finding(
         "rank 0, step 1, backward all_gather over dp_shard [0,1]", "nothing", "1.6 kB (1600)"
     )
 
@@ -83,9 +83,9 @@ def test_gradients_reduced_once_per_microbatch_are_named() -> None:
     )
 
 
-def test_tensor_parallel_without_the_sequence_parallel_asked_for_is_named() -> None:
-    asked, ran = tiny_case("tp_2"), tiny_case("tp_2", sequence_parallel=False)
-    broken = [f for f in findings("traffic", trial_of(asked, ran)) if f.where.startswith("rank 0, step 1")]
+def test_tensor_parallel_without_the_sequence_parallel_requested_is_named() -> None:
+    requested, ran = tiny_case("tp_2"), tiny_case("tp_2", sequence_parallel=False)
+    broken = [f for f in findings("traffic", trial_of(requested, ran)) if f.where.startswith("rank 0, step 1")]
     # 8 samples x 4 positions x 4 wide x 8 bytes = 1024 a crossing, 3 crossings; norms 3 x 4 x 8 = 96
     assert broken == [
         Finding("rank 0, step 1, backward all_gather over tp [0,1]", "3.072 kB (3072)", "nothing"),

@@ -52,7 +52,7 @@ WRONG_RECIPES = {
 
 
 @pytest.mark.parametrize("mistake", WRONG_RECIPES)
-def test_another_recipe_than_the_one_asked_for_is_found(mistake: str) -> None:
+def test_another_recipe_than_the_one_requested_is_found(mistake: str) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     assert judged("update", trained_as(trial, trial.case.training)).verdict == Verdict.PASS
     broken = trained_as(trial, replace(trial.case.training, **WRONG_RECIPES[mistake]))
@@ -66,8 +66,8 @@ def test_norm_weights_that_decay_although_only_matrices_should_are_found() -> No
 
 
 def test_samples_in_full_length_in_a_step_that_trains_on_half_are_found() -> None:
-    asked, ran = (tiny_case("fsdp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
-    assert {finding.where.split("step ")[1] for finding in findings("samples", trial_of(asked, ran))} == {"2"}
+    requested, ran = (tiny_case("fsdp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
+    assert {finding.where.split("step ")[1] for finding in findings("samples", trial_of(requested, ran))} == {"2"}
 
 
 def test_a_gradient_of_another_shape_than_its_parameter_is_a_finding_and_can_be_diagnosed() -> None:

@@ -200,13 +200,13 @@ def test_gradients_of_keys_and_values_that_stay_local_are_named() -> None:
     assert cause(trial) == "no exchange of K/V gradients over cp: each rank keeps its own"
 
 
-def test_another_rotation_than_asked_for_is_named() -> None:
-    asked, ran = (tiny_case(CP_2, EIGHT, cp_rotation=rotation) for rotation in ("alltoall", "allgather"))
-    assert broken(trial_of(asked, ran)) == {
+def test_another_rotation_than_requested_is_named() -> None:
+    requested, ran = (tiny_case(CP_2, EIGHT, cp_rotation=rotation) for rotation in ("alltoall", "allgather"))
+    assert broken(trial_of(requested, ran)) == {
         "traffic",
         "reshard",
     }  # keys are gathered over the ranks that parameters are
-    assert cause(trial_of(asked, ran)).startswith("cp_rotation alltoall is requested, allgather is observed")
+    assert cause(trial_of(requested, ran)).startswith("cp_rotation alltoall is requested, allgather is observed")
 
 
 # ---- who holds what

@@ -26,7 +26,7 @@ from harness.spec.dims import ParallelDims
 
 
 @pytest.mark.parametrize(
-    ("layout", "key", "asked", "ran"),
+    ("layout", "key", "requested", "ran"),
     [
         ("tp_2", "sequence_parallel", True, False),
         ("tp_2", "sequence_parallel", False, True),
@@ -34,21 +34,21 @@ from harness.spec.dims import ParallelDims
         ("fsdp_2_tp_2", "loss_parallel", False, True),
     ],
 )
-def test_a_feature_that_is_not_in_force(layout, key, asked, ran) -> None:
-    trial = trial_of(tiny_case(layout, **{key: asked}), tiny_case(layout, **{key: ran}))
-    assert first_line(trial) == f"{key} {asked} is requested, {ran} is observed"
+def test_a_feature_that_is_not_in_force(layout, key, requested, ran) -> None:
+    trial = trial_of(tiny_case(layout, **{key: requested}), tiny_case(layout, **{key: ran}))
+    assert first_line(trial) == f"{key} {requested} is requested, {ran} is observed"
 
 
 @pytest.mark.parametrize(
-    ("asked", "ran", "units"),
+    ("requested", "ran", "units"),
     [
         ("always", "never", "tok_embeddings, layers.0, norm and 1 more still gathered, should be freed"),
         ("never", "default", "tok_embeddings, layers.0 freed, should be gathered"),
     ],
 )
-def test_what_stays_gathered_is_named_with_the_policy_in_force(asked: str, ran: str, units: str) -> None:
-    trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=policy) for policy in (asked, ran)))
-    told = f"after forward: {units}; reshard_after_forward {asked} is requested, {ran} is observed"
+def test_what_stays_gathered_is_named_with_the_policy_in_force(requested: str, ran: str, units: str) -> None:
+    trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=policy) for policy in (requested, ran)))
+    told = f"after forward: {units}; reshard_after_forward {requested} is requested, {ran} is observed"
     assert first_line(trial) == told
 
 
@@ -74,9 +74,9 @@ THREE = replace(TINY, n_layers=3)
 # ---- features
 
 
-def recomputing(*blocks: int, asked: str = "layer") -> Trial:
+def recomputing(*blocks: int, requested: str = "layer") -> Trial:
     """Three blocks, of which these are called inside backward."""
-    trial = trial_of(tiny_case("ddp_2", model=THREE, activation_checkpointing=asked))
+    trial = trial_of(tiny_case("ddp_2", model=THREE, activation_checkpointing=requested))
     for rank, evidence in trial.ranks.items():
         for step in evidence.steps:
             forward = {key: count for key, count in step.activity.calls.items() if key.phase == "forward"}
@@ -85,7 +85,7 @@ def recomputing(*blocks: int, asked: str = "layer") -> Trial:
     return trial
 
 
-def test_blocks_recomputed_in_the_place_of_others_are_named_beside_those_asked_for() -> None:
+def test_blocks_recomputed_in_the_place_of_others_are_named_beside_those_requested() -> None:
     told = "activation checkpointing layer is in the wrong place: recomputed are"
     assert seen_text(odd_traces, recomputing(0, 2), "features") == f"{told} layers.0, layers.2, requested layers.1"
     assert seen_text(odd_traces, recomputing(2), "features") == f"{told} layers.2, requested layers.1"
@@ -144,8 +144,8 @@ def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
 
 
 def test_a_wrapper_is_blamed_only_where_one_is_there_and_features_are_wrong() -> None:
-    asked = tiny_case("fsdp_2", wrapper="fsdp1")
-    other = replace(trial_of(tiny_case("fsdp_2")), case=asked)
+    requested = tiny_case("fsdp_2", wrapper="fsdp1")
+    other = replace(trial_of(tiny_case("fsdp_2")), case=requested)
     assert seen_text(odd_traces, other, "features") == "wrapper fsdp1 is requested, fsdp2 is observed"
     assert not seen_text(odd_traces, other, "traffic")
     assert not seen_text(odd_traces, trial_of(tiny_case("fsdp_2")), "features")

@@ -36,14 +36,14 @@ WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
 # ---- layout
 
 
-def ran_as(asked: ParallelDims, ran: ParallelDims) -> Trial:
+def ran_as(requested: ParallelDims, ran: ParallelDims) -> Trial:
     training = replace(ADAMW, global_batch=16)
-    return trial_of(tiny_case(asked, training, model=WIDE), tiny_case(ran, training, model=WIDE))
+    return trial_of(tiny_case(requested, training, model=WIDE), tiny_case(ran, training, model=WIDE))
 
 
-def cut_as(asked: ParallelDims, ran: ParallelDims, rank_of: list[int]) -> Trial:
+def cut_as(requested: ParallelDims, ran: ParallelDims, rank_of: list[int]) -> Trial:
     """Rank r holds what rank_of[r] would hold under `ran`; tensors move as planned."""
-    trial = trial_of(tiny_case(asked, model=WIDE))
+    trial = trial_of(tiny_case(requested, model=WIDE))
     for rank, other in enumerate(rank_of):
         part = {f: cut(s) for f, s in slices_of_rank(ran, other, trial.plan.shapes).items()}
         tensors = [(t, trial.reference.weights[t.fqn][part[t.fqn]]) for t in trial.ranks[rank].parameters]
@@ -147,7 +147,7 @@ def test_degrees_of_replicate_and_shard_exchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "ran", "rank_of", "told"),
+    ("requested", "ran", "rank_of", "told"),
     [
         (
             dims(2, 4),
@@ -182,31 +182,31 @@ def test_degrees_of_replicate_and_shard_exchanged() -> None:
         ),
     ],
 )
-def test_what_ranks_hold_is_fitted_by_a_layout(asked, ran, rank_of: list[int], told: str) -> None:
-    assert named(cut_as(asked, ran, rank_of)) == told
+def test_what_ranks_hold_is_fitted_by_a_layout(requested, ran, rank_of: list[int], told: str) -> None:
+    assert named(cut_as(requested, ran, rank_of)) == told
 
 
-def place_in(order: tuple[str, ...], asked: ParallelDims) -> list[int]:
+def place_in(order: tuple[str, ...], requested: ParallelDims) -> list[int]:
     """Which rank of the plan stands where each rank stands when axes are laid out in another order."""
     axes = ("dp_replicate", "dp_shard", "tp")
-    degrees = [getattr(asked, axis) for axis in order]
+    degrees = [getattr(requested, axis) for axis in order]
     found = []
     for place in itertools.product(*map(range, degrees)):
         at = dict(zip(order, place, strict=True))
-        found.append((at["dp_replicate"] * asked.dp_shard + at["dp_shard"]) * asked.tp + at["tp"])
+        found.append((at["dp_replicate"] * requested.dp_shard + at["dp_shard"]) * requested.tp + at["tp"])
     assert set(order) == set(axes)
     return found
 
 
-@pytest.mark.parametrize("asked", [dims(2, 2, 2), dims(2, 1, 4), dims(1, 4, 2), dims(2, 4, 1)], ids=str)
+@pytest.mark.parametrize("requested", [dims(2, 2, 2), dims(2, 1, 4), dims(1, 4, 2), dims(2, 4, 1)], ids=str)
 @pytest.mark.parametrize("order", list(itertools.permutations(("dp_replicate", "dp_shard", "tp")))[1:], ids="-".join)
-def test_axes_in_the_wrong_order(order: tuple[str, ...], asked: ParallelDims) -> None:
-    shown = [axis for axis in order if getattr(asked, axis) > 1]
+def test_axes_in_the_wrong_order(order: tuple[str, ...], requested: ParallelDims) -> None:
+    shown = [axis for axis in order if getattr(requested, axis) > 1]
     wanted = [axis for axis in ("dp_replicate", "dp_shard", "tp") if axis in shown]
     if shown == wanted or "dp_shard" not in shown and "tp" not in shown:
         return
-    trial = trial_of(tiny_case(asked, model=WIDE))
-    places = place_in(order, asked)
+    trial = trial_of(tiny_case(requested, model=WIDE))
+    places = place_in(order, requested)
     other = renamed(trial, {place: rank for rank, place in enumerate(places)})
     assert other.ranks[1].rank == 1 and len(other.ranks) == len(trial.ranks)
     assert first_line(other) == (
@@ -265,9 +265,9 @@ def test_a_rank_that_holds_its_neighbours_slice() -> None:
 
 def test_uneven_shards_of_hsdp_that_ran_as_fsdp() -> None:
     training = replace(ADAMW, global_batch=16)
-    asked, ran = (tiny_case(d, training, model=UNEVEN) for d in (dims(2, 8), dims(1, 16)))
+    requested, ran = (tiny_case(d, training, model=UNEVEN) for d in (dims(2, 8), dims(1, 16)))
     expect_first(
-        trial_of(asked, ran),
+        trial_of(requested, ran),
         """HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times""",
     )
 
@@ -320,7 +320,7 @@ def test_a_part_that_is_nothing_or_all_is_told_as_such() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("requested", "told"),
     [
         (dims(tp=2), "tp 2"),
         (dims(shard=2, tp=2), "2 and tp 2"),
@@ -329,6 +329,6 @@ def test_a_part_that_is_nothing_or_all_is_told_as_such() -> None:
         (ParallelDims(cp=2, tp=2), "2 and tp 2"),
     ],
 )
-def test_what_was_asked_for_in_place_of_fsdp_over_tp(asked: ParallelDims, told: str) -> None:
-    text = _fsdp_over_tp(Layout(asked, without="tp", folded=True), asked)
+def test_what_was_requested_in_place_of_fsdp_over_tp(requested: ParallelDims, told: str) -> None:
+    text = _fsdp_over_tp(Layout(requested, without="tp", folded=True), requested)
     assert text.endswith(f", requested {told}")

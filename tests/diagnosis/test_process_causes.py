@@ -244,7 +244,7 @@ def test_of_many_that_failed_four_are_told_and_of_a_stack_four_lines() -> None:
     assert [text for _, text in found.lines[4:]] == [f"line {number}" for number in range(4)]
 
 
-def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_asked_for() -> None:
+def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_requested() -> None:
     trial = trial_of(tiny_case("ddp_2", resume=(Saved(1, ParallelDims()),)))
     short = with_rank(trial, 1, steps=trial.ranks[1].steps[:1])
     assert seen_text(incomplete, short, "completed") == "rank 1 took 1 optimizer step, requested steps 2 to 3"

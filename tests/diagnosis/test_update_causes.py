@@ -41,7 +41,7 @@ Arrays = dict[str, np.ndarray]
 
 def test_norm_weights_that_decay_although_only_matrices_should() -> None:
     expect_first(
-        trained_as(ADAMW, asked=replace(ADAMW, decay="matrices")),
+        trained_as(ADAMW, requested=replace(ADAMW, decay="matrices")),
         """weight decay is applied to norm weights as well, requested matrices only""",
     )
 
@@ -70,16 +70,16 @@ def test_a_group_with_a_learning_rate_of_its_own(factor: float, hint: str) -> No
     )
 
 
-def trained_as(training, layout: str | ParallelDims = "fsdp_2", asked=ADAMW) -> Trial:
+def trained_as(training, layout: str | ParallelDims = "fsdp_2", requested=ADAMW) -> Trial:
     """What a run leaves whose optimizer had another recipe; gradients are those of the recipe requested."""
-    trial = trial_of(tiny_case(layout, asked))
+    trial = trial_of(tiny_case(layout, requested))
     other = replace(trial, case=replace(trial.case, training=training))
     return replace(with_updates_that_follow(other), case=trial.case)
 
 
 def test_clipping_left_out_everywhere() -> None:
     expect(
-        trained_as(replace(LOW_CLIP, max_norm=None), asked=LOW_CLIP),
+        trained_as(replace(LOW_CLIP, max_norm=None), requested=LOW_CLIP),
         """\
 gradients are not clipped (coefficient 0.1537)
   assuming this: 1 of 1 broken laws hold, and none that held breaks
@@ -88,9 +88,10 @@ gradients are not clipped (coefficient 0.1537)
 
 
 def test_clipping_left_out_with_sgd() -> None:
-    asked = replace(SGD, max_norm=0.25)
+    requested = replace(SGD, max_norm=0.25)
     expect_first(
-        trained_as(replace(asked, max_norm=None), asked=asked), """gradients are not clipped (coefficient 0.1537)"""
+        trained_as(replace(requested, max_norm=None), requested=requested),
+        """gradients are not clipped (coefficient 0.1537)""",
     )
 
 
@@ -159,7 +160,7 @@ def test_weight_decay_left_out() -> None:
 
 def test_weight_decay_left_out_of_sgd() -> None:
     expect_first(
-        trained_as(replace(SGD, weight_decay=0.0), asked=SGD), """weight decay is not applied, requested 0.1"""
+        trained_as(replace(SGD, weight_decay=0.0), requested=SGD), """weight decay is not applied, requested 0.1"""
     )
 
 
@@ -196,7 +197,7 @@ def test_another_eps() -> None:
 
 def test_another_limit_of_the_norm() -> None:
     expect_first(
-        trained_as(replace(LOW_CLIP, max_norm=0.5), asked=LOW_CLIP),
+        trained_as(replace(LOW_CLIP, max_norm=0.5), requested=LOW_CLIP),
         """the gradient norm's limit is 0.5 in the optimizer, requested 0.25""",
     )
 
@@ -340,9 +341,9 @@ def test_weight_decay_in_the_gradients_is_told_from_another_weight_decay() -> No
     told = "weight decay is added to the gradients (L2, as Adam does), requested decoupled (AdamW)"
     assert first_line(adding(0.1)) == told
     assert first_line(adding(0.05)).startswith("update: ")
-    asked = replace(trial.case, training=replace(ADAMW, decay="matrices"))
-    assert first_line(replace(adding(0.1, spared="norm"), case=asked)) == told
-    assert first_line(replace(adding(0.1), case=asked)).startswith("update: ")
+    requested = replace(trial.case, training=replace(ADAMW, decay="matrices"))
+    assert first_line(replace(adding(0.1, spared="norm"), case=requested)) == told
+    assert first_line(replace(adding(0.1), case=requested)).startswith("update: ")
 
 
 @pytest.mark.parametrize("limit", [0.25, 1.6])

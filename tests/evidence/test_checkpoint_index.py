@@ -163,36 +163,36 @@ class Recorded:
     """A trainer and a probe that say what is asked of them, in order."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.requested: list[Any] = []
 
     def train(self, last_step: int) -> None:
-        self.asked.append(last_step)
+        self.requested.append(last_step)
 
     def save(self, folder: Path) -> None:
-        self.asked.append("save")
+        self.requested.append("save")
 
     def trained(self) -> None:
-        self.asked.append("trained")
+        self.requested.append("trained")
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        self.asked.append("saving")
+        self.requested.append("saving")
         yield
-        self.asked.append("saved")
+        self.requested.append("saved")
 
 
 def test_a_launch_saves_where_it_is_asked_to_and_belongs_to_no_step_meanwhile() -> None:
-    for saved, asked in (
+    for saved, requested in (
         (Saved(2), [2, "trained", "save"]),
         (Saved(2, until=3), [2, "saving", "save", "saved", 3, "trained"]),
     ):
         launches = tiny_case("single", resume=(saved,)).launches
         both = Recorded()
         rank_main._train(both, launches["saved_1"], Path(), both)  # type: ignore[arg-type]
-        assert both.asked == asked
+        assert both.requested == requested
         last = Recorded()
         rank_main._train(last, launches["run"], Path(), last)  # type: ignore[arg-type]
-        assert last.asked == [3, "trained"]
+        assert last.requested == [3, "trained"]
 
 
 # ---- reading

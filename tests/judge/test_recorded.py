@@ -57,9 +57,9 @@ def test_laws_that_need_a_reference_are_not_applicable_and_say_so() -> None:
 
 
 def test_hsdp_that_ran_as_fsdp_has_the_first_line_of_the_matrix() -> None:
-    asked = tiny_case("hsdp_2x2")
-    ran = trial_of(asked, tiny_case(ParallelDims(dp_shard=4)))
-    trial = recorded_trial(ran, asked.dims)
+    requested = tiny_case("hsdp_2x2")
+    ran = trial_of(requested, tiny_case(ParallelDims(dp_shard=4)))
+    trial = recorded_trial(ran, requested.dims)
     told = diagnose(trial, judged(trial), (other_layouts,), ())
     of_the_matrix = diagnose(ran, judged(ran))
     assert told is not None and of_the_matrix is not None

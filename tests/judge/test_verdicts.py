@@ -243,7 +243,7 @@ def test_rows_of_no_sample_are_counted_by_rank() -> None:
     assert expected in told.findings
 
 
-# ---- what the mutants of the laws asked for
+# ---- what the mutants of the laws requested
 
 
 def test_a_gradient_is_off_by_a_share_of_the_whole_parameters_largest_entry_on_every_rank() -> None:

@@ -30,8 +30,8 @@ print(len(PRELOAD), asked)
 
 def test_nothing_that_the_server_imports_asks_for_a_gpu() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    count, _, asked = done.stdout.strip().partition(" ")
-    assert (int(count) > 10, asked) == (True, "[]"), done.stderr
+    count, _, requested = done.stdout.strip().partition(" ")
+    assert (int(count) > 10, requested) == (True, "[]"), done.stderr
 
 
 def test_for_gpus_the_server_imports_nothing_of_a_trainers() -> None:

@@ -29,10 +29,10 @@ FSDP_4 = ParallelDims(dp_shard=4)
 TWO = replace(tiny_case("single").model, n_layers=2)
 
 
-def open_trial(*, layout="fsdp_2", asked=None, **ran) -> Trial:
+def open_trial(*, layout="fsdp_2", requested=None, **ran) -> Trial:
     """Units are left open; the trainer that ran wraps and keeps as these features say."""
     ran_case = tiny_case(layout, **ran)
-    return trial_of(tiny_case(layout, fsdp_units="observed", **(asked or {})), ran_case)
+    return trial_of(tiny_case(layout, fsdp_units="observed", **(requested or {})), ran_case)
 
 
 def planned_again(units: tuple[Unit, ...], **features) -> set[Flow]:
@@ -114,7 +114,7 @@ def test_units_are_told_in_words() -> None:
 
 
 def test_a_policy_that_is_requested_is_judged_though_units_are_left_open() -> None:
-    trial = open_trial(asked={"reshard_after_forward": "always"}, reshard_after_forward="never")
+    trial = open_trial(requested={"reshard_after_forward": "always"}, reshard_after_forward="never")
     assert judged("reshard", trial).verdict is judged("traffic", trial).verdict is Verdict.FAIL
     assert cause_of(diagnose(trial, judge(trial))).endswith(
         "reshard_after_forward always is requested, never is observed"

@@ -57,9 +57,9 @@ def test_what_is_expected_to_fail_with_the_usual_wrapper_is_not_with_the_trainer
 
 def test_every_launch_has_the_choices_that_were_made_for_it() -> None:
     saved = Saved(after=1, dims=ParallelDims(dp_replicate=2))
-    asked = replace(tiny_case("ddp_2"), resume=(saved,))
+    requested = replace(tiny_case("ddp_2"), resume=(saved,))
     chosen = {"saved_1": TrainerTraits(wrapper="fsdp2"), "run": TrainerTraits(wrapper="replicate")}
-    assert {name: one.wrapper for name, one in settled(asked, chosen).launches.items()} == {
+    assert {name: one.wrapper for name, one in settled(requested, chosen).launches.items()} == {
         "saved_1": "fsdp2",
         "run": "replicate",
     }
@@ -106,11 +106,11 @@ def test_traits_that_cannot_be_read_are_said_to_be_damaged(tmp_path, text: str |
 
 
 def test_a_trainer_that_keeps_its_own_schedule_has_it_in_every_case_of_no_file() -> None:
-    own, asked = TrainerTraits(rates=(0.1, 0.2, 0.3)), replace(tiny_case("single", SGD), file="cases/any.yaml")
-    kept = settled(asked, {"run": own})
+    own, requested = TrainerTraits(rates=(0.1, 0.2, 0.3)), replace(tiny_case("single", SGD), file="cases/any.yaml")
+    kept = settled(requested, {"run": own})
     assert (kept.training.rates, kept.file) == ((0.1, 0.2, 0.3), "")
     assert traits.from_json(json.loads(json.dumps(traits.to_json(own)))) == own
-    requested = replace(asked, training=replace(SGD, rates=(1.0, 1.0, 1.0)))
-    assert settled(requested, {"run": own}) == requested
+    with_rates = replace(requested, training=replace(SGD, rates=(1.0, 1.0, 1.0)))
+    assert settled(with_rates, {"run": own}) == with_rates
     with pytest.raises(case.CaseError, match="rates: one of at least 0 is needed for each of 3 steps"):
-        settled(asked, {"run": TrainerTraits(rates=(0.1,))})
+        settled(requested, {"run": TrainerTraits(rates=(0.1,))})

@@ -133,7 +133,7 @@ def test_transformers_rotate_halves_of_a_head() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("requested", "reason"),
     [
         (
             case(ParallelDims(dp_shard=2, tp=2)),
@@ -150,8 +150,8 @@ def test_transformers_rotate_halves_of_a_head() -> None:
         (case(ParallelDims(dp_replicate=2, dp_shard=2), features=Features(accumulation=2)), None),
     ],
 )
-def test_what_transformers_are_not_asked_for_has_a_reason(asked: Case, reason: str | None) -> None:
-    assert TRANSFORMERS.unsupported(asked) == reason
+def test_what_transformers_are_not_requested_has_a_reason(requested: Case, reason: str | None) -> None:
+    assert TRANSFORMERS.unsupported(requested) == reason
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")

@@ -53,7 +53,7 @@ def test_a_trainer_without_other_sources_refuses_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("requested", "reason"),
     [
         (case(ParallelDims(pp=2)), "pp 2: not asked of this early torchtitan by this adapter"),
         (
@@ -75,20 +75,22 @@ def test_a_trainer_without_other_sources_refuses_one() -> None:
         (case(), None),
     ],
 )
-def test_what_it_is_not_asked_for_has_a_reason(checkout: Path, asked: Case, reason: str | None) -> None:
-    assert trainers.load(f"torchtitan@{checkout}").unsupported(asked) == reason
+def test_what_is_not_requested_of_it_has_a_reason(checkout: Path, requested: Case, reason: str | None) -> None:
+    assert trainers.load(f"torchtitan@{checkout}").unsupported(requested) == reason
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         case(ParallelDims(pp=2, dp_shard=2), features=Features(schedule="ZBVZeroBubble")),
         case(ParallelDims(cp=2), features=Features(cp_rotation="alltoall")),
         case(training=TrainingConfig(dtype="float32", compute_dtype="bfloat16")),
     ],
 )
-def test_releases_of_2025_have_pipelines_context_parallel_and_other_dtypes(release_of_2025: Path, asked: Case) -> None:
-    assert trainers.load(f"torchtitan@{release_of_2025}").unsupported(asked) is None
+def test_releases_of_2025_have_pipelines_context_parallel_and_other_dtypes(
+    release_of_2025: Path, requested: Case
+) -> None:
+    assert trainers.load(f"torchtitan@{release_of_2025}").unsupported(requested) is None
 
 
 def test_who_balances_context_parallel_is_an_option_since_0_2_2(release_of_2025: Path) -> None:
@@ -103,8 +105,8 @@ def test_who_balances_context_parallel_is_an_option_since_0_2_2(release_of_2025:
 
 
 def test_a_pipeline_is_cut_as_the_plan_cuts_it() -> None:
-    asked = case(ParallelDims(pp=2), model=ModelConfig(n_layers=3))
-    assert stages(asked) == [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
+    requested = case(ParallelDims(pp=2), model=ModelConfig(n_layers=3))
+    assert stages(requested) == [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
 
 
 def test_an_option_is_left_out_where_another_took_its_place() -> None:
@@ -170,7 +172,7 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("requested", "reason"),
     [
         (
             case(features=Features(accumulation=2)),
@@ -205,8 +207,8 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
         (case(ParallelDims(pp=2, dp_shard=2, cp=2, tp=2), features=Features(activation_checkpointing="full")), None),
     ],
 )
-def test_what_0_3_0_is_not_asked_for_has_a_reason(release: Path, asked: Case, reason: str | None) -> None:
-    assert trainers.load(f"torchtitan@{release}").unsupported(asked) == reason
+def test_what_is_not_requested_of_0_3_0_has_a_reason(release: Path, requested: Case, reason: str | None) -> None:
+    assert trainers.load(f"torchtitan@{release}").unsupported(requested) == reason
 
 
 def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) -> None:
@@ -244,28 +246,28 @@ def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
 
 def test_earlier_launches_have_its_choices_too(release: Path) -> None:
     saved = Saved(after=1, dims=ParallelDims(dp_replicate=2), features=Features())
-    asked = case(resume=(saved,))
-    chosen = trainers.traits_by_launch(asked, f"torchtitan@{release}")
-    assert [launched.wrapper for launched in asked.launches.values()] == ["ddp", "fsdp2"]
-    assert [launched.wrapper for launched in settled(asked, chosen).launches.values()] == ["fsdp2", "fsdp2"]
+    requested = case(resume=(saved,))
+    chosen = trainers.traits_by_launch(requested, f"torchtitan@{release}")
+    assert [launched.wrapper for launched in requested.launches.values()] == ["ddp", "fsdp2"]
+    assert [launched.wrapper for launched in settled(requested, chosen).launches.values()] == ["fsdp2", "fsdp2"]
     assert chosen["saved_1"].ac_early_stop is False
 
 
 RESUMED = case(resume=(Saved(after=1, dims=FSDP, features=Features()),))
 
 
-def test_0_3_0_is_asked_for_checkpoints(release: Path) -> None:
+def test_checkpoints_are_requested_of_0_3_0(release: Path) -> None:
     assert trainers.load(f"torchtitan@{release}").unsupported(RESUMED) is None
 
 
 def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
     from harness.trainers.torchtitan.data_loader import Samples
 
-    asked = case(training=TrainingConfig(global_batch=4, steps=3))
-    before, whole = Samples(asked, 2, 1, lambda: None), Samples(asked, 1, 0, lambda: None)
+    requested = case(training=TrainingConfig(global_batch=4, steps=3))
+    before, whole = Samples(requested, 2, 1, lambda: None), Samples(requested, 1, 0, lambda: None)
     next(iter(before))
     whole.load_state_dict(before.state_dict())
-    third = list(Samples(asked, 1, 0, lambda: None))[-1]
+    third = list(Samples(requested, 1, 0, lambda: None))[-1]
     assert before.state_dict() == {"step": 1}
     assert bool((list(whole)[-1][0] == third[0]).all())
 
@@ -275,7 +277,7 @@ def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(relea
     assert (recipe.noise_key, adapter.traits(recipe).noise_key(recipe)) == ("float32 shares", "float32 parts")
 
 
-def test_older_ones_are_not_asked_for_checkpoints(middle: Path) -> None:
+def test_no_checkpoints_are_requested_of_older_ones(middle: Path) -> None:
     reason = "resume: this adapter does not let this torchtitan of 2025 write checkpoints"
     assert trainers.load(f"torchtitan@{middle}").unsupported(RESUMED) == reason
 

@@ -78,7 +78,7 @@ def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "chunks"),
+    ("requested", "chunks"),
     [
         (case(ParallelDims(pp=2)), 8),
         (case(ParallelDims(pp=2), features=Features(schedule="InterleavedZeroBubble")), 1),
@@ -88,9 +88,9 @@ def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) 
     ],
 )
 def test_the_loss_is_computed_at_once_where_its_chunks_do_more_than_is_planned(
-    release_in_chunks: Path, asked: Case, chunks: int
+    release_in_chunks: Path, requested: Case, chunks: int
 ) -> None:
-    assert trainers.load(f"torchtitan@{release_in_chunks}").traits(asked).loss_chunks == chunks
+    assert trainers.load(f"torchtitan@{release_in_chunks}").traits(requested).loss_chunks == chunks
 
 
 def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:

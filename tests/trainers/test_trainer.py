@@ -284,7 +284,7 @@ def test_the_command_line_answers_a_wrong_world_size_with_the_arithmetic(cases: 
         (["::one", "--resume"], "--resume and --checkpoint-every need --checkpoint-dir"),
         (["::one", "--resume", "--checkpoint-dir", "/nowhere"], "/nowhere: no complete checkpoint"),
         (["::one", "--weights", "/nowhere.npz"], "/nowhere.npz: cannot be read"),
-        (["::one", "--steps", "0"], "one: at step 0, asked to train up to step 0"),
+        (["::one", "--steps", "0"], "one: at step 0, requested to train up to step 0"),
     ],
 )
 def test_the_command_line_answers_a_mistake_in_one_line(

@@ -89,7 +89,7 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "async_tp is a pass of the compiler's over its graphs: it needs compile"
     if features.async_tp and not Path("/proc/driver/nvidia").exists():
         yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
-    yield from (f"{what}: not implemented yet" for what, asked in _unfinished(case).items() if asked)
+    yield from (f"{what}: not implemented yet" for what, requested in _unfinished(case).items() if requested)
 
 
 def _where_dropout_differs(case: Case) -> Iterator[str]:

@@ -40,7 +40,9 @@ def prepare(options: argparse.Namespace) -> Trainer:
         trainer.resume(options.checkpoint_dir)
     last_step = case.training.steps if options.steps is None else options.steps
     if trainer.step >= last_step:
-        raise ValueError(f"{checkpoint or case.name}: at step {trainer.step}, asked to train up to step {last_step}")
+        raise ValueError(
+            f"{checkpoint or case.name}: at step {trainer.step}, requested to train up to step {last_step}"
+        )
     return trainer
 
 

@@ -61,10 +61,10 @@ def keep_attention() -> None:
     )
 
     def contexts(policy: Any, *args: Any, **kwargs: Any) -> Any:
-        def asked(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
+        def policy_without_kernels(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
             return policy(context, there if operator is here else operator, *given, **named)
 
-        return original(asked if callable(policy) else policy, *args, **kwargs)
+        return original(policy_without_kernels if callable(policy) else policy, *args, **kwargs)
 
     checkpoint.create_selective_checkpoint_contexts = contexts
 
