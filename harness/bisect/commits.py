@@ -11,56 +11,95 @@ breaks otherwise than the bad one) is skipped, and the reason kept.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness import trainers
+from harness.bisect import own_commits
 from harness.bisect.search import BisectError, Found, Judged, Tell, both_sides, line_of, read, relative
+from harness.judge.judgement import Judgement
 from harness.run.folders import fresh_folder, without_source
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
 from harness.spec.case import Case
 from harness.spec.trainer_spec import TrainerSpec
 
+BROKEN_LATER, FIXED_LATER = ("good", "bad"), ("broken", "fixed")
+"""What git is told of the earlier and of the later side. It keeps "good" and "bad" for what broke."""
 
-def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Tell) -> Found:
-    """Raises BisectError. Leaves each commit's evidence in OUT/bisect/COMMIT/."""
+
+def bisect(
+    repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Tell, *, until: float = math.inf
+) -> Found:
+    """What broke it, or what fixed it where the good one is the later one. until: by time.monotonic(), after which no other
+    commit is looked at. Raises BisectError. Leaves each commit's evidence in OUT/bisect/COMMIT/."""
     began = time.monotonic()
-    adapter = trainers.load(options.trainer)
-    if not hasattr(adapter, "of"):
-        raise BisectError(f"trainer {adapter.name} is part of this harness: `git bisect run harness run CASE --bisect`")
-    first, last = resolve(repo, good), resolve(repo, bad)
-    paths = [path.strip("/") for path in getattr(adapter, "files", ())]
-    with clone(repo, getattr(adapter, "files", ())) as checkout:
-        judge = Judge(checkout, cases, dataclasses.replace(options, out=options.out / "bisect"))
-        sides = both_sides(judge, first, last, tell)
-        said = git(checkout, "bisect", "start", last, first, "--", *paths)
+    files, judged_at = how_to_judge(options)
+    holds, breaks = resolve(repo, good), resolve(repo, bad)
+    with clone(repo, files) as checkout:
+        fixed = precedes(checkout, breaks, holds)
+        earlier, later = (breaks, holds) if fixed else (holds, breaks)
+        terms = FIXED_LATER if fixed else BROKEN_LATER
+        judge = Judge(checkout, cases, dataclasses.replace(options, out=options.out / "bisect"), judged_at)
+        sides = both_sides(judge, holds, breaks, tell)
+        names = () if terms == BROKEN_LATER else (f"--term-old={terms[0]}", f"--term-new={terms[1]}")
+        said = git(checkout, "bisect", "start", *names, later, earlier, "--", *(path.strip("/") for path in files))
         judged = [*sides]
-        while (step := left(said)) is not None:
+        while (step := left(said)) is not None and time.monotonic() < until:
             found = relative(judge.look(git(checkout, "rev-parse", "HEAD").strip()), *sides)
             judged.append(found)
             tell(f"{line_of(found)}\n{'':9}  {step}")
-            said = git(checkout, "bisect", found.verdict, ok=(0, 2))
-        return conclude(said, judged, checkout, time.monotonic() - began)
+            said = git(checkout, "bisect", term(found, terms, fixed=fixed), ok=(0, 2))
+        return conclude(said, judged, checkout, time.monotonic() - began, fixed=fixed)
 
 
-def conclude(said: str, judged: list[Judged], checkout: Path, seconds: float) -> Found:
+def how_to_judge(options: Options) -> tuple[Sequence[str], JudgedAt]:
+    """Which files of a commit are needed, and what judges it. Raises BisectError."""
+    if TrainerSpec.parse(options.trainer).name == own_commits.TRAINER:
+        return own_commits.FILES, own_commits.judged_at
+    adapter = trainers.load(options.trainer)
+    if not hasattr(adapter, "of"):
+        raise BisectError(f"trainer {adapter.name} has no other sources: its adapter has no `of`")
+    return getattr(adapter, "files", ()), judged_with_sources
+
+
+def judged_with_sources(case: Case, checkout: Path, options: Options) -> Judgement:
+    """By this harness, with the trainer of that checkout."""
+    trainer = trainers.spec(TrainerSpec.parse(options.trainer).name, str(checkout))
+    return run_case(case, dataclasses.replace(options, trainer=trainer))
+
+
+def precedes(repo: Path, one: str, other: str) -> bool:
+    """Whether it is an ancestor, and another one."""
+    return one != other and git(repo, "merge-base", one, other, ok=(0, 1)).strip() == one
+
+
+def term(found: Judged, terms: tuple[str, str], *, fixed: bool) -> str:
+    earlier, later = terms
+    return {"good": later if fixed else earlier, "bad": earlier if fixed else later}.get(found.verdict, "skip")
+
+
+def conclude(said: str, judged: list[Judged], checkout: Path, seconds: float, *, fixed: bool = False) -> Found:
     by_commit = {found.commit: found for found in judged}
-    match = re.search(r"^([0-9a-f]{40}) is the first bad commit", said, re.MULTILINE)
-    goods = [found for found in judged if found.verdict == "good"]
-    last_good = max(goods, key=lambda found: int(git(checkout, "rev-list", "--count", found.commit)))
-    if match:
-        return Found(by_commit[match[1]], last_good, tuple(judged), (), seconds)
+    earlier = [found for found in judged if found.verdict == ("bad" if fixed else "good")]
+    before = max(earlier, key=lambda found: int(git(checkout, "rev-list", "--count", found.commit)))
+    if match := re.search(r"^([0-9a-f]{40}) is the first (bad|fixed) commit", said, re.MULTILINE):
+        return Found(by_commit[match[1]], before, tuple(judged), (), seconds, fixed=fixed)
     candidates = re.findall(r"^([0-9a-f]{40})$", said, re.MULTILINE)
     names = tuple(by_commit[c].name if c in by_commit else c[:9] for c in candidates)
-    return Found(None, last_good, tuple(judged), names, seconds)
+    unfinished = left(said) or ""
+    return Found(None, before, tuple(judged), names, seconds, fixed=fixed, unfinished=unfinished)
+
+
+JudgedAt = Callable[[Case, Path, Options], Judgement]
 
 
 @dataclass(frozen=True)
@@ -68,6 +107,7 @@ class Judge:
     checkout: Path
     cases: Sequence[Case]
     options: Options
+    judged_at: JudgedAt
     what: str = "commit"
 
     def look(self, commit: str) -> Judged:
@@ -76,16 +116,15 @@ class Judge:
         git(self.checkout, "checkout", "--quiet", "--detach", commit)
         date, _, subject = git(self.checkout, "show", "--no-patch", "--format=%cs %s", commit).strip().partition(" ")
         found = Judged(commit, date, subject, "")
-        trainer = trainers.spec(TrainerSpec.parse(self.options.trainer).name, str(self.checkout))
         for case in self.cases:
-            found = self._with_case(found, case, dataclasses.replace(self.options, trainer=trainer))
+            found = self._with_case(found, case)
             if found.problem:
                 break
         return dataclasses.replace(found, seconds=time.monotonic() - began)
 
-    def _with_case(self, found: Judged, case: Case, options: Options) -> Judged:
+    def _with_case(self, found: Judged, case: Case) -> Judged:
         try:
-            judgement = run_case(case, options)
+            judgement = self.judged_at(case, self.checkout, self.options)
         except Unsupported as refusal:
             return dataclasses.replace(found, problem=f"{case.name}: {refusal}")
         return read(found, case, self._keep(judgement.folder, found.commit), judgement)
@@ -117,13 +156,17 @@ def resolve(repo: Path, name: str) -> str:
 
 @contextmanager
 def clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
-    """A clone that borrows the repository's objects, with only those files of each commit; gone afterwards."""
+    """A clone that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as folder:
-        checkout = Path(folder) / "trainer"
-        git(repo, "clone", "--quiet", "--shared", "--no-checkout", str(repo.resolve()), str(checkout))
-        if files:
-            git(checkout, "sparse-checkout", "set", "--no-cone", *files)
-        yield checkout
+        yield cloned(repo, Path(folder) / "trainer", files)
+
+
+def cloned(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
+    """A clone that borrows the repository's objects, with only those files of each commit, and none yet."""
+    git(repo, "clone", "--quiet", "--shared", "--no-checkout", str(repo.resolve()), str(checkout))
+    if files:
+        git(checkout, "sparse-checkout", "set", "--no-cone", *files)
+    return checkout
 
 
 def left(said: str) -> str | None:

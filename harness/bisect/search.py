@@ -46,14 +46,18 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """first_bad is None where skipped ones hide it; then candidates names who it may be. what: "commit" or "version"."""
+    """first: the first bad one, or the first good one again where what fixed it was looked for (fixed); before: the one that
+    was not, nearest before it. first is None where skipped ones hide it, or time was up; then candidates names who it may be.
+    what: "commit" or "version". unfinished: what is left to search, where time was up."""
 
-    first_bad: Judged | None
-    last_good: Judged | None
+    first: Judged | None
+    before: Judged | None
     judged: tuple[Judged, ...]
     candidates: tuple[str, ...]
     seconds: float
     what: str = "commit"
+    fixed: bool = False
+    unfinished: str = ""
 
 
 Tell = Callable[[str], None]

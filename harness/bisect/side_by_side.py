@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from harness.bisect.search import Found, Judged
+from harness.evidence.store import EvidenceError
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.assembly import gradient_distance
 from harness.judge.stored_trial import load_trial
@@ -28,21 +29,43 @@ def bisect_report(found: Found) -> str:
 
 
 def _who(found: Found) -> list[str]:
-    if found.first_bad is None or found.last_good is None:
-        lines = [f"the first bad {found.what} is one of these; those between the last good and it could not be judged"]
-        return lines + [f"  {name}" for name in found.candidates]
-    bad, good = found.first_bad, found.last_good
+    if found.first is None or found.before is None:
+        return _nobody(found)
+    bad, good = _sides(found)
     laws = sorted(bad.broken - good.broken)
-    lines = [f"first bad {found.what:<8}{bad.name}"]
+    lines = [f"first {'good' if found.fixed else 'bad'} {found.what:<{8 - found.fixed}}{found.first.name}"]
     cases = dict.fromkeys(case for case, _ in laws)
     for case in cases:
-        lines.append(f"  breaks          {', '.join(law for name, law in laws if name == case)} of {case}")
-        lines.append(f"  diagnosis       {_cause(good, bad, case)}")
-    lines.append(f"  last good       {good.name}")
+        lines.append(f"  {_did(found):<14}  {', '.join(law for name, law in laws if name == case)} of {case}")
+        lines.append(f"  {'it was' if found.fixed else 'diagnosis':<14}  {_cause(good, bad, case)}")
+    lines.append(f"  {'last bad' if found.fixed else 'last good':<14}  {found.before.name}")
     first_of = {bad.causes[case]: case for case in reversed(cases)}
     for case in sorted(first_of.values()):
-        lines += ["", *_side_by_side(good, bad, case)]
+        lines += ["", *_side_by_side(found.before, found.first, case)]
     return lines
+
+
+def _nobody(found: Found) -> list[str]:
+    which = "good" if found.fixed else "bad"
+    if found.unfinished and found.before:
+        return [
+            f"time was up before the first {which} {found.what} was found",
+            f"  after           {found.before.name}",
+            f"  it is among     {found.unfinished}",
+        ]
+    between = f"the last {'bad' if found.fixed else 'good'} and it"
+    lines = [f"the first {which} {found.what} is one of these; those between {between} could not be judged"]
+    return lines + [f"  {name}" for name in found.candidates]
+
+
+def _sides(found: Found) -> tuple[Judged, Judged]:
+    """The bad one and the good one, whichever is the later."""
+    assert found.first and found.before
+    return (found.before, found.first) if found.fixed else (found.first, found.before)
+
+
+def _did(found: Found) -> str:
+    return "fixes" if found.fixed else "breaks"
 
 
 def _cause(good: Judged, bad: Judged, case: str) -> str:
@@ -51,17 +74,20 @@ def _cause(good: Judged, bad: Judged, case: str) -> str:
     return f"{cause} (so it was before: look at the laws)" if good.causes.get(case) == cause else cause
 
 
-def _side_by_side(good: Judged, bad: Judged, case: str) -> list[str]:
-    before, after = (facts(load_trial(one.folders[case])) for one in (good, bad))
-    rows = [(case, good.label, bad.label)]
+def _side_by_side(one: Judged, other: Judged, case: str) -> list[str]:
+    try:
+        before, after = (facts(load_trial(each.folders[case])) for each in (one, other))
+    except EvidenceError as error:
+        return [f"  {case}: nothing is shown side by side: {error}"]
+    rows = [(case, one.label, other.label)]
     rows += [(name, before.get(name, "none"), after.get(name, "none")) for name in dict.fromkeys([*before, *after])]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    marks = ["", *("" if one == two else "! " for _, one, two in rows[1:])]
+    marks = ["", *("" if was == now else "! " for _, was, now in rows[1:])]
     lines = [
-        f"  {name:<{first}}  {one:<{second}}  {mark}{two}".rstrip()
-        for (name, one, two), mark in zip(rows, marks, strict=True)
+        f"  {name:<{first}}  {was:<{second}}  {mark}{now}".rstrip()
+        for (name, was, now), mark in zip(rows, marks, strict=True)
     ]
-    return [*lines, f"  evidence: {_shown(good, case)} and {_shown(bad, case)}"]
+    return [*lines, f"  evidence: {_shown(one, case)} and {_shown(other, case)}"]
 
 
 def _shown(one: Judged, case: str) -> Path:

@@ -19,6 +19,7 @@ from harness.cli import (
     init,
     join,
     matrix,
+    nightly,
     plan,
     record,
     report,
@@ -40,7 +41,7 @@ from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
 COMMANDS = (
-    *(init, doctor, run, matrix, check, report, history, record, show, compare, snapshot),
+    *(init, doctor, run, matrix, check, report, history, nightly, record, show, compare, snapshot),
     *(plan, golden, faults, bisect, join, server),
 )
 EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.bisect import commits, versions
+from harness.bisect import commits, own_commits, versions
 from harness.bisect.side_by_side import bisect_report
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     )
     add_cases(parser)
     parser.add_argument("--repo", type=Path, metavar="PATH", help="a clone of the trainer; only read")
-    parser.add_argument("--good", metavar="COMMIT")
+    parser.add_argument("--good", metavar="COMMIT", help="where this is the later one, what fixed it is looked for")
     parser.add_argument("--bad", metavar="COMMIT")
     parser.add_argument(
         "--over",
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """0: the first bad commit or version is found. 2: skipped ones hide it."""
+    """0: the first bad commit or version is found, or the one that fixed it. 2: skipped ones hide it."""
     tell = functools.partial(say, to=sys.stderr)
     folder = folder_of(args)
     cases = matching(load_all(folder), args.expression)
@@ -44,11 +44,12 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
     if args.over is not None and any(range_of_commits):
         raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
-    args.source = args.source if args.over is not None else str(args.repo)
+    if args.over is None:
+        args.source = None if args.trainer == own_commits.TRAINER else str(args.repo)
     options = options_of(args, several_nodes=False)
     if args.over is not None:
         found = versions.search(versions.versions(args.over), cases, folder, options, tell)
     else:
         found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
     say(bisect_report(found))
-    return PASSED if found.first_bad else NOT_JUDGED
+    return PASSED if found.first else NOT_JUDGED

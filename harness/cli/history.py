@@ -14,6 +14,7 @@ from harness.report.output import complain, say
 from harness.run.changes import State
 from harness.run.history import runs_in, series
 from harness.run.history_text import Told, lapsed, lines, told
+from harness.run.nights import culprits_in
 from harness.spec import quarantine
 
 
@@ -34,7 +35,8 @@ def command(args: argparse.Namespace) -> int:
         complain(line)
     entries = quarantine.load(args.quarantine) if args.quarantine else ()
     today = datetime.datetime.now(datetime.UTC).date()
-    every = [told(nights, entries, today) for nights in series(runs).values()]
+    culprits = culprits_in(args.folders)
+    every = [told(nights, entries, today, culprits) for nights in series(runs).values()]
     stale = lapsed(entries, every, today)
     say("\n\n\n".join("\n".join(lines(one)) for one in every))
     if stale:

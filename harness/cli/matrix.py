@@ -47,10 +47,7 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "matrix", command, "run and judge all cases, or those that -k selects")
     add_cases(parser)
     add_selection(parser)
-    tiers = (*TIERS, ALL_TIERS)
-    parser.add_argument(
-        "--tier", choices=tiers, default="default", help="which cases; all but default are for the night"
-    )
+    add_tier(parser)
     add_jobs(parser, "cases at a time at most; default as many as slots allow")
     add_recipe(parser)
     parser.add_argument(
@@ -66,6 +63,12 @@ def add(commands: Any) -> None:
     add_parts(parser)
     parser.add_argument("--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster; docs/running.md")
     add_how_to_run(parser)
+
+
+def add_tier(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tier", choices=(*TIERS, ALL_TIERS), default="default", help="which cases; all but default are for the night"
+    )
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +102,7 @@ def command(args: argparse.Namespace) -> int:
     cluster = Cluster(args.on, options.device) if args.on else None
     cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
     todo = [case for case in cases if case.name not in before]
-    found, seconds = run(todo, options, args, record, cluster)
+    found, seconds = run(todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster)
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
     say(matrix_report(outcomes, seconds))
@@ -111,9 +114,16 @@ def command(args: argparse.Namespace) -> int:
 
 
 def run(
-    cases: Sequence[Case], options: Options, args: argparse.Namespace, record: Record, cluster: Cluster | None
+    cases: Sequence[Case],
+    options: Options,
+    record: Record,
+    *,
+    jobs: int | None,
+    most: int | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[list[Outcome], float]:
-    """What became of the cases, and how many seconds all took."""
+    """What became of the cases, and how many seconds all took. jobs: cases at a time; None: as many as slots allow. most:
+    failures after which no other begins."""
     slots = max(1, sum(cluster.carries()) if cluster else len(pool_of(options.device).slots))
     named = {case.name: case for case in cases}
     todo = ordered(cases, options, slots)
@@ -122,10 +132,10 @@ def run(
         found = run_all(
             [named[load.name] for load in todo],
             options,
-            jobs=args.jobs or slots + 1,  # one that is judged has given its slots back
+            jobs=jobs or slots + 1,  # one that is judged has given its slots back
             progress=progress,
             ended=record.ended,
-            most=args.max_failures,
+            most=most,
             how=cluster.run_case if cluster else None,
         )
     except KeyboardInterrupt:
@@ -187,6 +197,10 @@ def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
             raise BadInput("--random: leave out -k, which is for cases of files")
         options, seed = options_of(args), 1 if args.seed is None else args.seed
         return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
+    return of_files(args)
+
+
+def of_files(args: argparse.Namespace) -> tuple[list[Case], int]:
     chosen = matching(cases_of(args), args.expression)
     cases = of_tier(chosen, args.tier)
     cases = [in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype) for case in cases]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,14 @@ def show_as(folders: Sequence[Path], form: Form) -> int:
     return code_of_all(outcomes, lacking=bool(problems(runs)[0]))
 
 
-def _markdown(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+def _markdown(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome], since: Mapping[str, str] | None = None) -> str:
     lacking, told = problems(runs)
-    return markdown(outcomes, provenance(runs), [*lacking, *told])
+    return markdown(outcomes, provenance(runs), [*lacking, *told], since)
+
+
+def shown_as_markdown(runs: Sequence[RecordedRun], since: Mapping[str, str]) -> str:
+    """since: by case, the commit that broke it."""
+    return _markdown(runs, merged(runs), since)
 
 
 def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from harness.report.causes import Shared, causes, laws_text, why
 from harness.report.grid import summary
@@ -12,18 +12,28 @@ from harness.report.outcome import Outcome
 MOST = 900_000  # bytes; a summary of more than a mebibyte is not shown at all
 
 
-def markdown(outcomes: Sequence[Outcome], provenance: Iterable[str], told: Iterable[str] = ()) -> str:
-    """told: what is lacking or doubled in the runs."""
+def markdown(
+    outcomes: Sequence[Outcome],
+    provenance: Iterable[str],
+    told: Iterable[str] = (),
+    since: Mapping[str, str] | None = None,
+) -> str:
+    """told: what is lacking or doubled in the runs. since: by case, the commit that broke it."""
     head = summary(outcomes, None) if outcomes else "no case came to its end"
-    parts = [f"## {head}", *(f"**{_plain(line)}**" for line in told), *map(_cause, causes(outcomes))]
+    parts = [
+        f"## {head}",
+        *(f"**{_plain(line)}**" for line in told),
+        *(_cause(one, since or {}) for one in causes(outcomes)),
+    ]
     parts += [_all_cases(outcomes), *(_plain(line) for line in provenance)]
     return _cut("\n\n".join(parts) + "\n")
 
 
-def _cause(shared: Shared) -> str:
+def _cause(shared: Shared, since: Mapping[str, str]) -> str:
     cases = "\n".join(f"- {one.verdict} `{one.case}` {_plain(laws_text(one))}".rstrip() for one in shared.cases)
     again = [f"    {one.again}" for one in shared.cases[:1] if one.again]
-    return "\n\n".join([f"### {_plain(shared.text)}", cases, *again])
+    culprits = dict.fromkeys(since[one.case] for one in shared.cases if one.case in since)
+    return "\n\n".join([f"### {_plain(shared.text)}", *(f"Since {_plain(one)}" for one in culprits), cases, *again])
 
 
 def _all_cases(outcomes: Sequence[Outcome]) -> str:

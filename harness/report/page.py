@@ -58,7 +58,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Page:
-    """past: by case, the oldest first. shown: by case, of those that failed. told: what is lacking or doubled in the runs."""
+    """past: by case, the oldest first. shown: by case, of those that failed. told: what is lacking or doubled in the runs.
+    since: by case, the commit that broke it."""
 
     outcomes: Sequence[Outcome]
     provenance: Sequence[str]
@@ -66,6 +67,7 @@ class Page:
     told: Sequence[str] = ()
     past: Mapping[str, Sequence[Past]] = field(default_factory=dict)
     shown: Mapping[str, Shown] = field(default_factory=dict)
+    since: Mapping[str, str] = field(default_factory=dict)
 
 
 def html(page: Page) -> str:

@@ -10,25 +10,42 @@ from dataclasses import dataclass, field
 from harness.report.text import wrapped
 from harness.run.changes import Change, More, State, changes, differs, grown
 from harness.run.history import Night
+from harness.run.nights import Culprit, Culprits, of_night
 from harness.spec.quarantine import Quarantine
 from harness.spec.trainer_spec import TrainerSpec
 
 
 @dataclass(frozen=True)
 class Told:
-    """Of one series. set_aside: broken, and in quarantine. lapsed: sentences on entries of the quarantine that do nothing."""
+    """Of one series. set_aside: broken, and in quarantine. culprits: the commits that were found."""
 
     nights: Sequence[Night]
     changes: Sequence[Change]
     set_aside: Mapping[str, Quarantine] = field(default_factory=dict)
     more: Sequence[More] = ()
+    culprits: Culprits = field(default_factory=dict)
+
+    def culprit(self, change: Change) -> Culprit | None:
+        return self.culprits.get((change.case, of_night(change.now)))
+
+    @property
+    def culprits_of_last(self) -> list[Culprit]:
+        """Of what changed in the last night, each once."""
+        return list(dict.fromkeys(found for one in self.changes if one.new and (found := self.culprit(one))))
+
+    @property
+    def since(self) -> dict[str, str]:
+        """Of what is broken, by case, the commit that broke it, or why it was not found."""
+        return {one.case: str(found) for one in self.of(State.BROKEN) if (found := self.culprit(one))}
 
     def of(self, state: State, *, new: bool | None = None) -> list[Change]:
         some = [one for one in self.changes if one.state == state and one.case not in self.set_aside]
         return [one for one in some if new is None or one.new == new]
 
 
-def told(nights: Sequence[Night], quarantine: Sequence[Quarantine], day: datetime.date) -> Told:
+def told(
+    nights: Sequence[Night], quarantine: Sequence[Quarantine], day: datetime.date, culprits: Culprits | None = None
+) -> Told:
     found = changes(nights)
     entries = {entry.case: entry for entry in quarantine if entry.holds(day)}
     aside = {
@@ -36,7 +53,7 @@ def told(nights: Sequence[Night], quarantine: Sequence[Quarantine], day: datetim
         for one in found
         if one.state == State.BROKEN and one.case in entries and entries[one.case].cause in one.text
     }
-    return Told(nights, found, aside, grown(nights))
+    return Told(nights, found, aside, grown(nights), culprits or {})
 
 
 def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetime.date) -> list[str]:
@@ -65,20 +82,20 @@ def lines(one: Told) -> list[str]:
     head = [f"{title}: {nights}", f"  first  {first}", f"  last   {last}"]
     head += [f"  lacking in the last: {text}" for text in last.lacking]
     parts = [
-        *_changes("NEWLY BROKEN", one.of(State.BROKEN, new=True)),
-        *_changes("STILL BROKEN", one.of(State.BROKEN, new=False)),
-        *_changes("NOT JUDGED", one.of(State.UNJUDGED)),
-        *_changes("FLAKY, of the same sources, torch, device and request", one.of(State.FLAKY)),
-        *_fixed(one.of(State.FIXED)),
+        *_changes("NEWLY BROKEN", one.of(State.BROKEN, new=True), one),
+        *_changes("STILL BROKEN", one.of(State.BROKEN, new=False), one),
+        *_changes("NOT JUDGED", one.of(State.UNJUDGED), one),
+        *_changes("FLAKY, of the same sources, torch, device and request", one.of(State.FLAKY), one),
+        *_listed("NEWLY FIXED", (_fixed(change, one) for change in one.of(State.FIXED))),
         *_listed("SET ASIDE, broken and expected to be", map(str, one.set_aside.values())),
         *_listed("MORE", map(str, one.more)),
-    ]
+    ] or ["", "nothing changed"]
     if not last.of("device").startswith("cuda"):
         parts += ["", "seconds are compared on GPUs only"]
-    return [*head, *(parts or ["", "nothing changed"])]
+    return [*head, *parts]
 
 
-def _changes(title: str, some: Sequence[Change]) -> list[str]:
+def _changes(title: str, some: Sequence[Change], told: Told) -> list[str]:
     """Each cause once, with its cases and the nights between which it came."""
     shared: dict[tuple[str, int, int], list[Change]] = {}
     for one in some:
@@ -94,9 +111,20 @@ def _changes(title: str, some: Sequence[Change]) -> list[str]:
             if (one.before)
             else ["    before  never otherwise in these nights"]
         )
+        found += since(told.culprit(one))
         found += [f"    again   {one.again}"] if one.again else []
-        found += [f"    bisect  {command}"] if (command := bisect_command(one)) else []
+        found += [f"    bisect  {command}"] if (command := _to_bisect(one, told)) else []
     return found
+
+
+def since(culprit: Culprit | None) -> list[str]:
+    return wrapped(f"since   {culprit}", "    ", "        ") if culprit else []
+
+
+def _to_bisect(change: Change, told: Told) -> str:
+    """Empty where the commit is known."""
+    culprit = told.culprit(change)
+    return "" if culprit and culprit.name else bisect_command(change)
 
 
 def bisect_command(change: Change) -> str:
@@ -107,10 +135,8 @@ def bisect_command(change: Change) -> str:
     good, bad = (night.of("commit").removesuffix("-dirty") for night in (before, now))
     trainer = TrainerSpec.parse(now.of("trainer"))
     if good and bad and good != bad:
-        if trainer.name == "llama3":
-            return f"git bisect start {bad} {good}; git bisect run harness run {change.case} --bisect"
-        repository = trainer.source or "."
-        words = ["--trainer", trainer.name, "--repo", repository, "--good", good, "--bad", bad, "-k", change.case]
+        named = [] if trainer.name == "llama3" else ["--trainer", trainer.name]
+        words = [*named, "--repo", trainer.source or ".", "--good", good, "--bad", bad, "-k", change.case]
         return f"harness bisect {shlex.join(words)}"
     older, newer = (night.of("torch").partition("+")[0] for night in (before, now))
     if older == newer or not older:
@@ -120,8 +146,10 @@ def bisect_command(change: Change) -> str:
     return f"harness bisect {shlex.join(words)}"
 
 
-def _fixed(some: Sequence[Change]) -> list[str]:
-    return _listed("NEWLY FIXED", (f"{one.case}: broken until {one.before}" for one in some))
+def _fixed(change: Change, told: Told) -> str:
+    culprit = told.culprit(change)
+    by = f"; fixed by {culprit}" if culprit and culprit.name else f"; what did it was {culprit}" if culprit else ""
+    return f"{change.case}: broken until {change.before}{by}"
 
 
 def _listed(title: str, texts: Iterable[str]) -> list[str]:

@@ -164,9 +164,9 @@ def _digest(case: Case) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def append(file: Path, value: dict[str, Any]) -> None:
-    """A line of its own, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
-    line = json.dumps(value).encode() + b"\n"
+def append(file: Path, *values: dict[str, Any]) -> None:
+    """A line each, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
+    line = b"".join(json.dumps(value).encode() + b"\n" for value in values)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "ab+", buffering=0) as opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -69,23 +70,31 @@ def repository(folder: Path, states: list[str]) -> Path:
 
 
 def search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[str], cases: Sequence[Case] = (CASE,)
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    states: list[str],
+    cases: Sequence[Case] = (CASE,),
+    *,
+    good: str = "",
+    bad: str = "HEAD",
+    until: float = math.inf,
 ) -> tuple[Found, list[str]]:
-    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo").mkdir(parents=True)
     repo = repository(tmp_path / "repo", states)
     monkeypatch.setattr(commits, "run_case", judged)
     monkeypatch.setattr(commits.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
     told: list[str] = []
     options = Options(out=tmp_path / "out", trainer="toy")
-    return bisect(repo, f"HEAD~{len(states) - 1}", "HEAD", cases, options, told.append), told
+    good = good or f"HEAD~{len(states) - 1}"
+    return bisect(repo, good, bad, cases, options, told.append, until=until), told
 
 
 def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, told = search(tmp_path, monkeypatch, [""] * 5 + ["traffic"] * 6)
-    assert found.first_bad is not None and found.last_good is not None
-    assert (found.first_bad.subject, found.last_good.subject) == ("commit 5", "commit 4")
-    assert found.first_bad.broken == {("one", "traffic")}
-    assert found.first_bad.folders["one"].is_dir()
+    assert found.first is not None and found.before is not None
+    assert (found.first.subject, found.before.subject) == ("commit 5", "commit 4")
+    assert found.first.broken == {("one", "traffic")}
+    assert found.first.folders["one"].is_dir()
     assert "commits left after it, about" in told[2]
 
 
@@ -94,14 +103,14 @@ def test_each_case_that_the_commit_breaks_has_its_diagnosis(tmp_path: Path, monk
     monkeypatch.setattr(side_by_side, "facts", lambda trial: {"it shards over": trial.name})
     cases = [CASE, dataclasses.replace(CASE, name="two")]
     found, _ = search(tmp_path, monkeypatch, [""] * 2 + ["traffic"] * 3, cases)
-    assert found.first_bad is not None and found.last_good is not None
+    assert found.first is not None and found.before is not None
     lines = side_by_side.bisect_report(found).splitlines()
     assert lines[1:6] == [
         "  breaks          traffic of one",
         "  diagnosis       traffic broke one",
         "  breaks          traffic of two",
         "  diagnosis       traffic broke two",
-        f"  last good       {found.last_good.name}",
+        f"  last good       {found.before.name}",
     ]
     assert [line.split()[:3] for line in lines if " one+toy" in line or " two+toy" in line] == [
         ["it", "shards", "over"],
@@ -123,24 +132,24 @@ def test_git_is_understood_whatever_language_the_user_speaks(tmp_path: Path, mon
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.setenv("LANGUAGE", "de")
     found, _ = search(tmp_path, monkeypatch, [""] * 3 + ["traffic"] * 3)
-    assert found.first_bad is not None and found.first_bad.subject == "commit 3"
+    assert found.first is not None and found.first.subject == "commit 3"
 
 
 def test_a_law_that_the_good_commit_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = search(tmp_path, monkeypatch, ["loss"] * 3 + [""] * 2 + ["loss traffic"] * 4)
-    assert found.first_bad is not None and found.first_bad.subject == "commit 5"
+    assert found.first is not None and found.first.subject == "commit 5"
 
 
 def test_what_raises_before_its_first_step_is_skipped_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = search(tmp_path, monkeypatch, [""] * 2 + ["raises"] + [""] * 2 + ["traffic"] * 4)
-    assert found.first_bad is not None and found.first_bad.subject == "commit 5"
+    assert found.first is not None and found.first.subject == "commit 5"
 
 
 def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = search(tmp_path, monkeypatch, ["", "raises", "unsupported", "loss", "traffic"])
-    assert found.first_bad is None
+    assert found.first is None
     assert sorted(name.rpartition("  ")[2] for name in found.candidates) == [f"commit {n}" for n in range(1, 5)]
     assert {one.subject: one.problem for one in found.judged if one.verdict == "skip"} == {
         "commit 1": "one, before its first step: raises broke one",
@@ -163,9 +172,67 @@ def test_a_commit_that_is_not_there_is_refused(tmp_path: Path) -> None:
         bisect(repo, "nonsense", "HEAD", [CASE], Options(trainer="torchtitan"), print)
 
 
-def test_the_harness_own_trainer_is_told_the_other_way(tmp_path: Path) -> None:
-    with pytest.raises(BisectError, match="git bisect run harness run CASE --bisect"):
-        bisect(tmp_path, "A", "B", [CASE], Options(), print)
+def test_a_trainer_without_other_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BisectError, match="trainer transformers has no other sources"):
+        bisect(tmp_path, "A", "B", [CASE], Options(trainer="transformers"), print)
+
+
+def test_what_fixed_it_is_found_where_the_good_commit_is_the_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "_side_by_side", lambda *sides: [])
+    states = ["traffic", "raises", *["traffic"] * 4, *[""] * 5]
+    found, _ = search(tmp_path, monkeypatch, states, good="HEAD", bad="HEAD~10")
+    assert found.fixed and found.first is not None and found.before is not None
+    assert (found.first.subject, found.before.subject) == ("commit 6", "commit 5")
+    assert side_by_side.bisect_report(found).splitlines()[:4] == [
+        f"first good commit {found.first.name}",
+        "  fixes           traffic of one",
+        "  it was          traffic broke one",
+        f"  last bad        {found.before.name}",
+    ]
+
+
+def test_where_time_is_up_it_is_said_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = search(tmp_path, monkeypatch, [""] * 5 + ["traffic"] * 6, until=0.0)
+    assert (found.first, found.candidates, len(found.judged)) == (None, (), 2)
+    lines = side_by_side.bisect_report(found).splitlines()
+    assert lines[0] == "time was up before the first bad commit was found"
+    assert found.before is not None and lines[1] == f"  after           {found.before.name}"
+    assert lines[2].startswith("  it is among     4 commits left after it")
+
+
+OWN = """
+import json, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(words[words.index("--out") + 1]) / words[1]
+state = {state!r}
+if state == "refuses":
+    sys.exit("harness: it does not know this case")
+for rank in range(2):
+    file = folder / "run" / "ranks" / f"rank_{{rank:02}}.started"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+result = {{"check": "loss", "verdict": "FAIL" if state else "PASS", "examined": 1, "note": ""}}
+verdict = {{"verdict": result["verdict"], "cause": state or None, "results": [result]}}
+(folder / "verdict.json").write_text(json.dumps(verdict))
+"""
+
+
+def test_a_commit_of_this_project_is_judged_by_itself(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    (repo / "harness").mkdir(parents=True)
+    git(repo, "init", "--quiet")
+    for number, state in enumerate(["", "", "refuses", "", "no mean", "no mean"]):
+        (repo / "harness" / "__main__.py").write_text(OWN.format(state=state) + f"# {number}")
+        git(repo, "add", ".")
+        git(repo, "commit", "--quiet", "-m", f"commit {number}")
+    found = bisect(repo, "HEAD~5", "HEAD", [CASE], Options(tmp_path / "out"), lambda line: None)
+    assert found.first is not None and found.first.causes == {"one": "no mean"}
+    assert found.first.subject == "commit 4"
+    problems = {one.subject: one.problem for one in found.judged if one.problem}
+    assert problems in ({}, {"commit 2": "one: it does not know this case"})
+    assert "nothing is shown side by side" in side_by_side.bisect_report(found)
 
 
 def test_an_interrupt_leaves_the_repository_and_the_temporary_folder_as_they_were(

@@ -62,9 +62,9 @@ def test_the_first_version_that_breaks_the_law_is_found_in_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, told = searched(tmp_path, monkeypatch, [""] * 4 + ["traffic"] * 5)
-    assert found.first_bad is not None and found.last_good is not None
-    assert (found.first_bad.commit, found.last_good.commit) == ("toy==5.0", "toy==4.0")
-    assert found.first_bad.folders["one"] == tmp_path / "out" / "bisect" / "toy==5.0" / "one"
+    assert found.first is not None and found.before is not None
+    assert (found.first.commit, found.before.commit) == ("toy==5.0", "toy==4.0")
+    assert found.first.folders["one"] == tmp_path / "out" / "bisect" / "toy==5.0" / "one"
     assert [line.split()[:2] for line in told] == [
         ["good", "toy==1.0"],
         ["bad", "toy==9.0"],
@@ -76,14 +76,14 @@ def test_the_first_version_that_breaks_the_law_is_found_in_few_steps(
 
 def test_a_law_that_the_good_version_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = searched(tmp_path, monkeypatch, ["loss", "loss", "", "loss traffic"])
-    assert found.first_bad is not None and found.first_bad.commit == "toy==4.0"
+    assert found.first is not None and found.first.commit == "toy==4.0"
 
 
 def test_versions_that_cannot_be_judged_hide_the_first_bad_one_and_the_reason_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = searched(tmp_path, monkeypatch, ["", "raises", "traffic", "traffic"])
-    assert (found.first_bad, found.candidates) == (None, ("toy==2.0", "toy==3.0"))
+    assert (found.first, found.candidates) == (None, ("toy==2.0", "toy==3.0"))
     text = bisect_report(found)
     assert text.startswith("the first bad version is one of these")
     assert "one, before its first step: raises broke" in text
@@ -94,7 +94,7 @@ def test_a_version_that_cannot_be_judged_among_good_ones_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = searched(tmp_path, monkeypatch, ["", "raises", "", "traffic"])
-    assert found.first_bad is not None and found.first_bad.commit == "toy==4.0"
+    assert found.first is not None and found.first.commit == "toy==4.0"
 
 
 def test_two_versions_that_are_judged_alike_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""A commit of this project, or of a fork of it, judged by itself: trainer and laws are of one repository.
+
+The commit runs the case in a process of its own and leaves a verdict, which is taken as it stands. What it cannot do (a case
+that it does not know the words of, a record it cannot write) is a reason to skip it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness.judge.judgement import Judgement
+from harness.judge.result import Result, Verdict, one_cause
+from harness.run.folders import folder_of, fresh_folder
+from harness.run.options import Options, Unsupported
+from harness.spec import case_files
+from harness.spec.case import Case
+
+TRAINER = "llama3"
+FILES = ("/harness/",)
+
+
+def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
+    """Raises Unsupported with what the commit said where it left no verdict."""
+    began, folder = time.monotonic(), folder_of(case, options)
+    fresh_folder(folder).rmdir()
+    words = [sys.executable, "-m", "harness", "run", case.name, *_typed(case, options)]
+    environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own"}
+    done = subprocess.run(
+        words, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
+    verdict = folder / "verdict.json"
+    if not verdict.exists():
+        said = done.stderr.strip().splitlines()
+        raise Unsupported(said[-1].removeprefix("harness: ") if said else f"exit code {done.returncode}")
+    return _judgement(case, folder, json.loads(verdict.read_text(encoding="utf-8")), time.monotonic() - began)
+
+
+def _typed(case: Case, options: Options) -> list[str]:
+    given = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
+    given |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
+    return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+def _judgement(case: Case, folder: Path, said: dict[str, object], seconds: float) -> Judgement:
+    rows = said["results"]
+    assert isinstance(rows, list)
+    results = tuple(Result(row["check"], Verdict(row["verdict"]), row["examined"], note=row["note"]) for row in rows)
+    return Judgement(case, folder, results, one_cause(str(said["cause"])) if said["cause"] else None, seconds)

@@ -1,0 +1,164 @@
+"""`harness nightly`: the matrix, what changed since the nights before, the commits that did it, and a report of all that."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness import BUILTIN, ROOT, trainers
+from harness.bisect import commits, own_commits
+from harness.bisect.culprits import Where, searched
+from harness.cli import matrix
+from harness.cli.exit_codes import NOT_JUDGED, PASSED, worst
+from harness.cli.history import code
+from harness.cli.options import (
+    BadInput,
+    add_cases,
+    add_command,
+    add_how_to_run,
+    add_jobs,
+    add_recipe,
+    add_selection,
+    options_of,
+)
+from harness.cli.report import last_runs, shown_as_markdown
+from harness.evidence.store import write_text
+from harness.report.grid import summary
+from harness.report.output import complain, say
+from harness.run import nights, verdicts
+from harness.run.history import runs_in, series
+from harness.run.history_text import Told, lapsed, lines, told
+from harness.run.options import Options
+from harness.run.page import page_of
+from harness.run.verdicts import RecordedRun
+from harness.spec import quarantine
+from harness.spec.case import Case
+
+CHECKOUT = ".trainer"
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "nightly", command, "run the matrix, say what changed since earlier nights, and find the commits"
+    )
+    parser.add_argument(
+        "nights", metavar="NIGHTS", type=Path, help="a folder of verdicts, to which this night is added"
+    )
+    parser.add_argument(
+        "--of",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="what other machines ran, the shards of this night: nothing is run",
+    )
+    parser.add_argument("--repo", type=Path, metavar="PATH", help="a clone of the trainer; only read")
+    parser.add_argument("--commit", metavar="COMMIT", help="of PATH, to run instead of what is checked out there")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        metavar="N",
+        help="for finding commits, in all; default 60, 0: none is looked for",
+    )
+    parser.add_argument("--quarantine", type=Path, metavar="FILE", help="cases set aside until a day; YAML, only read")
+    add_cases(parser)
+    add_selection(parser)
+    matrix.add_tier(parser)
+    add_jobs(parser, "cases at a time at most; default as many as slots allow")
+    add_recipe(parser)
+    add_how_to_run(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    """As `harness history` of the nights with this one; 2 also where every case was skipped."""
+    set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
+    options = prepared(args)
+    cases = matrix.of_files(args)[0]
+    runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs)]
+    today = datetime.now(UTC).date()
+    folder = nights.keep(args.nights, runs, str(today))
+    row = functools.partial(told, row_of(args.nights, runs), set_aside, today)
+    where = Where(
+        repository(args), {case.name: case for case in cases}, options, time.monotonic() + 60 * args.minutes, tell
+    )
+    nights.keep_culprits(folder, searched(row(), where))
+    one = row(nights.culprits_in([args.nights]))
+    stale = lapsed(set_aside, [one], today)
+    report(one, runs, stale, args)
+    judged = [outcome for outcome in one.nights[-1].outcomes.values() if not outcome.skipped]
+    return worst([code(one), NOT_JUDGED if stale or not judged else PASSED])
+
+
+tell = functools.partial(say, to=sys.stderr)
+
+
+def prepared(args: argparse.Namespace) -> Options:
+    """With the trainer of the commit in OUT/.trainer, where a commit or a repository is named. Raises BadInput."""
+    if args.commit and (args.repo is None or args.of or args.trainer == own_commits.TRAINER):
+        raise BadInput("--commit: it is of --repo, of a trainer that has sources, and without --of")
+    if args.repo and not args.of and args.trainer != own_commits.TRAINER:
+        if args.source:
+            raise BadInput("--source: leave it out, --repo has the sources")
+        args.source = str(checked_out(args) if args.commit else args.repo)
+    return options_of(args, several_nodes=False)
+
+
+def checked_out(args: argparse.Namespace) -> Path:
+    """A clone of our own, so that nothing moves in the user's."""
+    there = args.out / CHECKOUT
+    shutil.rmtree(there, ignore_errors=True)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    checkout = commits.cloned(args.repo, there, getattr(trainers.load(args.trainer), "files", ()))
+    commits.git(checkout, "checkout", "--quiet", "--detach", commits.resolve(args.repo, args.commit))
+    return checkout
+
+
+def repository(args: argparse.Namespace) -> Path | None:
+    """To search in."""
+    if args.repo or args.trainer != own_commits.TRAINER:
+        return args.repo
+    return ROOT if BUILTIN == ROOT and (ROOT / ".git").exists() else None
+
+
+def ran(cases: Sequence[Case], options: Options, jobs: int | None) -> RecordedRun:
+    record = verdicts.begin(cases, options, "")
+    found, seconds = matrix.run(cases, options, record, jobs=jobs)
+    tell(summary(found, seconds))
+    runs, _ = verdicts.read(record.file)
+    return next(run for run in runs if run.run == record.run)
+
+
+def row_of(folder: Path, runs: Sequence[RecordedRun]) -> list[nights.Night]:
+    """The nights of this trainer, device and launcher, up to this one."""
+    every, unread = runs_in([folder])
+    for line in unread:
+        complain(line)
+    mine = {run.run for run in runs}
+    for row in series(every).values():
+        if at := [number for number, night in enumerate(row) if mine & {run.run for run in night.runs}]:
+            return row[: at[-1] + 1]
+    raise AssertionError("this night was kept there")
+
+
+def report(one: Told, runs: Sequence[RecordedRun], stale: Sequence[str], args: argparse.Namespace) -> None:
+    """What changed, on stdout and as history.txt, summary.md for a CI job, and page.html."""
+    from harness.report.page import html  # jinja2 takes a twentieth of a second
+
+    text = "\n".join([*lines(one), *(["", "QUARANTINE", *(f"  {line}" for line in stale)] if stale else [])])
+    found = [culprit.report for culprit in one.culprits_of_last if culprit.report]
+    text = "\n\n".join([text, *found])
+    say(text)
+    page = page_of(runs, [], runs_in([args.nights])[0], args.out / "page.html")
+    write_text(args.out / "page.html", html(dataclasses.replace(page, since=one.since)))
+    write_text(args.out / "history.txt", text + "\n")
+    write_text(args.out / "summary.md", f"```\n{text}\n```\n\n{shown_as_markdown(runs, one.since)}")
+    say(f"\n{args.out / 'page.html'}")

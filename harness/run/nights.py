@@ -1,0 +1,85 @@
+"""A folder of nights: NIGHTS/DAY/verdicts.jsonl holds the runs of a day, culprits.jsonl beside it what broke or fixed cases.
+
+It is small, for evidence lies elsewhere, and only grows: one keeps it in a branch of git.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.evidence.store import EvidenceError
+from harness.report import outcome as outcomes
+from harness.run import verdicts
+from harness.run.history import Night
+from harness.run.verdicts import RecordedRun
+
+CULPRITS = "culprits.jsonl"
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What one search found. cases: those that share the cause; only the first was run. run: the night that they changed in.
+    fixed: whether what fixed them was looked for. good, bad: the commits of the two nights. name: the commit, its day and
+    subject; empty where it was not found, and then problem says why. before: the last one without it. report: of the search."""
+
+    cases: tuple[str, ...]
+    run: str
+    cause: str
+    good: str
+    bad: str
+    fixed: bool = False
+    name: str = ""
+    before: str = ""
+    problem: str = ""
+    report: str = ""
+
+    def __str__(self) -> str:
+        return self.name or f"not found: {self.problem}"
+
+
+Culprits = Mapping[tuple[str, str], Culprit]
+"""By case, and the night in which it changed."""
+
+
+def by_case(found: Iterable[Culprit]) -> Culprits:
+    return {(case, one.run): one for one in found for case in one.cases}
+
+
+def of_night(night: Night) -> str:
+    """What a culprit calls it: its first run."""
+    return night.runs[0].run
+
+
+def keep(nights: Path, runs: Sequence[RecordedRun], day: str) -> Path:
+    """Adds these runs, where they are not there yet, to those of that day. Answers its folder. Raises EvidenceError."""
+    folder = nights / day
+    file = folder / verdicts.FILE
+    there = {run.run: run.outcomes for run in verdicts.read(file)[0]} if file.exists() else {}
+    for run in runs:
+        if there.get(run.run) != run.outcomes:
+            ended = [{"run": run.run, "ended": outcomes.to_json(one)} for one in run.outcomes.values()]
+            verdicts.append(file, {"run": run.run, "begins": run.begins}, *ended)
+    return folder
+
+
+def keep_culprits(folder: Path, found: Sequence[Culprit]) -> None:
+    if found:
+        verdicts.append(folder / CULPRITS, *map(dataclasses.asdict, found))
+
+
+def culprits_in(folders: Sequence[Path]) -> Culprits:
+    """Of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
+    files = [file for folder in folders if folder.is_dir() for file in sorted(folder.rglob(CULPRITS))]
+    return by_case(_culprit(line, file) for file in files for line in file.read_bytes().splitlines() if line)
+
+
+def _culprit(line: bytes, file: Path) -> Culprit:
+    try:
+        value = json.loads(line)
+        return Culprit(**(value | {"cases": tuple(value["cases"])}))
+    except (ValueError, TypeError, KeyError) as error:
+        raise EvidenceError(f"{file}: not a line of what was searched for: {error}") from error
