@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in parser.parse_args(argv).measured:
         print(accept(from_json(file.read_text(encoding="utf-8")), all_faults()))
     for page, made_anew in PARTS.items():
-        write_text(page, made_anew(page.read_text(encoding="utf-8")))
+        before = page.read_text(encoding="utf-8")
+        after = made_anew(before)
+        write_text(page, after)
+        print(f"{page.relative_to(ROOT)}: {'as it was' if after == before else 'changed; review `git diff`'}")
     return 0
 
 

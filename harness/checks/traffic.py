@@ -42,6 +42,7 @@ def check(trial: Trial) -> Result:
             wanted = planned(trial, rank, step)
             optional = planned(trial, rank, step, optional_only=True)
             seen = observed(evidence, step)
+            # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             seen |= _by_evaluation(trial, rank, step, wanted, seen)
             examined += len(wanted) + 1

@@ -93,14 +93,14 @@ def load(case: Case, folder: Path | None = None) -> Golden:
             {key: _noise(stored) for key, stored in record.get("noise", {}).items()},
         )
     except FileNotFoundError as error:
-        remedy = f"make it with `{accept_command(case)}`, review it"
+        remedy = f"make it with `{accept_of(case)}`, review it"
         raise GoldenError(f"{path}: no golden for this recipe; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GoldenError(
-            f"{path}: damaged golden ({error!r}); restore it from git or accept it anew: `{accept_command(case)}`"
+            f"{path}: damaged golden ({error!r}); restore it from git or accept it anew: `{accept_of(case)}`"
         ) from error
     if record.get("recipe") != json.loads(json.dumps(recipe(case))):
-        raise GoldenError(f"{path}: made for another recipe; accept it anew with `{accept_command(case)}`")
+        raise GoldenError(f"{path}: made for another recipe; accept it anew with `{accept_of(case)}`")
     return golden
 
 
@@ -109,12 +109,19 @@ def accept_command(case: Case, *more: str) -> str:
     return shlex.join(["harness", "golden", "--accept", *case_files.typed(case.file), *more])
 
 
+def accept_of(case: Case) -> str:
+    """The same for this case alone: without its name every recipe's golden is made anew."""
+    return accept_command(case, "-k", case.name)
+
+
 def review_command(case: Case) -> str:
-    """What shows how the accepted goldens of the case's folder differ from those in git."""
+    """What shows how the accepted goldens of the case's folder differ from those in git, new ones included."""
     folder, here = home(case), Path.cwd()
     if folder.is_relative_to(here):
-        return f"git diff {shlex.quote(str(folder.relative_to(here)))}/"
-    return f"git -C {shlex.quote(str(folder))} diff ."
+        there = f"{shlex.quote(str(folder.relative_to(here)))}/"
+        return f"git add -N {there} && git diff {there}"
+    there = shlex.quote(str(folder))
+    return f"git -C {there} add -N . && git -C {there} diff ."
 
 
 def _noise(stored: dict[str, Any]) -> Noise:

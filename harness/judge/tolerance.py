@@ -59,7 +59,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.judge.golden import accept_command
+from harness.judge.golden import accept_of
 from harness.reference.config import TrainingConfig
 from harness.reference.record import Noise, ReferenceRun, ReferenceStep
 from harness.spec.case import Case
@@ -118,7 +118,7 @@ def bounds(case: Case, reference: ReferenceRun, noise: Noise | None = None) -> B
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
     """Bounds of a recipe with noise. Raises NoBound where the noise was not measured, or holds a NaN."""
     if noise is None:
-        accept = f"`{accept_command(case, '-k', case.name)}` measures it"
+        accept = f"`{accept_of(case)}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
     if not noise.finite:
         raise NoBound("a repeat of the reference has a NaN")

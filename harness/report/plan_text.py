@@ -41,7 +41,7 @@ def plan_text(case: Case, plan: Plan) -> str:
 
 def _unusual(case: Case) -> Iterator[str]:
     """What the case requests besides its dims."""
-    for name in ("features", "training"):
+    for name in ("model", "features", "training"):
         record = getattr(case, name)
         fields = [field for field in dataclasses.fields(record) if getattr(record, field.name) != field.default]
         if fields:

@@ -151,7 +151,8 @@ def _of_features() -> Iterator[Option]:
     yield _feature("CPU offload", "CPU offload", "cpu_offload", True, {"dp_shard": 2})
     for kind in ("full", "layer", "op"):
         yield _feature(f"AC, {kind}", "activation checkpointing", "activation_checkpointing", kind)
-    yield _feature("accumulation", "accumulation", "accumulation", 2)
+    twice = {"features": {"accumulation": 2}}
+    yield Option("accumulation", "accumulation", twice, lambda case: case.features.accumulation > 1)
     yield _feature("torch.compile", "compile", "compile", True)
 
 

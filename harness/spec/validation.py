@@ -38,9 +38,11 @@ def validate(case: Case, world_size: Any, where: str) -> None:
     shares = dims.dp * case.features.accumulation * case.microbatches
     if training.global_batch % shares:
         of_pp = f" x microbatches {case.microbatches}" if dims.pp > 1 else ""
+        below = training.global_batch // shares * shares
+        remedy = f"{below} or {below + shares}" if below else str(shares)
         raise CaseError(
             f"{where}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
-            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares}"
+            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares}; request {remedy}"
         )
     halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
     length, degree = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1

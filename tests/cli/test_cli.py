@@ -213,7 +213,7 @@ def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
 def test_a_missing_golden_is_unknown_and_says_how_to_make_it(cases: Any, capsys: Any) -> None:
     assert main(["run", "single", *cases(NEW_RECIPE), "--bisect"]) == 125
     told = capsys.readouterr().out
-    assert re.search(r"golden/\S+: no golden for this recipe; make it with `harness golden --accept`", told)
+    assert re.search(r"golden/\S+: no golden for this recipe; make it with `harness golden --accept .*-k \S+`", told)
 
 
 def test_a_golden_is_not_accepted_in_ci(cases: Any, monkeypatch: Any, capsys: Any) -> None:
@@ -230,7 +230,8 @@ def test_accepting_a_golden_is_no_pass_and_comparing_it_afterwards_is(project: P
     file = "debug-adamw-float64-"
     assert golden()[0] == 2
     code, told = golden("--accept")
-    assert code == 2 and told.startswith(file) and "accepted, not judged: review `git diff golden/`" in told
+    assert code == 2 and told.startswith(file)
+    assert "accepted, not judged: review `git add -N golden/ && git diff golden/`" in told
     assert golden()[0] == 0
     (path,) = (project / "golden").glob("*.json")
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))

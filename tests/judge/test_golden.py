@@ -185,7 +185,7 @@ def refusal(tmp_path: Path) -> str:
 
 
 def test_a_missing_golden_is_answered_with_the_command(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == "no golden for this recipe; make it with `harness golden --accept`, review it"
+    assert refusal(tmp_path) == "no golden for this recipe; make it with `harness golden --accept -k tiny`, review it"
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"steps": 3}', '{"steps": [{"loss": 1.0}]}', '{"steps": []}'])
@@ -193,14 +193,14 @@ def test_a_damaged_golden_is_answered_with_the_remedy(tmp_path: Path, damage: st
     path_of(CASE, tmp_path).write_text(damage)
     message = refusal(tmp_path)
     assert message.startswith("damaged golden (") and message.endswith(
-        "); restore it from git or accept it anew: `harness golden --accept`"
+        "); restore it from git or accept it anew: `harness golden --accept -k tiny`"
     )
 
 
 def test_the_golden_of_another_recipe_is_not_believed(tmp_path: Path) -> None:
     other = tiny_case("fsdp_2", SGD)
     path_of(CASE, tmp_path).write_text(render(other, golden.from_reference(REFERENCE)))
-    assert refusal(tmp_path) == "made for another recipe; accept it anew with `harness golden --accept`"
+    assert refusal(tmp_path) == "made for another recipe; accept it anew with `harness golden --accept -k tiny`"
 
 
 def test_a_damaged_golden_is_replaced_by_accepting(tmp_path: Path) -> None:
@@ -220,7 +220,9 @@ def test_one_recipe_has_one_golden_whatever_the_layout() -> None:
 
 def test_the_golden_of_somebody_elses_case_lies_beside_the_case(tmp_path: Path) -> None:
     theirs = replace(CASE, file=str(tmp_path / "cases" / "mine.yaml"))
-    with pytest.raises(GoldenError, match=f"{tmp_path}/golden/.*`harness golden --accept --cases {tmp_path}/cases`"):
+    with pytest.raises(
+        GoldenError, match=f"{tmp_path}/golden/.*`harness golden --accept --cases {tmp_path}/cases -k tiny`"
+    ):
         load(theirs)
     accept(theirs, REFERENCE)
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "golden"]
@@ -252,9 +254,9 @@ def test_what_is_to_be_typed_names_the_folder_of_the_cases(tmp_path: Path, monke
     folder = tmp_path / "my cases"
     case = replace(tiny_case(ParallelDims()), file=str(folder / "some.yaml"))
     assert accept_command(case, "-k", "x") == f"harness golden --accept --cases '{folder}' -k x"
-    assert review_command(case) == f"git -C '{folder}/golden' diff ."
+    assert review_command(case) == f"git -C '{folder}/golden' add -N . && git -C '{folder}/golden' diff ."
     monkeypatch.chdir(tmp_path)
-    assert review_command(case) == "git diff 'my cases/golden'/"
+    assert review_command(case) == "git add -N 'my cases/golden'/ && git diff 'my cases/golden'/"
     assert accept_command(replace(case, file="cases/some.yaml")) == "harness golden --accept --cases builtin"
     assert accept_command(replace(case, file=str(tmp_path / "cases" / "some.yaml"))) == "harness golden --accept"
     monkeypatch.chdir(ROOT)

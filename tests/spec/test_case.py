@@ -172,7 +172,7 @@ WRONG_LINES = {
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16",
     "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8",
     "dims: {dp_replicate: 2, dp_shard: 2}\nfeatures: {accumulation: 3}": "global_batch 16 is not divisible by"
-    " dp_replicate 2 x dp_shard 2 x accumulation 3 = 12",
+    " dp_replicate 2 x dp_shard 2 x accumulation 3 = 12; request 12 or 24",
     "dims: {tp: 4}\ntraining: {seq_len: 30}": "seq_len 30 is not divisible by cp 1 x tp 4 (sequence parallel)",
     "dims: {pp: 4}": "pp 4 x stages_per_rank 1 = 4 stages, but the model has only 2 layers",
     "dims: {tp: 2.0}": "dims: tp: expected int, got 2.0; the default is 1",

@@ -10,9 +10,9 @@ class Flow:
     """Bytes that one rank must move over one axis in a step, for one purpose.
 
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
-    neither on bucketing nor on the algorithm behind the collective. optional: a trainer may as well do this outside of
-    forward and backward, where it cannot be told from other small collectives; done inside, it has these bytes.
-    first: in the first step only. later: in all others only.
+    neither on bucketing nor on the algorithm behind the collective. optional: it has these bytes where it is done in
+    forward or backward; done outside of them it cannot be told from other small collectives. first: in the first step
+    only. later: in all others only.
     """
 
     axis: str
