@@ -1,4 +1,4 @@
-"""`harness compare A B`: what differs in the structure of two recorded jobs."""
+"""`harness compare A B`: what differs between two runs of a matrix, or in the structure of two recorded jobs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,27 @@ from typing import Any
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT
 from harness.cli.options import BadInput, add_command
 from harness.cli.record import add_recording, record
+from harness.cli.report import last_runs
 from harness.cli.snapshot import load_snapshot
+from harness.evidence.store import CASE_FILE, load_run
+from harness.judge.run_as_recording import as_recording
 from harness.judge.stored_recording import Recording, load_recording
 from harness.judge.structure import costs, differences, structure
 from harness.report.compared import compared
+from harness.report.compared_runs import compared_runs
 from harness.report.output import complain, say
+from harness.run import verdicts
+from harness.run.comparison import compared_cases, of_runs
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "compare", command, "say what differs in the structure of two recorded jobs")
-    parser.add_argument("folders", metavar="A B", nargs="*", help="recordings, or a snapshot of one")
+    parser = add_command(commands, "compare", command, "say what differs between two runs, or two recorded jobs")
+    parser.add_argument(
+        "folders",
+        metavar="A B",
+        nargs="*",
+        help="folders of `harness matrix` or `harness run`, recordings, or a snapshot of one",
+    )
     parser.add_argument(
         "--with",
         dest="good",
@@ -35,11 +46,11 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """1 where structure differs; with a command 125 where it could not be recorded, which bisecting takes as: skip."""
+    """1 where verdicts or structure differ; with a command 125, which bisecting skips, where it could not be recorded."""
     if args.good is None:
         if len(args.folders) != 2 or args.words:
-            raise BadInput("compare: two recordings, or --with A -- COMMAND")
-        return _said(*map(Path, args.folders))
+            raise BadInput("compare: two runs, two recordings, or --with A -- COMMAND")
+        return _between(*map(Path, args.folders))
     args.words = [*args.folders, *args.words]  # behind -- all words look alike
     try:
         code = record(args, args.out)
@@ -51,6 +62,25 @@ def command(args: argparse.Namespace) -> int:
         complain(f"the command ended with code {code}, {len(recording.summaries)} ranks left evidence: not compared")
         return SKIP_COMMIT
     return _said(args.good, args.out)
+
+
+def _between(one: Path, other: Path) -> int:
+    runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
+    if not runs:
+        return _said(one, other)
+    if len(runs) == 1:
+        raise BadInput(f"compare: {runs[0]} is a run of a matrix, and the other is not")
+    return _runs(one, other)
+
+
+def _runs(one: Path, other: Path) -> int:
+    """2 where nothing was compared, or something of a case was not."""
+    a, b = last_runs([one, other])
+    cases = compared_cases(a, b)
+    say("\n".join(compared_runs(str(one), str(other), of_runs(a, b), cases)))
+    if any(each.found for each in cases):
+        return BROKEN
+    return NOT_JUDGED if not cases or any(each.problem for each in cases) else PASSED
 
 
 def _said(one: Path, other: Path) -> int:
@@ -67,5 +97,6 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, float]]:
     """Raises EvidenceError."""
     if path.suffix in (".yaml", ".yml"):
         return load_snapshot(path), {}
-    recording: Recording = load_recording(path)
+    of_a_case = (path / CASE_FILE).exists()
+    recording: Recording = as_recording(load_run(path / "run")) if of_a_case else load_recording(path)
     return (structure(recording), costs(recording)) if recording.summaries else ({}, {})

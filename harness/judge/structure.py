@@ -5,6 +5,7 @@ Costs that no two runs have alike, step time and peak memory, are kept apart fro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,10 +60,12 @@ def _name(axis: Axis, number: int) -> str:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
+    several = Counter((one.op, one.phase) for one in axis.moved)
     moved = {}
     for one in axis.moved:
         size = one.most if one.least == one.most else f"{one.least} to {one.most}"
-        moved[f"{one.op} in {one.phase}"] = {"dtype": one.dtype, "bytes": size, "calls": one.calls}
+        apart = f" of {one.dtype}" if several[one.op, one.phase] > 1 else ""
+        moved[f"{one.op} in {one.phase}{apart}"] = {"dtype": one.dtype, "bytes": size, "calls": one.calls}
     return {"degree": axis.size, "groups": list(axis.groups), **moved}
 
 

@@ -14,8 +14,15 @@ MOST = 40
 def compared(
     one: str, other: str, found: Sequence[Difference], cost: tuple[Mapping[str, float], Mapping[str, float]]
 ) -> list[str]:
-    count = f"{len(found)} difference{'s' * (len(found) != 1)} in structure" if found else "the same structure"
-    lines = [f"{one} -> {other}: {count}"]
+    return [f"{one} -> {other}: {counted(found)}", *listed(found), *_costs(*cost)]
+
+
+def counted(found: Sequence[Difference]) -> str:
+    return f"{len(found)} difference{'s' * (len(found) != 1)} in structure" if found else "the same structure"
+
+
+def listed(found: Sequence[Difference]) -> list[str]:
+    lines: list[str] = []
     before: tuple[str, ...] = ()
     for each in found[:MOST]:
         *place, name = each.where
@@ -25,8 +32,7 @@ def compared(
         lines += wrapped(
             f"{name}: {_amount(name, each.one)} -> {_amount(name, each.other)}", "    " if place else "  ", "    "
         )
-    lines += [f"  and {len(found) - MOST} more"] if len(found) > MOST else []
-    return [*lines, *_costs(*cost)]
+    return lines + ([f"  and {len(found) - MOST} more"] if len(found) > MOST else [])
 
 
 def _amount(name: str, text: str) -> str:
@@ -36,7 +42,11 @@ def _amount(name: str, text: str) -> str:
 
 
 def _costs(one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """As ratios: no two runs have the same."""
-    both = [name for name in one if name in other and one[name]]
-    texts = [f"{name} x {other[name] / one[name]:.2f}" for name in both]
+    texts = ratios(one, other)
     return [f"  cost, which is no structure: {', '.join(texts)}"] if texts else []
+
+
+def ratios(one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    """No two runs have the same costs."""
+    both = [name for name in one if name in other and one[name]]
+    return [f"{name} x {other[name] / one[name]:.2f}" for name in both]

@@ -69,3 +69,14 @@ def test_unnamed_axes_that_look_alike_stay_apart() -> None:
         for r in range(4)
     ]
     assert list(structure(recording(ranks))["axes"]) == ["unnamed, all_reduce", "unnamed, all_reduce (2)"]
+
+
+def test_one_collective_in_two_types_is_two_entries() -> None:
+    """The entry of one type took the place of the other's."""
+    both = (Use("0-3", *SUM[:2], "float32", 2, 800), Use("0-3", *SUM[:2], "bfloat16", 1, 200))
+    found = structure(recording([summary(rank, 4, uses=both) for rank in range(4)]))
+    (axis,) = found["axes"].values()
+    assert {name: part["bytes"] for name, part in axis.items() if " in " in name} == {
+        "all_reduce in backward of bfloat16": 200,
+        "all_reduce in backward of float32": 800,
+    }

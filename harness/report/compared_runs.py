@@ -1,0 +1,53 @@
+"""Two runs of a matrix: which verdicts, laws and structure of which cases are others, though every law may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.judge.structure import Difference
+from harness.report.compared import counted, listed, ratios
+from harness.report.text import wrapped
+
+Costs = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ComparedCase:
+    """found: what differs. costs: of both runs. problem: why only verdicts and sums of bytes were compared."""
+
+    case: str
+    found: tuple[Difference, ...]
+    costs: tuple[Costs, Costs] = field(default=({}, {}))
+    problem: str = ""
+
+
+def compared_runs(one: str, other: str, of: Sequence[tuple[str, str, str]], cases: Sequence[ComparedCase]) -> list[str]:
+    """of: what the runs themselves differ in, (name, one, other)."""
+    differ = [each for each in cases if each.found]
+    lines = [f"{one} -> {other}: {len(cases)} case{'s' * (len(cases) != 1)}, {len(differ) or 'none'} of them differ"]
+    lines += [line for name, was, now in of for line in wrapped(f"{name}: {was} -> {now}", "  ", "    ")]
+    for found, names in _alike(differ).items():
+        lines += ["", *wrapped(f"{', '.join(names)}: {counted(found)}", "", "  "), *listed(found)]
+    problems: dict[str, list[str]] = {}
+    for each in cases:
+        if each.problem:
+            problems.setdefault(each.problem, []).append(each.case)
+    for problem, names in problems.items():
+        lines += ["", *wrapped(f"structure not compared: {problem}: {', '.join(names)}", "", "  ")]
+    return [*lines, *_costs(cases)]
+
+
+def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
+    """What differs alike in several cases is told once."""
+    found: dict[tuple[Difference, ...], list[str]] = {}
+    for each in cases:
+        found.setdefault(each.found, []).append(each.case)
+    return found
+
+
+def _costs(cases: Sequence[ComparedCase]) -> list[str]:
+    texts = {each.case: ", ".join(ratios(*each.costs)) for each in cases}
+    width = max(map(len, texts), default=0)
+    rows = [f"  {case:<{width}}  {text}" for case, text in texts.items() if text]
+    return ["", "cost, which is no structure:", *rows] if rows else []

@@ -1,0 +1,81 @@
+"""Two runs of a matrix, case by case: their verdicts, and the structure of what ranks did, where the evidence lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.evidence.store import EvidenceError, load_run
+from harness.judge.measures import HELD, MOVED, PEAK, SECONDS
+from harness.judge.run_as_recording import as_recording
+from harness.judge.structure import differences, structure
+from harness.report.compared_runs import ComparedCase
+from harness.report.outcome import Outcome
+from harness.run.merged import merged
+from harness.run.page import places_of
+from harness.run.verdicts import RecordedRun
+
+T = TypeVar("T")
+Pair = tuple[T, T]
+OF_A_RUN = ("trainer", "torch", "commit", "device", "launcher", "machine")
+NOT_THERE = Outcome("", "none")
+
+
+def of_runs(one: RecordedRun, other: RecordedRun) -> list[tuple[str, str, str]]:
+    """What they are runs of, and differ in."""
+    texts = [
+        (name, str(one.begins.get(name) or "unknown"), str(other.begins.get(name) or "unknown")) for name in OF_A_RUN
+    ]
+    return [text for text in texts if text[1] != text[2]]
+
+
+def compared_cases(one: RecordedRun, other: RecordedRun) -> list[ComparedCase]:
+    """All that either has, but those that both skipped."""
+    mine, theirs = ({found.case: found for found in merged([run])} for run in (one, other))
+    places = places_of([one]), places_of([other])
+    found = []
+    for name in dict.fromkeys([*mine, *theirs]):
+        pair = mine.get(name, NOT_THERE), theirs.get(name, NOT_THERE)
+        if not all(each.skipped for each in pair):
+            found.append(_case(name, pair, (places[0].get(name), places[1].get(name))))
+    return found
+
+
+def _case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> ComparedCase:
+    one, other = pair
+    costs = (_costs(one), _costs(other))
+    if not (one.laws and other.laws):  # one of them did not run
+        return ComparedCase(name, tuple(differences(_verdict(one), _verdict(other))), costs)
+    problem = ""
+    try:
+        found = structure_of(places[0]), structure_of(places[1])
+    except EvidenceError as error:
+        problem, found = str(error), (_sums(one), _sums(other))
+    told = [{**_verdict(each), **more} for each, more in zip(pair, found, strict=True)]
+    return ComparedCase(name, tuple(differences(*told)), costs, problem)
+
+
+def structure_of(folder: Path | None) -> Mapping[str, Any]:
+    """Of the launch that was judged. Raises EvidenceError."""
+    if folder is None or not (folder / "case.json").exists():
+        raise EvidenceError("the evidence is not beside its verdict")
+    recording = as_recording(load_run(folder / "run"))
+    if not recording.summaries:
+        raise EvidenceError("no rank left evidence")
+    return structure(recording)
+
+
+def _verdict(outcome: Outcome) -> dict[str, Any]:
+    why = outcome.cause or outcome.reason
+    return {"verdict": f"{outcome.verdict}: {why}" if why else outcome.verdict, "laws": dict(outcome.laws)}
+
+
+def _sums(outcome: Outcome) -> dict[str, Any]:
+    exact = {name: int(value) for name, value in outcome.measures.items() if name == HELD or name.startswith(MOVED)}
+    return {"sums": exact}
+
+
+def _costs(outcome: Outcome) -> dict[str, float]:
+    names = {"step time": SECONDS, "peak memory": PEAK}
+    return {word: outcome.measures[name] for word, name in names.items() if name in outcome.measures}
