@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -30,13 +31,13 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(int(rank) for rank in line)) for line in lines)
 
 
-def groups_by_axis(case: Case, units: dict[int, list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
+def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
     """By axis of degree above 1, folded axes included, its groups; with those of what FSDP keeps cut after forward."""
     dims = case.dims
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1:
         found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
-    for degree in sorted({unit.degree for mine in units.values() for unit in mine}):
+    for degree in sorted({unit.degree for mine in units for unit in mine}):
         if (axis := gathered_over(case, degree)) not in (shard_axis(dims), ""):
             found[axis] = _post_forward_groups(found[shard_axis(dims)], degree)
     return found

@@ -10,9 +10,11 @@ ceil(n / parts), the last ones shorter or empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from harness.plan.grid import groups_by_axis, shard_axis, shard_place
+from harness.plan.kinds import PerRank, Shapes, kinds_of_ranks, numbered, places_of_ranks
 from harness.plan.memory import (
     gradient_spare,
     kept_after_forward,
@@ -21,65 +23,85 @@ from harness.plan.memory import (
     spare_bytes,
     table_bytes,
 )
-from harness.plan.observed_units import Observed
+from harness.plan.observed_units import Observed, Unit
 from harness.plan.plan import Plan
 from harness.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices_of_rank
 from harness.plan.stages import parameters_of_stage, stages_of_rank
-from harness.plan.traffic.ranks import flows_of_ranks, integer_bytes, outside_bytes, used_bytes
+from harness.plan.traffic.ranks import flows_of_rank, integer_bytes, outside_bytes, used_bytes
 from harness.plan.units import held_units, units_of_rank
 from harness.reference.config import quantized_modules
 from harness.spec.case import Case
 from harness.spec.traits import USUAL, TrainerTraits
 
+T = TypeVar("T")
+
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:
     """traits: what the trainer chose. observed: FSDP's units where case and traits leave them open; without evidence of them,
     "apart". torch: the release that the ranks ran; empty for the oldest supported."""
-    dims = case.dims
     flat = flat_units(case) if case.wrapper == "fsdp1" else ()
     shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
-    stages = {rank: stages_of_rank(case, rank) for rank in range(dims.world_size)}
-    slices = _slices(case, stages, shapes, flat)
-    units = {rank: units_of_rank(case, traits, rank, observed) for rank in slices}
-    flows = even_flows = flows_of_ranks(case, traits, case.seq_len(1), units, torch)
+    units = PerRank(_claims(case, observed), lambda rank: units_of_rank(case, traits, rank, observed))
+    stages, slices, kinds = _ranks(case, shapes, flat, units)
+
+    def each(make: Callable[[int], T]) -> PerRank[T]:
+        return PerRank(kinds, make)
+
+    flows = even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(1), units[rank], torch))
     if case.training.variable_length:
-        even_flows = flows_of_ranks(case, traits, case.seq_len(2), units, torch)
+        even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(2), units[rank], torch))
     return Plan(
-        dims=dims,
+        dims=case.dims,
         first_step=case.steps.start,
         shapes=shapes,
-        groups=groups_by_axis(case, units),
-        shard_axis=shard_axis(dims),
+        groups=groups_by_axis(case, units.of_each_kind()),
+        shard_axis=shard_axis(case.dims),
         stages=stages,
         slices=slices,
         flows=flows,
         even_flows=even_flows,
-        outside_bytes={rank: outside_bytes(case, rank, flows[rank]) for rank in slices},
+        outside_bytes=each(lambda rank: outside_bytes(case, rank, flows[rank])),
         integer_bytes=integer_bytes(case),
         used_bytes=used_bytes(case),
-        parameter_bytes={rank: parameter_bytes(case, rank, slices[rank], flat) for rank in slices},
-        units={rank: held_units(case, slices[rank], units[rank]) for rank in slices},
+        parameter_bytes=each(lambda rank: parameter_bytes(case, rank, slices[rank], flat)),
+        units=each(lambda rank: held_units(case, slices[rank], units[rank])),
         traits=traits,
         observed=observed,
         table_bytes=table_bytes(case),
-        spare_bytes={rank: spare_bytes(case, traits, rank, slices[rank]) for rank in slices},
-        gradient_spare={rank: gradient_spare(case, traits, rank) for rank in slices},
+        spare_bytes=each(lambda rank: spare_bytes(case, traits, rank, slices[rank])),
+        gradient_spare=each(lambda rank: gradient_spare(case, traits, rank)),
         torch=torch,
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
-        after_forward={rank: kept_after_forward(case, rank, slices[rank], units[rank]) for rank in slices},
-        padding_after_forward={
-            rank: padding_after_forward(case, rank, slices[rank], flat, units[rank]) for rank in slices
-        },
+        after_forward=each(lambda rank: kept_after_forward(case, rank, slices[rank], units[rank])),
+        padding_after_forward=each(lambda rank: padding_after_forward(case, rank, slices[rank], flat, units[rank])),
     )
 
 
-def _slices(
-    case: Case, stages: Mapping[int, Sequence[int]], shapes: dict[str, tuple[int, ...]], flat: tuple[FlatUnit, ...]
-) -> dict[int, dict[str, Slice]]:
-    """By rank, what it holds of each parameter of its stages, by fqn."""
-    placed = {stage: parameters_of_stage(case, stage) for stage in range(case.n_stages)}
-    held = {rank: {fqn: shapes[fqn] for stage in mine for fqn in placed[stage]} for rank, mine in stages.items()}
+def _ranks(
+    case: Case, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
+) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
+    """The stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a kind."""
+    places = places_of_ranks(case.dims)
+    stages = PerRank({rank: place.pp for rank, place in places.items()}, lambda rank: stages_of_rank(case, rank))
+    held = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
+    slices = PerRank(places, lambda rank: _slices(case, rank, held[rank], flat))
     if flat:
-        return {rank: flat_slices(flat, mine, *shard_place(case.dims, rank)) for rank, mine in held.items()}
-    return {rank: slices_of_rank(case.dims, rank, mine) for rank, mine in held.items()}
+        return stages, slices, numbered({rank: (place, units.kinds[rank]) for rank, place in places.items()})
+    return stages, slices, kinds_of_ranks(case.dims, places, held, units)
+
+
+def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
+    """Kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
+    seen = observed or {}
+    return numbered({rank: tuple(seen.get(rank, ())) for rank in range(case.dims.world_size)})
+
+
+def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:
+    """Of the parameters of these stages, by fqn."""
+    return {fqn: shapes[fqn] for stage in stages for fqn in parameters_of_stage(case, stage)}
+
+
+def _slices(case: Case, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
+    """What a rank holds of each parameter of its stages, by fqn."""
+    return flat_slices(flat, held, *shard_place(case.dims, rank)) if flat else slices_of_rank(case.dims, rank, held)

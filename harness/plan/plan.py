@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.plan.observed_units import Observed
@@ -46,24 +47,24 @@ class Plan:
     shapes: dict[str, tuple[int, ...]]
     groups: dict[str, tuple[tuple[int, ...], ...]]
     shard_axis: str
-    stages: dict[int, tuple[int, ...]]
-    slices: dict[int, dict[str, Slice]]
-    flows: dict[int, tuple[Flow, ...]]
-    even_flows: dict[int, tuple[Flow, ...]]
-    parameter_bytes: dict[int, tuple[int, int]]
-    outside_bytes: dict[int, int]
+    stages: Mapping[int, tuple[int, ...]]
+    slices: Mapping[int, dict[str, Slice]]
+    flows: Mapping[int, tuple[Flow, ...]]
+    even_flows: Mapping[int, tuple[Flow, ...]]
+    parameter_bytes: Mapping[int, tuple[int, int]]
+    outside_bytes: Mapping[int, int]
     integer_bytes: int
     used_bytes: int
-    spare_bytes: dict[int, int]
-    units: dict[int, tuple[tuple[str, ...], ...]]
+    spare_bytes: Mapping[int, int]
+    units: Mapping[int, tuple[tuple[str, ...], ...]]
     table_bytes: int = 0
     traits: TrainerTraits = USUAL
     observed: Observed | None = None
-    gradient_spare: dict[int, int] = field(default_factory=dict)
+    gradient_spare: Mapping[int, int] = field(default_factory=dict)
     torch: str = ""
     flat: tuple[FlatUnit, ...] = ()
-    after_forward: dict[int, dict[str, Kept]] = field(default_factory=dict)
-    padding_after_forward: dict[int, int] = field(default_factory=dict)
+    after_forward: Mapping[int, dict[str, Kept]] = field(default_factory=dict)
+    padding_after_forward: Mapping[int, int] = field(default_factory=dict)
     first_step: int = 1
     quantized: tuple[str, ...] = ()
     unreduced: frozenset[tuple[str, int]] = frozenset()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from harness.plan.grid import coordinate, shard_place
@@ -59,7 +59,7 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def slices_of_rank(dims: ParallelDims, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Slice]:
+def slices_of_rank(dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
     """By fqn, the rank's part of parameters of these shapes: tp first, then data-parallel sharding."""
     tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
     return {fqn: slice_of(fqn, shape, tp, shard) for fqn, shape in shapes.items()}
@@ -84,7 +84,7 @@ def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
 
 
 def flat_slices(
-    units: Iterable[FlatUnit], shapes: dict[str, tuple[int, ...]], degree: int, index: int
+    units: Iterable[FlatUnit], shapes: Mapping[str, tuple[int, ...]], degree: int, index: int
 ) -> dict[str, Slice]:
     """Of each flattened parameter, what lies in the index-th of `degree` equal parts of its unit."""
     found: dict[str, Slice] = {}
@@ -98,14 +98,20 @@ def flat_slices(
 
 def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
     """The part of a parameter at place (degree, index) of tensor parallel and, inside it, of data-parallel sharding."""
+    return _cut(tp_dim(fqn), shape, tp, shard)
+
+
+@functools.lru_cache(maxsize=2**15)
+def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
+    """All layers are cut alike, so that ranks by the thousand share these."""
     intervals = [(0, size) for size in shape]
-    dim = tp_dim(fqn)
     if dim is not None:
         intervals[dim] = chunk(intervals[dim], *tp)
     intervals[0] = chunk(intervals[0], *shard)
     return tuple(intervals)
 
 
+@functools.lru_cache(maxsize=2**14)
 def tp_dim(fqn: str) -> int | None:
     """The dim that tensor parallel cuts, None for a parameter that every tp rank holds whole."""
     module = fqn.removesuffix(".weight")

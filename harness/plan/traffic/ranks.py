@@ -18,17 +18,13 @@ from harness.spec.dims import AXES
 from harness.spec.traits import TrainerTraits
 
 
-def flows_of_ranks(
-    case: Case, traits: TrainerTraits, length: int, units: dict[int, list[Unit]], torch: str
-) -> dict[int, tuple[Flow, ...]]:
-    """All that each rank moves in a step of sequences of this length. torch: the release that runs."""
-    return {rank: flows_of_rank(case, traits, rank, length, units[rank], torch) for rank in range(case.dims.world_size)}
-
-
 def flows_of_rank(
     case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit], torch: str
 ) -> tuple[Flow, ...]:
-    """One rank's flows in a step, from every kind of parallelism. units: FSDP2's, as they are planned for this rank."""
+    """All that a rank moves in a step of sequences of this length. units: FSDP2's, as they are planned for this rank.
+
+    torch: the release that runs.
+    """
     pipelined = case.dims.pp > 1
     flows = (
         *(pipelined_data_parallel_flows(case, rank, units) if pipelined else ()),
