@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+from literal import tiny_case, trial_of, with_step
 
 from harness import ROOT
 from harness.checks import all_checks, law
 from harness.cli import parser
 from harness.faults import load_fault
-from harness.judge.result import Verdict
+from harness.judge import result
+from harness.judge.result import Finding, Verdict
+from harness.judge.trial import Trial
 from harness.report.text import case_report
 from harness.run.options import Options
 from harness.run.run_case import run_case
@@ -26,6 +31,17 @@ def test_the_table_of_laws_is_theirs() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGES["laws.md"], re.MULTILINE)
     assert rows == [(name, law(name)) for name in all_checks()]
     assert f" {len(rows)} laws compare the three" in README
+
+
+def test_the_law_that_the_page_writes_as_an_example_can_pass_and_fail() -> None:
+    _, _, after = PAGES["laws.md"].partition("## Add a law\n")
+    (lines,) = re.findall(r'(?:^    """(?:.*\n|\n)+?)(?=^[^ \n])', after, re.MULTILINE)
+    space = {"math": math, "Trial": Trial, **vars(result)}
+    exec(textwrap.dedent(lines), space)
+    trial = trial_of(tiny_case("fsdp_2"))
+    assert space["check"](trial).verdict is Verdict.PASS
+    found = space["check"](with_step(trial, 1, 2, grad_norm=math.nan))
+    assert found.findings == (Finding.at(1, "a finite norm", "nan", step=2),)
 
 
 @pytest.mark.parametrize("page", PARTS, ids=lambda page: page.name)

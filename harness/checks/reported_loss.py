@@ -1,7 +1,7 @@
 """The loss that a rank reports is the reference's: a claim, judged apart from the training itself.
 
-A rank that reports none claims nothing; if none does, that is UNKNOWN. One that reports it in some of the steps that are
-due and not in others is a finding.
+A rank that reports none claims nothing; if none does, though its trainer is one that reports losses, that is UNKNOWN. One
+that reports it in some of the steps that are due and not in others is a finding.
 """
 
 from __future__ import annotations
