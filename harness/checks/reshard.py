@@ -56,16 +56,27 @@ def _of_recorded(trial: Trial) -> Result:
     """Of a recorded job: no more is there than wrappers claim. A unit that a pass did not need is not there at all."""
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
-        wanted = trial.plan.after_forward[rank]
         for step in evidence.steps:
             for record in step.after_forward:
                 examined += len(record.bytes)
-                more = [fqn for fqn, held in record.bytes.items() if fqn in wanted and held > wanted[fqn].bytes]
-                for fqn in more:
-                    kept = kept_text(trial, wanted[fqn].degree)
-                    observed = observed_text(trial, rank, fqn, record.bytes[fqn])
-                    findings.append(Finding.at(rank, kept, observed, step=step.step, name=f"{fqn} after forward"))
+                findings += _more_than_kept(trial, partial(Finding.at, rank, step=step.step), rank, record)
     return verdict_of("reshard", findings, examined)
+
+
+def _more_than_kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
+    """Of the memory behind all parameters nothing is said where some are in no unit: then it is not planned."""
+    wanted = trial.plan.after_forward[rank]
+    findings = [
+        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=f"{fqn} after forward")
+        for fqn, held in record.bytes.items()
+        if fqn in wanted and held > wanted[fqn].bytes
+    ]
+    if findings or not record.bytes.keys() <= wanted.keys():
+        return findings
+    most = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes) + trial.plan.padding_after_forward[rank]
+    if record.storage <= most:
+        return []
+    return [here(f"at most {amount(most)}", amount(record.storage), name="memory of all parameters after forward")]
 
 
 def _kept_text(trial: Trial) -> str:

@@ -20,6 +20,7 @@ from harness.spec.case import CaseError
 from harness.spec.dims import ParallelDims
 from harness.spec.layout import layout
 
+FSDP_2 = LAYOUTS["fsdp_2"]
 ADAMW = "AdamW(betas (0.9, 0.999), weight_decay 0.01, amsgrad False)"
 
 
@@ -115,3 +116,51 @@ def test_a_layout_is_read_from_words_and_from_torchtitans_file(tmp_path: Any) ->
     assert layout(str(file), 16) == ParallelDims(dp_replicate=2, dp_shard=8)
     with pytest.raises(CaseError, match="the axes are pp, dp_replicate, dp_shard, cp, tp"):
         layout("fsdp=2", 2)
+
+
+def changed_steps(ran: Trial, rank: int, **changes: Any) -> Trial:
+    """The same run, in which this rank left something else of its second step."""
+    evidence = ran.ranks[rank]
+    steps = tuple(replace(step, **changes) if step.step == 2 else step for step in evidence.steps)
+    return replace(ran, run=replace(ran.run, ranks={**ran.ranks, rank: replace(evidence, steps=steps)}))
+
+
+def broken(trial: Trial) -> dict[str, list[tuple[str, str, str]]]:
+    return {r.check: [(f.where, f.expected, f.observed) for f in r.findings] for r in judged(trial) if r.findings}
+
+
+def test_a_rank_that_holds_whole_parameters_between_steps_is_named() -> None:
+    ran = trial_of(tiny_case("fsdp_2"))
+    held = ran.ranks[1].steps[1].memory
+    found = broken(recorded_trial(changed_steps(ran, 1, memory=held | {"parameters": 2 * held["parameters"]}), FSDP_2))
+    ((where, expected, observed),) = found.pop("memory")
+    assert (where, expected, observed) == ("rank 1, step 2, parameters", "944 B", "1.888 kB")
+    assert not found
+
+
+def test_gradients_that_are_kept_whole_are_more_than_a_slice() -> None:
+    ran = trial_of(tiny_case("fsdp_2"))
+    held = ran.ranks[0].steps[1].memory
+    trial = recorded_trial(changed_steps(ran, 0, memory=held | {"gradients": 2 * held["gradients"]}), FSDP_2)
+    assert list(broken(trial)) == ["memory"]
+    freed = recorded_trial(changed_steps(ran, 0, memory=held | {"gradients": 0}), FSDP_2)
+    assert not broken(freed)
+
+
+def test_a_unit_that_is_still_gathered_after_forward_is_named() -> None:
+    ran = trial_of(tiny_case("fsdp_2"))
+    (left,) = ran.ranks[1].steps[1].after_forward
+    name = "layers.0.attention.wq.weight"
+    more = replace(left, bytes=left.bytes | {name: 2 * left.bytes[name]}, storage=left.storage + left.bytes[name])
+    found = broken(recorded_trial(changed_steps(ran, 1, after_forward=(more,)), FSDP_2))
+    assert found.pop("reshard")[0] == (f"rank 1, step 2, {name} after forward", "freed", "gathered")
+    assert not found
+
+
+def test_a_unit_that_is_freed_on_paper_only_is_in_memory() -> None:
+    ran = trial_of(tiny_case("fsdp_2"))
+    (left,) = ran.ranks[1].steps[1].after_forward
+    found = broken(
+        recorded_trial(changed_steps(ran, 1, after_forward=(replace(left, storage=2 * left.storage),)), FSDP_2)
+    )
+    assert [where for where, _, _ in found["reshard"]] == ["rank 1, step 2, memory of all parameters after forward"]
