@@ -6,11 +6,14 @@ one it hides.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness import ROOT
@@ -46,9 +49,26 @@ def fresh(directory: Path) -> None:
 def run(command: Sequence[str], directory: Path, steps: str) -> int:
     """Its exit code, or minus the signal that ended it. Raises CommandError where there is no such command."""
     try:
-        return subprocess.run(list(command), env=environment(directory, steps), check=False).returncode
+        process = subprocess.Popen(list(command), env=environment(directory, steps))
     except OSError as error:
         raise CommandError(f"{command[0]}: cannot be run: {error.strerror}") from error
+    with _signals_for(process):
+        return process.wait()
+
+
+@contextlib.contextmanager
+def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Who ends a recording means the job, and the page on what it was is still written. A terminal's Ctrl-C reaches every
+    process by itself; other signals are handed on."""
+    told = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda number, _: process.send_signal(number)}
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, act) for number, act in told.items()}
+    try:
+        yield
+    finally:
+        for number, act in before.items():
+            signal.signal(number, act)
 
 
 def requested_ranks(command: Sequence[str]) -> int | None:

@@ -29,6 +29,7 @@ from harness.probe.clock import Clock
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.samples import leave_pass
 from harness.record.chosen import Chosen
+from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
 from harness.record.place import claimed, place_of, unsaved
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
@@ -37,13 +38,15 @@ _recorder: Recorder | None = None
 
 
 def imported(module: str) -> None:
-    """Called by the process's own imports: of torch, and of its pipelines once it uses them."""
+    """Called by the process's own imports: of torch, and of its compiler and its pipelines once it uses them."""
     global _recorder
     if module == "torch":
         _recorder = Recorder(
             Path(os.environ["HARNESS_RECORD"]), Chosen.parse(os.environ.get("HARNESS_RECORD_STEPS", ""))
         )
         _recorder.install()
+    elif module == COMPILER:
+        compiler_imported()
     elif _recorder is not None:
         _recorder.pipeline.install()
 
@@ -80,6 +83,7 @@ class Recorder:
         """Trap: a compiler that traces this sees only that it is compiling, and goes on to the module."""
         original = nn.Module.__call__
 
+        @not_compiled
         @functools.wraps(original)
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._inside:
@@ -88,6 +92,7 @@ class Recorder:
 
         nn.Module.__call__ = called
 
+    @not_compiled
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """By nobody whom we have seen. A recomputation in backward is, and belongs to no pass of its own."""
         if torch._C._current_graph_task_id() != -1 or not self._is_model(module):
@@ -104,6 +109,7 @@ class Recorder:
             self._inside = False
         return output
 
+    @not_compiled
     def _is_model(self, module: nn.Module) -> bool:
         if self.seen.is_part(module):
             return True
@@ -111,13 +117,15 @@ class Recorder:
             return False
         return bool(self._timed(self.seen.attach, module))
 
+    @not_compiled
     def _timed(self, act: Callable[..., Any], *args: Any) -> Any:
         """Only in chosen steps, and how long it takes is on record."""
         if self.failed or not self.is_chosen():
             return None
         began = time.perf_counter()
         try:
-            return act(*args)
+            with no_compiler():
+                return act(*args)
         except Exception as error:  # a mistake of ours ends the recording, and never the training
             self.failed = f"the recorder itself raised {error!r} in {act.__name__}"
             print(f"harness: nothing more is recorded: {self.failed}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -54,8 +55,14 @@ def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = Fals
 
 def _title(recording: Recording) -> str:
     left = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
-    code = "" if recording.code in (0, None) else f", exit code {recording.code}"
-    return f"{recording.directory}: {left}{code}"
+    return f"{recording.directory}: {left}{_exit(recording.code)}"
+
+
+def _exit(code: int | None) -> str:
+    """Of the command, where it says anything."""
+    if not code:
+        return ""
+    return f", exit code {code}" if code > 0 else f", ended by {signal.Signals(-code).name}"
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -47,6 +48,29 @@ def test_a_rank_that_is_killed_leaves_its_last_collective(tmp_path: Path, monkey
     assert recording.summaries[1].ended == ""
     assert "step 3, backward" in recording.last[1].text
     assert recording.last[1].ranks == (0, 1)
+
+
+TOLD_TO_END = """
+import os, signal, time, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(100)
+"""
+
+
+def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = signal.getsignal(signal.SIGTERM)
+    assert record(tmp_path / "one", sys.executable, "-c", TOLD_TO_END) == 1
+    assert signal.getsignal(signal.SIGTERM) is usual
+    printed = capsys.readouterr().out
+    assert "1 of 1 ranks left evidence, ended by SIGTERM" in printed
+    assert [step.step for step in load_record(record_file(tmp_path / "one", 0)).evidence.steps] == [1, 2]
 
 
 def test_a_job_that_ignores_its_environment_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

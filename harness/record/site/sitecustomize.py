@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-AWAITED = ("torch", "torch.distributed.pipelining.schedules")
+AWAITED = ("torch", "torch.distributed.pipelining.schedules", "torch._dynamo.decorators")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
