@@ -21,6 +21,9 @@ from harness.judge.trial import Recorded, Trial, launch_label
 OF_RECORDED = ("completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard")
 """What is judged of a job that was only recorded: laws that need neither values nor a recipe."""
 
+OF_ALONE = (*OF_RECORDED, "schedule", "features")
+"""What is judged of ranks that ran alone, without data: laws that need no values, and no other ranks."""
+
 STAGES = ("process", "structure", "data", "numbers")
 
 
@@ -61,7 +64,7 @@ def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
     """The law's result, made honest."""
-    if trial.recorded is not None and (reason := _unrecorded(name, trial.recorded)):
+    if reason := _not_judged(name, trial):
         return Result(name, Verdict.NOT_APPLICABLE, note=reason)
     missing = _missing(trial)
     if name != "completed" and missing:
@@ -78,18 +81,25 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
     return result
 
 
+def _not_judged(name: str, trial: Trial) -> str:
+    """Why a law is not judged of a job that was only recorded, or of ranks that ran alone."""
+    if trial.alone is not None:
+        return trial.alone.not_judged.get(name, "" if name in OF_ALONE else "needs numbers: ranks alone have no data")
+    return "" if trial.recorded is None else _unrecorded(name, trial.recorded)
+
+
 def _unrecorded(name: str, recorded: Recorded) -> str:
-    """Why a law is not judged of a job that was only recorded."""
     return recorded.not_judged.get(name, "") if name in OF_RECORDED else "needs a reference: an adapter brings it"
 
 
 def _missing(trial: Trial) -> str:
     """Whose evidence is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
-    ranks = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
+    ranks = [rank for rank in trial.started if rank not in trial.ranks]
     if ranks:
         return f"from {_some(ranks)}"
     wanted = set(trial.case.steps)
-    recorded = {"the reference": {step.step for step in trial.reference.steps}} if trial.recorded is None else {}
+    judged_by_it = trial.recorded is None and trial.alone is None
+    recorded = {"the reference": {step.step for step in trial.reference.steps}} if judged_by_it else {}
     recorded |= {f"rank {rank}": {step.step for step in trial.ranks[rank].steps} for rank in sorted(trial.ranks)}
     for who, steps in recorded.items():
         lacking = sorted(wanted - steps)

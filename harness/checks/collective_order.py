@@ -1,11 +1,13 @@
 """The members of a group issue the same collectives in the same order, and every send has its receive.
 
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
+Where only some ranks ran, groups of which a member is missing are not compared.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from harness.evidence.records import Collective
 from harness.evidence.text import bytes_text, ranks_text
@@ -22,13 +24,24 @@ def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("collective_order", "one rank has no peers")
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
-    for rank, evidence in sorted(trial.ranks.items()):
-        for collective in evidence.collectives:
+    comparable = {rank: _comparable(trial, rank) for rank in sorted(trial.ranks)}
+    for rank, collectives in comparable.items():
+        for collective in collectives:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
     findings = [f for (_, ranks), by_rank in sequences.items() for f in _first_difference(ranks, by_rank)]
-    findings += _unmatched(trial)
-    return verdict_of("collective_order", findings, sum(len(e.collectives) for e in trial.ranks.values()))
+    findings += _unmatched(comparable)
+    examined = sum(map(len, comparable.values()))
+    if trial.alone is not None and not examined:
+        return not_applicable("collective_order", "no group is wholly among the ranks that ran")
+    return verdict_of("collective_order", findings, examined)
+
+
+def _comparable(trial: Trial, rank: int) -> list[Collective]:
+    """Those whose whole group left evidence, sends and receives those whose other side did."""
+    calls = trial.ranks[rank].collectives
+    whole = {ranks: all(member in trial.ranks for member in ranks) for ranks in {call.ranks for call in calls}}
+    return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in trial.ranks)]
 
 
 def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
@@ -53,10 +66,10 @@ def _call(sequence: list[Collective], index: int) -> str:
     return f"{call.op} of {bytes_text(call.bytes)} {call.dtype} (step {call.step}, {call.phase})"
 
 
-def _unmatched(trial: Trial) -> list[Finding]:
+def _unmatched(comparable: Mapping[int, list[Collective]]) -> list[Finding]:
     balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
-    for rank, evidence in trial.ranks.items():
-        for call in evidence.collectives:
+    for rank, calls in comparable.items():
+        for call in calls:
             if call.op in POINT_TO_POINT and call.peer is not None:
                 pair = (rank, call.peer) if call.op == "send" else (call.peer, rank)
                 balance[(*pair, call.group)][POINT_TO_POINT.index(call.op)] += call.bytes

@@ -28,7 +28,7 @@ def check(trial: Trial) -> Result:
         requested, ran = trial.plan.dims.world_size, trial.run.world_size
         findings.append(Finding("launch", f"{requested} ranks", f"{ran} ranks"))
     exited = {exit.rank for exit in trial.run.exits}
-    for rank in range(trial.run.world_size):
+    for rank in trial.started:
         if rank not in exited:
             findings.append(Finding.at(rank, "exit code 0", "nothing is known of its end"))
         if rank in trial.ranks:
@@ -40,7 +40,7 @@ def check(trial: Trial) -> Result:
         rank, damage = min(trial.run.unreadable.items())
         note = f"the evidence of rank {rank} cannot be read: {damage}"
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    return verdict_of("completed", findings, examined=trial.run.world_size)
+    return verdict_of("completed", findings, examined=len(trial.started))
 
 
 def _not_the_trainers(run: Run) -> str:

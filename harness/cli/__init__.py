@@ -21,6 +21,7 @@ from harness.cli import (
     matrix,
     nightly,
     plan,
+    preflight,
     record,
     report,
     run,
@@ -42,7 +43,7 @@ from harness.spec.case import CaseError
 
 COMMANDS = (
     *(init, doctor, run, matrix, check, report, history, nightly, record, show, compare, snapshot),
-    *(plan, golden, faults, bisect, join, server),
+    *(plan, preflight, golden, faults, bisect, join, server),
 )
 EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
 

@@ -141,7 +141,7 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
         trainers.load(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
-    fault = _checked_fault(args.fault) if getattr(args, "fault", None) else None
+    fault = checked_fault(args.fault) if getattr(args, "fault", None) else None
     resident_client.choose(args.server)
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
@@ -161,7 +161,7 @@ def _check_sharing(args: argparse.Namespace) -> None:
         raise BadInput("--ranks-per-gpu: ranks share the GPUs of one machine; leave out it or --torchrun-args")
 
 
-def _checked_fault(spec: str) -> str:
+def checked_fault(spec: str) -> str:
     """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
     try:
         load_fault(spec)

@@ -38,12 +38,21 @@ class Recorded:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """Of ranks that ran without each other. ranks: those that were started. not_judged: by law, why."""
+
+    ranks: tuple[int, ...]
+    not_judged: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
     What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
     trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; reports, by
-    law, what each rank reports of a step. recorded: of a job that was only recorded; its reference is empty.
+    law, what each rank reports of a step. recorded: of a job that was only recorded, alone: of ranks that
+    ran alone; their reference is empty.
     """
 
     case: Case
@@ -59,6 +68,12 @@ class Trial:
     reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
     recorded: Recorded | None = None
+    alone: Alone | None = None
+
+    @property
+    def started(self) -> tuple[int, ...]:
+        """The ranks of which evidence is due."""
+        return tuple(range(self.run.world_size)) if self.alone is None else self.alone.ranks
 
     @property
     def launches(self) -> tuple[Trial, ...]:
@@ -87,9 +102,9 @@ class Trial:
 
     @functools.cached_property
     def holdings(self) -> dict[int, dict[str, Slice | None]]:
-        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Of a recorded job
-        those that its ranks claim."""
-        if self.recorded is not None:
+        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Of ranks without
+        values, those that they claim."""
+        if self.recorded is not None or self.alone is not None:
             return {r: {t.fqn: claimed_slice(r, t) for t in e.parameters} for r, e in self.ranks.items()}
         return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
 
@@ -135,6 +150,10 @@ class Trial:
             for step in evidence.steps:
                 if step.step in by_number:
                     yield rank, step, by_number[step.step]
+
+    def own_steps(self) -> Iterator[StepEvidence]:
+        """Every rank's record of every step."""
+        return (step for _, evidence in sorted(self.ranks.items()) for step in evidence.steps)
 
     def one_rank_per_share(self) -> list[int]:
         """The ranks that between them received each sample once: first stages at cp 0 and tp 0."""

@@ -10,6 +10,8 @@
     evidence = probe.evidence(...)       afterwards
     probe.remove()
 
+Where the trainer's tensors have no memory, `with probe.watching(fake_mode): ..` stands around all that it does.
+
 To add an observation: one file here, one field in harness/evidence/records.py.
 """
 
@@ -19,6 +21,7 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +42,8 @@ from harness.probe.samples import SampleRecorder
 from harness.probe.saved_tensors import SavedTensorsRecorder
 from harness.probe.settings import SettingsRecorder
 from harness.probe.values import StepValues, ValueRecorder
+from harness.probe.without_memory import computing_with
+from harness.probe.witness import Witness
 
 Reported = tuple[float | None, float | None, float | None]
 """Loss, gradient norm and learning rate."""
@@ -85,6 +90,16 @@ class Probe:
         self.settings.install()
         self.copies.install()
         self.device.install()
+
+    @contextlib.contextmanager
+    def watching(self, mode: Any) -> Iterator[Witness]:
+        """Installed already. What is computed with tensors of this FakeTensorMode is seen by a witness above it, and no longer
+        by the recorders' own kernels; of values only shapes are kept."""
+        for recorder in (self.collectives, self.activity, self.copies):
+            recorder.close()
+        self.values.shapes_only()
+        with mode, computing_with(mode), Witness(self) as witness:
+            yield witness
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)

@@ -20,6 +20,7 @@ from harness.evidence.records import Activity, Attention, Call, Matmul
 from harness.probe.clock import Account, Clock
 from harness.probe.host_copies import Copy, copied, read
 from harness.probe.structure import local, plain_fqn
+from harness.probe.without_memory import is_computed, is_without_memory
 
 K = TypeVar("K")
 
@@ -78,9 +79,14 @@ class ActivityRecorder:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+        self.close()
+
+    def close(self) -> None:
+        """Its kernels see nothing any more."""
         if self._library is not None:
             self._library._destroy()
-        self._hooks, self._library = [], None
+        self._library = None
 
     def of_step(self, step: int) -> Activity:
         """To be asked once the device was waited for."""
@@ -99,24 +105,32 @@ class ActivityRecorder:
         return self._accounts.setdefault(self._account(), Activity())
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        first = args[factor]
-        if _is_real(first):
+        self.multiplied(args[factor])
+        return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def multiplied(self, first: torch.Tensor) -> None:
+        if is_computed(first):
             if (where := self._clock.where()) != self._last:
                 self._last = where
                 self.on_phase()
             _count(self._now().matmuls, Matmul(self._clock.phase(), str(first.dtype).removeprefix("torch.")))
-        return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_real(args[0]):
-            _count(self._now().attention, Attention(self._clock.phase(), kind))
+        self.attended(kind, args[0])
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
+    def attended(self, kind: str, first: torch.Tensor) -> None:
+        if is_computed(first):
+            _count(self._now().attention, Attention(self._clock.phase(), kind))
+
     def _draw(self, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_real(args[0]):
-            self._draws = True  # so that from now on modules' states are compared, which costs time
-            _count(self._now().random, self._clock.phase())
+        self.drew(args[0])
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def drew(self, first: torch.Tensor) -> None:
+        if is_computed(first):
+            self._draws = not is_without_memory(first)  # from now on modules' states are compared, which costs time
+            _count(self._now().random, self._clock.phase())
 
     def _called(self, fqn: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Trap: a compiler traces this hook with the module; it must see nothing of it."""
@@ -134,7 +148,7 @@ class ActivityRecorder:
         if not inputs or not isinstance(inputs[0], torch.Tensor):
             return
         value = local(inputs[0])
-        if value.is_floating_point() and _is_real(value):
+        if value.is_floating_point() and is_computed(value) and not is_without_memory(value):
             self._measured.append((self._account(), fqn, copied(value.double().square().sum()), value.numel()))
 
     def _compare_random_state(self, fqn: str, phase: str) -> None:
@@ -147,11 +161,6 @@ class ActivityRecorder:
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    """Others are a compiler's, tracing."""
-    return tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
 
 
 def _count(counts: dict[K, int], key: K, by: int = 1) -> None:

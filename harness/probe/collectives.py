@@ -73,6 +73,10 @@ class CollectiveRecorder:
                 self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def remove(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Its kernels see nothing any more."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -91,10 +95,13 @@ class CollectiveRecorder:
 
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
+        self.note(op, payload, group, _peer(op, args, members(group)))
+
+    def note(self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None) -> None:
+        """payload: the unsharded tensor, or tensors."""
         name, ranks = group.group_name, members(group)
         tensors = list(_tensors(payload))
         step, phase = self._where()
-        peer = _peer(op, args, ranks)
         lane = (name, op, peer) if op in ("send", "recv") else (name, "", None)
         with self._lock:
             record = Collective(

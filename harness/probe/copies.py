@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harness.probe.activity import _BELOW
 from harness.probe.clock import Clock
 from harness.probe.structure import fsdp2_groups, local, named_parameters
+from harness.probe.without_memory import is_computed, is_without_memory
 
 OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed.utils")  # not counted
 FINENESS = 16  # copies are counted to a 16th of all weights, so that one of many is not looked for each time
@@ -56,6 +57,10 @@ class CopyRecorder:
         self._grain = sum(shard.numel() * shard.element_size() for shard in shards) / FINENESS
 
     def remove(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Its kernels see nothing any more."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -68,15 +73,21 @@ class CopyRecorder:
     def _copy(self, operator: Any, keyset: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         """Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""
         source = source if isinstance(source, torch.Tensor) else _as_tensor(source)
-        if self._is_in_a_step() and self._is_weight(source) and not self._is_weight(target):
-            self._note(target, source.numel(), source.dtype, sys._getframe().f_back)
+        self.copied(target, source, sys._getframe().f_back)
         return operator.redispatch(keyset & _BELOW, target, source, *args, **kwargs)
 
     def _cat(self, operator: Any, keyset: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         made = operator.redispatch(keyset & _BELOW, sources, *args, **kwargs)
-        if self._is_in_a_step() and (weights := [source for source in sources if self._is_weight(source)]):
-            self._note(made, sum(weight.numel() for weight in weights), weights[0].dtype, sys._getframe().f_back)
+        self.joined(made, sources, sys._getframe().f_back)
         return made
+
+    def copied(self, target: torch.Tensor, source: torch.Tensor, caller: types.FrameType | None) -> None:
+        if self._is_in_a_step() and self._is_weight(source) and not self._is_weight(target):
+            self._note(target, source.numel(), source.dtype, caller)
+
+    def joined(self, made: torch.Tensor, sources: Iterable[torch.Tensor], caller: types.FrameType | None) -> None:
+        if self._is_in_a_step() and (weights := [source for source in sources if self._is_weight(source)]):
+            self._note(made, sum(weight.numel() for weight in weights), weights[0].dtype, caller)
 
     def _is_in_a_step(self) -> bool:
         if not self._parts or self._clock.step <= self._clock.start:
@@ -96,7 +107,8 @@ class CopyRecorder:
         self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":  # others are a compiler's
+        known = type(tensor) in (torch.Tensor, nn.Parameter) or is_without_memory(tensor)
+        if not known or not is_computed(tensor):  # others are a compiler's
             return False
         return tensor.untyped_storage()._cdata in self._weights
 

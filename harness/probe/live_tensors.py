@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence.records import HeldTensor
 from harness.probe.structure import fsdp2_groups, named_parameters
+from harness.probe.without_memory import is_computed, place
 
 
 def beside(
@@ -30,10 +31,10 @@ def beside(
     known |= set(_places(fsdp1_vectors(parts))) if evaluated else set()
     found: dict[int, HeldTensor] = {}
     for tensor in _living():
-        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if size and place not in known:
+        at, size = place(tensor), tensor.untyped_storage().nbytes()
+        if size and at not in known:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            found.setdefault(place, HeldTensor(tuple(tensor.shape), dtype, size))
+            found.setdefault(at, HeldTensor(tuple(tensor.shape), dtype, size))
     return tuple(sorted(found.values(), key=lambda held: -held.bytes))
 
 
@@ -64,7 +65,7 @@ def fsdp1_vectors(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    yield from (plain.untyped_storage().data_ptr() for tensor in tensors for plain in _plain(tensor))
+    yield from (place(plain) for tensor in tensors for plain in _plain(tensor))
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -80,6 +81,6 @@ def _living() -> Iterator[torch.Tensor]:
     """Those with memory of their own. Trap: isinstance() would ask proxies of other libraries what they stand for."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and not is_traceable_wrapper_subclass(thing):
-            made_up = thing.device.type == "meta" or type(thing).__name__ in ("FakeTensor", "FunctionalTensor")
-            if thing.is_floating_point() and thing.layout is torch.strided and not made_up:
+            traced = type(thing).__name__ == "FunctionalTensor" or not is_computed(thing)
+            if thing.is_floating_point() and thing.layout is torch.strided and not traced:
                 yield thing

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from harness.evidence.records import AfterEvaluation, AfterForward
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
+from harness.probe.without_memory import place
 
 _installed: list[GatheredRecorder] = []
 
@@ -75,7 +76,7 @@ def after_forward(part: nn.Module) -> AfterForward:
         storage = tensor.untyped_storage()
         held[fqn] = max(held.get(fqn, 0), size if storage.nbytes() else 0)
         if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[place(tensor)] = storage.nbytes()
     return AfterForward(held, sum(storages.values()))
 
 

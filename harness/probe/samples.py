@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from harness.evidence.records import Microbatch
 from harness.probe.clock import Account, Clock
 from harness.probe.losses import LossRecorder, microbatch
-from harness.probe.structure import local
+from harness.probe.structure import as_numpy, local
 
 POSITION_NAMES = ("positions", "position_ids", "input_pos")
 
@@ -101,6 +101,6 @@ class SampleRecorder:
 
     def _rows(self, received: list[_Fed], step: int) -> Iterator[np.ndarray]:
         """[samples, positions]. Of one row that the recipe's length does not divide, that row."""
-        for seen in (each.tokens.to("cpu", torch.int64).numpy() for each in received if each.account.of(step)):
+        for seen in (as_numpy(each.tokens).astype(np.int64, copy=False) for each in received if each.account.of(step)):
             length = self._row_length(step) if self._row_length and seen.ndim == 1 else seen.shape[-1]
             yield seen if seen.ndim > 1 else seen.reshape(-1, length if len(seen) % length == 0 else len(seen))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from harness.evidence.records import Group, TensorEvidence, Wrapper
 from harness.probe.collectives import members
+from harness.probe.without_memory import is_without_memory
 
 WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 
@@ -55,12 +56,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy on the host, in numpy's own memory. bfloat16, which numpy lacks, becomes float32, which holds each of its
-    values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that."""
+    values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that.
+    Of a tensor without memory there is the shape."""
     tensor = local(tensor)
+    if is_without_memory(tensor):
+        return np.broadcast_to(np.zeros((), _numpys(tensor.dtype)), tuple(tensor.shape))
     tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    found = np.empty(tuple(tensor.shape), torch.empty(0, dtype=tensor.dtype).numpy().dtype)
+    found = np.empty(tuple(tensor.shape), _numpys(tensor.dtype))
     torch.from_numpy(found).copy_(tensor)
     return found
+
+
+def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
+    return np.dtype("float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
 
 
 def parameter_evidence(
@@ -92,14 +100,15 @@ def _placement(placement: Any) -> str:
 
 
 def groups() -> tuple[Group, ...]:
-    """Every group this rank is a member of, except torch's stand-ins for axes of degree 1 (backend "fake")."""
+    """Every group this rank is a member of, except torch's stand-ins for axes of degree 1 (backend "fake"). A rank that runs
+    alone has no others, also for larger degrees."""
     if not dist.is_initialized():
         return ()
     world = dist.distributed_c10d._world
     found = []
     for group, ranks in world.pg_group_ranks.items():
         backend = world.pg_map[group][0] if group in world.pg_map else "unknown"
-        if group in world.pg_map and -100 not in ranks and backend != "fake":
+        if group in world.pg_map and -100 not in ranks and (backend != "fake" or len(members(group)) > 1):
             description = getattr(group, "group_desc", "") or ""
             found.append(Group(world.pg_names.get(group, ""), members(group), str(backend), description))
     return tuple(found)

@@ -24,6 +24,7 @@ from harness.probe.backward import BackwardRecorder, Before
 from harness.probe.clock import Clock
 from harness.probe.host_copies import Copy, all_copied, all_read, can_be_read, copied, lies_on_device, read
 from harness.probe.structure import local, named_parameters, sharded_parameters
+from harness.probe.without_memory import place
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
 INNER = ("_get_total_norm", "_clip_grads_with_norm_")
@@ -70,9 +71,10 @@ class StepValues:
 
 
 class ValueRecorder:
-    """Fills one StepValues per step for the parameters of `parts`."""
+    """Fills one StepValues per step for the parameters of `parts`. Where tensors have no memory, `shapes_only` is said."""
 
     def __init__(self, clock: Clock) -> None:
+        self._compares = True
         self.steps: dict[int, StepValues] = {}
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
@@ -94,6 +96,9 @@ class ValueRecorder:
         self._patch(FullyShardedDataParallel, "clip_grad_norm_")
         self._backward.install()
         _installed.append(self)
+
+    def shapes_only(self) -> None:
+        self._compares = self._backward.needed = False
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -171,7 +176,7 @@ class ValueRecorder:
         compared when that can be read; else only those that differ."""
         ended = [number for number, step in self.steps.items() if step.parameters]
         step = self.steps[max(ended)] if ended else None
-        if step is not None:
+        if step is not None and self._compares:
             now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)
             step.changed = all_copied((fqn, p) for fqn, p in now if not known_as_same(p, step.parameters[fqn]))
 
@@ -233,6 +238,5 @@ def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     storages = {}
     for tensor in tensors:
         if tensor is not None:
-            storage = local(tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[place(local(tensor))] = local(tensor).untyped_storage().nbytes()
     return sum(storages.values())

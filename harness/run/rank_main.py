@@ -61,7 +61,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         _train(trainer, case, checkpoints, probe)
         reported = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
         evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
-        evidence = _in_the_references_words(evidence, adapter, case)
+        evidence = in_the_references_words(evidence, adapter, case)
     finally:
         probe.remove()
     save(evidence_file(Path(options["directory"]), this), evidence)
@@ -69,7 +69,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     return trainer
 
 
-def _in_the_references_words(evidence: RankEvidence, adapter: trainers.Adapter, case: Case) -> RankEvidence:
+def in_the_references_words(evidence: RankEvidence, adapter: trainers.Adapter, case: Case) -> RankEvidence:
     """With what the adapter says of the trainer: its reports, its switches, the order of its rows, and its names."""
     told = dataclasses.replace(
         evidence,

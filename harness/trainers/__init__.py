@@ -150,6 +150,15 @@ class Adapter(Protocol):
         """
         ...
 
+    def unsupported_alone(self, case: Case) -> str | None:
+        """Why a rank of the case cannot run alone, as pre-flight has it; None if it can. Starts nothing, imports no torch."""
+        return "does not say how a rank of it runs alone: its adapter has no `dry`"
+
+    def dry(self, case: Case) -> StartedTrainer:
+        """`start` of a rank that runs alone: it has joined a process group that leads nowhere, and tensors have no memory
+        (torch's FakeTensorMode is on), so there is nothing to read: neither weights nor samples."""
+        raise ValueError(f"{self.name}: {self.unsupported_alone(case)}")
+
     def stop(self) -> None:
         """Leave the process group."""
         import torch.distributed as dist

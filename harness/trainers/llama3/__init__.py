@@ -56,6 +56,16 @@ class Llama3(Adapter):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
         return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
 
+    def unsupported_alone(self, case: Case) -> str | None:
+        return next(_needs_memory(case), None)
+
+    def dry(self, case: Case) -> Trainer:
+        import torch
+
+        from harness.trainers.llama3 import data, trainer
+
+        return trainer.Trainer(case, weights=None, device=torch.device("cpu"), batches=data.Shapes)
+
     def fqn(self, name: str) -> str:
         return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")  # DDP's, checkpointing's
 
@@ -90,6 +100,20 @@ def _obstacles(case: Case) -> Iterator[str]:
     if features.async_tp and not Path("/proc/driver/nvidia").exists():
         yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
     yield from (f"{what}: not implemented yet" for what, requested in _unfinished(case).items() if requested)
+
+
+def _needs_memory(case: Case) -> Iterator[str]:
+    """What does not run on tensors without memory."""
+    if case.wrapper in ("ddp", "replicate"):
+        yield f"wrapper {case.wrapper}: DDP's reducer lays gradients into buckets by their addresses"
+    if case.wrapper == "fsdp1":
+        yield "wrapper fsdp1: it exchanges the contents of parameters for parts of one vector"
+    if case.features.compile:
+        yield "compile: torch.compile makes code for real tensors only"
+    if case.training.quantize:
+        yield f"quantize {case.training.quantize}: scales are read from the numbers in a tensor"
+    if case.resume:
+        yield "resume: a checkpoint is contents"
 
 
 def _where_dropout_differs(case: Case) -> Iterator[str]:

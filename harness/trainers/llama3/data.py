@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, DistributedSampler
@@ -64,6 +65,24 @@ class Microbatches:
         self.samples += self.case.training.global_batch
         whole = [next(self.iterator) for _ in range(self.case.features.accumulation)]
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
+
+
+class Shapes:
+    """Microbatches of which only the shape is right, for a rank that reads none."""
+
+    def __init__(self, case: Case, dp_rank: int) -> None:
+        self.case, self.samples = case, 0
+
+    def seek(self, samples: int) -> None:
+        self.samples = samples
+
+    def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        case, self.samples = self.case, self.samples + self.case.training.global_batch
+        shape = case.local_batch * case.microbatches, length or case.training.seq_len
+        return [
+            (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+            for _ in range(case.features.accumulation)
+        ]
 
 
 def documents(tokens: Tensor) -> Tensor:

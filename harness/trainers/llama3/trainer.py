@@ -185,7 +185,10 @@ def whole(value: Tensor) -> Tensor:
 class Trainer:
     """One rank's trainer. `step` counts finished optimizer steps; each part has an optimizer and a scheduler."""
 
-    def __init__(self, case: Case, *, weights: Path | None, device: torch.device) -> None:
+    def __init__(
+        self, case: Case, *, weights: Path | None, device: torch.device, batches: type[data.Shapes] | None = None
+    ) -> None:
+        """batches: other than those of the recipe's data."""
         self.case, self.device = case, device
         self.mesh = parallelize.build_mesh(case, device.type)
         self.model_parts = build_parts(case, self.mesh, weights, device)
@@ -193,7 +196,8 @@ class Trainer:
         self.schedule = pipeline.build_schedule(self.model_parts, self.loss, case, self.mesh, device)
         self.optimizers = [recipe.build_optimizer(part, case.training) for part in self.model_parts]
         self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
-        self.microbatches = data.Microbatches(case, parallelize.data_parallel_rank(self.mesh))
+        rank = parallelize.data_parallel_rank(self.mesh)
+        self.microbatches = (batches or data.Microbatches)(case, rank)
         self.metrics: list[Metrics] = []
         self.step = 0
 

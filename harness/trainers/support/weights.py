@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.plan.slices import TP_DIM
+from harness.probe.structure import local
+from harness.probe.without_memory import is_without_memory
 from harness.reference.model import initial_weights
 from harness.spec.case import Case
 
@@ -31,6 +34,11 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
     if unmatched := sorted(set(arrays) ^ set(expected)):
         raise ValueError(f"{weights}: {unmatched[0]!r} is {'missing' if unmatched[0] in expected else 'unknown'}")
     return arrays
+
+
+def _shapes_alone(case: Case) -> Mapping[str, Any]:
+    """For parameters without memory, which hold nothing: tensors without memory as well."""
+    return {fqn: torch.empty(shape, dtype=torch.float64) for fqn, shape in case.model.parameter_shapes().items()}
 
 
 class DoNotFit(ValueError):
@@ -58,8 +66,10 @@ def load_weights(
     whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`. fused: as
     an adapter's `fused`.
     """
-    full, problems = read_weights(weights, case), []
+    problems: list[str] = []
     parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
+    alone = any(is_without_memory(local(parameter)) for parameter in parameters.values())
+    full = _shapes_alone(case) if alone else read_weights(weights, case)
     for name, parameter in parameters.items():
         parts = fused.get(fqn(name), (fqn(name),))
         if not set(parts) <= set(full):
@@ -67,12 +77,12 @@ def load_weights(
                 f"{name} {list(parameter.shape)}: fqn gives {fqn(name)!r}, which is none of the reference's"
             )
             continue
-        whole = torch.cat([cut(part, torch.from_numpy(full[part][rows.get(part, slice(None))])) for part in parts])
+        whole = torch.cat([cut(part, torch.as_tensor(full[part][rows.get(part, slice(None))])) for part in parts])
         if whole.shape != parameter.shape:
             problems.append(f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}")
             continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(local_slice(whole, parameter))
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        mine.copy_(local_slice(whole, parameter))
     if problems:
         raise DoNotFit(problems, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
 

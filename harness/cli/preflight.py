@@ -1,0 +1,108 @@
+"""`harness preflight`: a production layout, before a cluster is spent on it: some of its ranks, each run alone and judged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from harness import trainers
+from harness.cli.exit_codes import NOT_JUDGED, code_of
+from harness.cli.options import (
+    BadInput,
+    add_cases,
+    add_command,
+    add_jobs,
+    add_out,
+    case_of,
+    checked_fault,
+    positive,
+    positive_int,
+)
+from harness.evidence.store import CASE_FILE, write_text
+from harness.preflight.chosen import Chosen, chosen
+from harness.preflight.judging import judged
+from harness.preflight.launches import fly
+from harness.preflight.request import Request
+from harness.preflight.text import preflight_text
+from harness.report.output import say
+from harness.report.recording_layout import verdict_of_all
+from harness.run.folders import fresh_folder
+from harness.run.options import Unsupported
+from harness.spec import traits
+from harness.spec.case import Case, CaseError, to_json
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "preflight", command, "judge a large layout on this machine: some ranks, each alone")
+    parser.add_argument("case", metavar="CASE", nargs="?", help="a case by its name; or --dims")
+    add_cases(parser)
+    what = parser.add_argument_group("a layout that is in no file")
+    what.add_argument("--dims", metavar="DEGREES", help="pp=16,dp_shard=128,tp=8, or torchtitan's FILE.toml")
+    what.add_argument("--model", default="debug", metavar="NAME", help="a published size: 8B, 70B, 405B; default debug")
+    what.add_argument("--seq", type=positive_int, default=8192, metavar="N", help="tokens of a sample; default 8192")
+    what.add_argument("--batch", type=positive_int, metavar="N", help="samples of a step; default the fewest")
+    what.add_argument("--microbatches", type=positive_int, metavar="N", help="of a pipeline; default two a stage")
+    what.add_argument("--schedule", default="1F1B", metavar="NAME", help="of a pipeline; default 1F1B")
+    what.add_argument("--checkpointing", default="none", metavar="KIND", help="of activations: full, layer, op")
+    what.add_argument("--steps", type=positive_int, default=1, metavar="N", help="default 1")
+    how = parser.add_argument_group("how")
+    how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
+    how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")
+    how.add_argument("--ranks", default="auto", metavar="LIST", help="auto, or such as 0-7,512")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the ranks that are drawn")
+    how.add_argument("--fault", metavar="NAME", help="a deliberate mistake to make")
+    how.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="seconds for one rank; default 600")
+    add_jobs(how, "ranks at a time; default as many as there are cores")  # type: ignore[arg-type]
+    add_out(how, help="where evidence goes; default out")
+
+
+def command(args: argparse.Namespace) -> int:
+    case, trainer = _case(args), _trainer(args)
+    case = traits.settled(case, trainers.traits_by_launch(case, trainer))
+    adapter = trainers.load(trainer)
+    if reason := adapter.unsupported(case) or adapter.unsupported_alone(case):
+        raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
+    selected = _selected(args.ranks, case, args.seed)
+    fault = checked_fault(args.fault) if args.fault else None
+    folder = fresh_folder(args.out / f"preflight_{case.name}")
+    write_text(folder / CASE_FILE, json.dumps(to_json(case), indent=1))
+    flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)
+    began = time.monotonic()
+    verdicts = judged(case, flown)
+    say(preflight_text(case, selected, flown, verdicts, time.monotonic() - began))
+    unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
+    return NOT_JUDGED if unfired else code_of(verdict_of_all(verdicts.results))
+
+
+def _case(args: argparse.Namespace) -> Case:
+    """Raises BadInput and CaseError."""
+    if bool(args.case) == bool(args.dims):
+        raise BadInput("preflight: name a CASE, or give a layout by --dims")
+    if args.case:
+        return case_of(args)
+    keys = ("dims", "model", "seq", "batch", "microbatches", "schedule", "checkpointing", "steps")
+    return Request(**{key: getattr(args, key) for key in keys}).case()
+
+
+def _trainer(args: argparse.Namespace) -> str:
+    """Raises BadInput."""
+    try:
+        return trainers.spec(args.trainer, args.source, args.out)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+
+
+def _selected(text: str, case: Case, seed: int) -> Chosen:
+    """Raises CaseError."""
+    if text == "auto":
+        return chosen(case, seed)
+    try:
+        spans = [span.partition("-") for span in text.split(",")]
+        ranks = [rank for first, dash, last in spans for rank in range(int(first), int(last if dash else first) + 1)]
+    except ValueError as error:
+        raise CaseError(f"--ranks {text!r}: write auto, or ranks and spans of them: 0-7,512") from error
+    if wrong := [rank for rank in ranks if rank >= case.dims.world_size]:
+        raise CaseError(f"--ranks {text!r}: rank {wrong[0]} of {case.dims.world_size} ranks")
+    return Chosen({"as requested": tuple(sorted(set(ranks)))}, seed)

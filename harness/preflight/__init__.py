@@ -1,0 +1,11 @@
+"""Pre-flight: some ranks of a layout, each run alone, without data, memory or peers, before a cluster is spent on it.
+
+world.py         torch's process groups that lead nowhere, of any size
+imagined.py      what of torch does not work with tensors without memory, made to
+neighbours.py    what the other stages of a pipeline would have said
+lone_rank.py     what one process does
+chosen.py        which ranks
+launches.py      a process each, as many at a time as there are cores
+judging.py       the trial of those ranks, for the same laws
+text.py          what is proven of how many, and what is not
+"""

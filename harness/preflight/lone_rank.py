@@ -1,0 +1,76 @@
+"""What one process does: be one rank of a world that is not there, under the probe, and leave what it saw.
+
+One rank a process: DTensor keeps groups of a world that is gone, and torch is changed for good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import trainers
+from harness.evidence.records import RankEvidence, StepEvidence
+from harness.evidence.store import encoded_without_values, write_text
+from harness.faults import load_fault
+from harness.run.rank_main import in_the_references_words
+from harness.spec.case import Case
+from harness.spec.loading import from_json
+
+
+def rank(options: dict[str, Any]) -> object:
+    """options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is)."""
+    started = time.process_time()
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    this = options["ranks"][int(os.environ["RANK"])]
+    trainer, evidence = _watched(case, adapter, this, options.get("fault"))
+    used = {
+        "seconds": time.process_time() - started,
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    record = encoded_without_values(evidence)
+    write_text(evidence_file(Path(options["directory"]), this), json.dumps({"used": used, "evidence": record}))
+    return trainer
+
+
+def evidence_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.json"
+
+
+def _watched(case: Case, adapter: trainers.Adapter, this: int, fault: str | None) -> tuple[object, RankEvidence]:
+    from harness.preflight import imagined, neighbours, world
+    from harness.probe import Probe
+
+    world.join(this, case.dims.world_size)
+    neighbours.vote_alone()
+    mode = imagined.prepared()
+    fired: list[bool] = []
+    if fault:
+        load_fault(fault).apply(lambda: fired.append(True))
+    probe = Probe(this, case.dims.world_size, row_length=functools.partial(_row_length, case))
+    probe.install()
+    try:
+        with probe.watching(mode) as witness:
+            imagined.silence_propagation(witness)
+            trainer = adapter.dry(case)
+            probe.attach(trainer.model_parts)
+            trainer.train(case.steps[-1])
+            probe.trained()
+            evidence = probe.evidence({}, fault=bool(fired) if fault else None)
+    finally:
+        probe.remove()
+    evidence = dataclasses.replace(evidence, steps=tuple(map(_without_samples, evidence.steps)))
+    return trainer, in_the_references_words(evidence, adapter, case)
+
+
+def _without_samples(step: StepEvidence) -> StepEvidence:
+    return dataclasses.replace(step, microbatches=(), positions=(), lr=None, seconds=None)
+
+
+def _row_length(case: Case, step: int) -> int:
+    return case.seq_len(step) // case.dims.cp

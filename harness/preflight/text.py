@@ -1,0 +1,99 @@
+"""What is said of a pre-flight: what was run, of how many ranks it is proven, and what is not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from harness.evidence.text import bytes_text
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+from harness.preflight.chosen import Chosen
+from harness.preflight.judging import Verdicts
+from harness.preflight.launches import Flown
+from harness.report.recording_layout import verdict_of_all
+from harness.report.text import finding_text, table, wrapped
+from harness.spec.case import Case
+
+SHOWN = 4  # ranks of a line
+NEVER = "numbers, samples, checkpoints, NCCL, what libraries keep on a GPU, time"
+
+
+def preflight_text(case: Case, chosen: Chosen, flown: Flown, verdicts: Verdicts, planned: float) -> str:
+    """planned: the seconds that the plan took."""
+    world, trial = case.dims.world_size, verdicts.trial
+    rows = [
+        ("plan", f"{world:,} ranks   {planned:.0f} s"),
+        ("ran alone", f"{len(flown.ranks)} ranks: {_why(chosen)}"),
+        ("", f"{_time(flown.seconds)}; one of them {flown.of_rank:.0f} s of processor time, {bytes_text(flown.bytes)}"),
+        *_of_a_rank(case, trial),
+    ]
+    lines = [f"preflight {case.dims}, {case.model.name}, sequence {case.training.seq_len:,}", *table(rows)]
+    return "\n".join([*lines, *_verdict(flown, verdicts, world), *table(list(_not_judged(flown, verdicts, world)))])
+
+
+def _why(chosen: Chosen) -> str:
+    parts = (f"{reason} {_some(ranks)}" for reason, ranks in chosen.why.items())
+    return "   ".join(parts) + (f" (seed {chosen.seed})" if "drawn" in chosen.why else "")
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks[:SHOWN])) + (f",.. ({len(ranks)})" if len(ranks) > SHOWN else "")
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _of_a_rank(case: Case, trial: Trial) -> Iterator[tuple[str, str]]:
+    """Of the rank that was run and holds most: what it was seen to hold and to move in its last step."""
+    seen = {rank: evidence.steps[-1] for rank, evidence in trial.ranks.items() if evidence.steps}
+    if not seen:
+        return
+    rank = max(seen, key=lambda rank: (sum(seen[rank].memory.values()), -rank))
+    kinds = (f"{bytes_text(size)} of {kind.replace('_', ' ')}" for kind, size in sorted(seen[rank].memory.items()))
+    yield "a rank", f"{rank} holds {', '.join(kinds)}, the most of them"
+    moved = moved_by_axis(trial, rank, seen[rank].step)
+    yield (
+        "",
+        f"moves a step {', '.join(f'{bytes_text(size)} over {axis}' for axis, size in moved.items()) or 'nothing'}",
+    )
+
+
+def moved_by_axis(trial: Trial, rank: int, step: int) -> dict[str, int]:
+    """Bytes of one step by the axis whose ranks they go between, most first."""
+    axes = {trial.plan.peers(rank, axis): axis for axis in trial.plan.groups}
+    moved: dict[str, int] = defaultdict(int)
+    for call in trial.ranks[rank].collectives:
+        if call.step == step and len(call.ranks) > 1:
+            moved[axes.get(call.ranks, "no axis of the plan")] += call.bytes
+    return dict(sorted(moved.items(), key=lambda item: -item[1]))
+
+
+def headline(flown: Flown, verdicts: Verdicts, world: int) -> str:
+    """Never PASS alone."""
+    return f"{verdict_of_all(verdicts.results)} for {len(flown.ranks):,} of {world:,} ranks"
+
+
+def _verdict(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[str]:
+    by = defaultdict(list)
+    for result in verdicts.results:
+        by[result.verdict].append(result.check)
+    yield from wrapped(headline(flown, verdicts, world), "")
+    if verdicts.diagnosis is not None:
+        yield from wrapped(verdicts.diagnosis.cause, "  ")
+        yield from table(verdicts.diagnosis.evidence)
+    yield from table([(str(verdict), " ".join(by[verdict])) for verdict in (Verdict.FAIL, Verdict.PASS) if by[verdict]])
+    for result in verdicts.results:
+        if result.verdict is Verdict.UNKNOWN:
+            yield from table([("UNKNOWN", f"{result.check}: {result.note}")])
+        elif result.findings:
+            yield from table([(result.check, finding_text(result.findings[0]))])
+
+
+def _not_judged(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
+    silent = (one for one in verdicts.results if one.verdict is Verdict.NOT_APPLICABLE)
+    yield from (("not applicable", f"{one.check}: {one.note}") for one in silent)
+    left = world - len(flown.ranks)
+    yield "not judged", NEVER + (f", {left:,} other ranks" if left else "")

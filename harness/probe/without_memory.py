@@ -1,0 +1,41 @@
+"""Tensors without memory, of which only shapes and types are known: what a rank computes with that runs alone.
+
+torch's FakeTensors are those, and a compiler's are too while it traces: which ones a trainer computes with is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_modes: list[Any] = []
+
+
+@contextmanager
+def computing_with(mode: Any) -> Iterator[None]:
+    """The trainer computes with this FakeTensorMode's tensors."""
+    _modes.append(mode)
+    try:
+        yield
+    finally:
+        _modes.remove(mode)
+
+
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def is_computed(tensor: torch.Tensor) -> bool:
+    """Others are a compiler's, tracing."""
+    if is_without_memory(tensor):
+        return any(getattr(tensor, "fake_mode", None) is mode for mode in _modes)
+    return tensor.device.type != "meta"
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Of the memory behind it: tensors that share memory have one place. A storage without memory has no address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_without_memory(tensor) else storage.data_ptr()

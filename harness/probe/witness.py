@@ -1,0 +1,93 @@
+"""Feeds the recorders where tensors have no memory.
+
+Tensors without memory are answered before an operator comes to a backend, and so above the recorders' kernels. This dispatch
+mode stands above those who answer, and tells the same recorders what a kernel would have told them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.probe.activity import ATTENTION, DRAWS, PRODUCTS
+from harness.probe.collectives import OPERATORS
+
+if TYPE_CHECKING:
+    from harness.probe import Probe
+
+FUNCTIONAL = {
+    "all_reduce": ("all_reduce", False),
+    "all_gather_into_tensor": ("all_gather", True),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "all_to_all_single": ("all_to_all", False),
+    "broadcast": ("broadcast", False),
+}
+"""Functional collectives, without the ends "_", "_out" and "_coalesced" -> as the recorder calls it, and whether the unsharded
+tensor is the result."""
+COPIES = ("copy_", "clone", "_to_copy")
+
+
+class Witness(TorchDispatchMode):
+    """Trap: it must leave DTensors to themselves, or what they do inside does not come by here."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        self._probe = probe
+        self._silent = 0
+
+    @contextlib.contextmanager
+    def silence(self) -> Iterator[None]:
+        """What is done meanwhile is done by torch to know shapes, and for nobody else."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in kinds):
+            return NotImplemented
+        namespace, _, name = func._schema.name.partition("::")
+        if self._silent:
+            return func(*args, **(kwargs or {}))
+        if namespace == "c10d" and name in OPERATORS:
+            op, payload = OPERATORS[name]
+            self._probe.collectives._note(op, args[payload], args)
+        made = func(*args, **(kwargs or {}))
+        if namespace == "_c10d_functional":
+            self._functional(func, name, args, made)
+        elif namespace == "aten":
+            caller = sys._getframe().f_back
+            self._computed(name, f"{name}.{func._overloadname}".removesuffix(".default"), args, made, caller)
+        return made
+
+    def _functional(self, func: Any, name: str, args: Any, made: Any) -> None:
+        plain = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+        if plain in FUNCTIONAL:
+            op, of_result = FUNCTIONAL[plain]
+            group = dict(zip((each.name for each in func._schema.arguments), args, strict=False))["group_name"]
+            self._probe.collectives.note(
+                op, made if of_result else args[0], dist.distributed_c10d._resolve_process_group(group)
+            )
+
+    def _computed(self, name: str, full: str, args: Any, made: Any, caller: types.FrameType | None) -> None:
+        probe = self._probe
+        if full in PRODUCTS:
+            probe.activity.multiplied(args[PRODUCTS[full]])
+        elif full in ATTENTION:
+            probe.activity.attended(ATTENTION[full], args[0])
+        elif full in DRAWS:
+            probe.activity.drew(args[0])
+        elif name in COPIES and isinstance(args[1 if name == "copy_" else 0], torch.Tensor):
+            target, source = (args[0], args[1]) if name == "copy_" else (made, args[0])
+            probe.copies.copied(target, source, caller)
+        elif full == "cat":
+            probe.copies.joined(made, args[0], caller)
