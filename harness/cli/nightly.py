@@ -82,7 +82,9 @@ def command(args: argparse.Namespace) -> int:
     """As `harness history` of the nights with this one; 2 also where every case was skipped."""
     set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
     options = prepared(args)
-    cases = matrix.of_files(args)[0]
+    cases, more = matrix.of_files(args)
+    if more:
+        tell(f"{more} more of other tiers are not run: --tier all")
     runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs)]
     today = datetime.now(UTC).date()
     folder = nights.keep(args.nights, runs, str(today))

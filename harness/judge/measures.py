@@ -14,6 +14,7 @@ from harness.judge.traffic import axis_of, is_traffic
 from harness.judge.trial import Trial
 
 SECONDS, PEAK, HELD, MOVED = "seconds of a step", "peak bytes", "bytes held", "bytes moved"
+PARAMETERS = "parameters held"  # a part of HELD
 OUTSIDE_THE_PLAN = "no axis of the plan"
 
 
@@ -28,6 +29,7 @@ def measured(trial: Trial) -> dict[str, float]:
         found[PEAK] = max(peaks)
     if held := [sum(step.memory.values()) for one in ranks for step in one.steps if step.memory]:
         found[HELD] = max(held)
+        found[PARAMETERS] = max(step.memory.get("parameters", 0) for one in ranks for step in one.steps)
     return found | _moved(trial)
 
 

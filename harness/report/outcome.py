@@ -23,9 +23,9 @@ class Outcome:
     seconds: of its launches.
 
     laws: the verdict of each. not_applicable: why laws had nothing to say. report: of what is neither PASS nor XFAIL.
-    layout, recipe: what was requested, in words. folder: the name of the one with the evidence. again: the command that
-    runs it again. measures: what it took (`judge.measures`). gpu: its name; empty on CPU. made_again:
-    why it was made a second time.
+    layout, recipe: what was requested, in words. tokens: of a step; 0 where that was not recorded. folder: the name of the one
+    with the evidence. again: the command that runs it again. measures: what it took (`judge.measures`). gpu: its name; empty
+    on CPU. made_again: why it was made a second time.
     """
 
     case: str
@@ -45,6 +45,7 @@ class Outcome:
     measures: dict[str, float] = field(default_factory=dict)
     gpu: str = ""
     made_again: str = ""
+    tokens: int = 0
 
     @property
     def skipped(self) -> bool:
@@ -92,6 +93,7 @@ def _requested(case: Case) -> dict[str, Any]:
     return {
         "ranks": ranks_of(case),
         "layout": ", ".join(degrees) or "one rank",
+        "tokens": recipe.global_batch * recipe.seq_len,
         "recipe": f"{model}, {recipe.global_batch} x {recipe.seq_len} tokens, {recipe.dtype}, {recipe.optimizer}",
     }
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.evidence.text import bytes_text
-from harness.judge.measures import HELD, MOVED, PEAK, SECONDS
+from harness.judge.measures import HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.causes import causes, laws_text, why
 from harness.report.drawings import Drawn
@@ -21,6 +21,7 @@ from harness.report.grid import not_applicable, summary
 from harness.report.outcome import ERROR, SKIPPED, Outcome
 from harness.report.text import MARKS
 
+TOKENS = "tokens per second"
 LETTERS = {**{str(verdict): letter for verdict, letter in MARKS.items()}, "XFAIL": "X", SKIPPED: "S", ERROR: "E"}
 """Of verdicts, where many stand in a row."""
 
@@ -40,11 +41,13 @@ class Past:
 
 @dataclass(frozen=True)
 class Shown:
-    """evidence: where it lies, as a link; empty if it is not here. problem: why nothing is drawn of it."""
+    """evidence: where it lies, as a link; empty if it is not at the page or below it, for a page is moved with its folder.
+    place: where it lies, or was left, in words. problem: why nothing is drawn of it."""
 
     evidence: str = ""
     drawn: Drawn | None = None
     problem: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,35 +101,51 @@ def kind(verdict: str) -> str:
 
 
 def measured(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
-    """Of cases that passed, by recipe; the same ranks stand together. Least is marked where times and bytes are a GPU's."""
+    """Of cases that passed, by recipe; the same ranks stand together. Times and peaks are shown, and the best is marked, where
+    they are a GPU's."""
     by_recipe: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.measures and outcome.verdict == Verdict.PASS:
             by_recipe.setdefault(outcome.recipe, []).append(outcome)
-    return [_measured(recipe, sorted(some, key=_by_ranks), device) for recipe, some in by_recipe.items()]
+    on_gpu = device == "cuda"
+    return [_measured(recipe, sorted(some, key=_by_ranks), on_gpu=on_gpu) for recipe, some in by_recipe.items()]
 
 
 def _by_ranks(outcome: Outcome) -> tuple[int, str]:
     return outcome.ranks, outcome.case
 
 
-def _measured(recipe: str, outcomes: Sequence[Outcome], device: str) -> Measured:
-    order = (SECONDS, PEAK, HELD, MOVED)
-    names = dict.fromkeys(name for outcome in outcomes for name in outcome.measures)
+def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
+    order = (TOKENS, SECONDS, PEAK, HELD, PARAMETERS, MOVED)
+    names = dict.fromkeys(name for outcome in outcomes for name in measures(outcome, on_gpu=on_gpu))
     columns = sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
     rows = []
     for outcome in outcomes:
-        peers = [other for other in outcomes if other.ranks == outcome.ranks]
-        cells = (_cell(name, outcome, peers if device == "cuda" else []) for name in columns)
+        peers = [other for other in outcomes if other.ranks == outcome.ranks] if on_gpu else []
+        cells = (_cell(name, outcome, peers, on_gpu=on_gpu) for name in columns)
         rows.append((outcome.case, outcome.layout, str(outcome.ranks), *cells))
     return Measured(recipe, tuple(columns), tuple(rows))
 
 
-def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome]) -> str:
-    """peers: those among which the least is marked."""
-    value = outcome.measures.get(name)
+def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
+    """What is worth comparing: bytes on any device; of GPUs also time, and what it makes of the tokens of a step."""
+    found = {name: value for name, value in outcome.measures.items() if on_gpu or name not in (SECONDS, PEAK)}
+    if on_gpu and outcome.tokens and outcome.measures.get(SECONDS):
+        found[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
+    return found
+
+
+def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
+    """peers: those among which the best is marked."""
+    value = measures(outcome, on_gpu=on_gpu).get(name)
     if value is None:
-        return "not seen" if name in (SECONDS, PEAK, HELD, MOVED) else "-"
-    text = f"{value:.3g} s" if name == SECONDS else bytes_text(value) if value else "0 B"
-    others = [peer.measures[name] for peer in peers if name in peer.measures]
-    return f"{text} (least)" if len(others) > 1 and value == min(others) < max(others) else text
+        return "-" if name.startswith(f"{MOVED} ") else "not seen"
+    others = [found[name] for peer in peers if name in (found := measures(peer, on_gpu=on_gpu))]
+    best, word = (max(others, default=0), "most") if name == TOKENS else (min(others, default=0), "least")
+    return f"{_amount(name, value)} ({word})" if value == best and len(set(others)) > 1 else _amount(name, value)
+
+
+def _amount(name: str, value: float) -> str:
+    if name == TOKENS:
+        return f"{value:,.0f}"
+    return f"{value:.3g} s" if name == SECONDS else bytes_text(value) if value else "0 B"

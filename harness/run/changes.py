@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from harness.evidence.text import bytes_text
-from harness.judge.measures import MOVED, PEAK, SECONDS
+from harness.judge.measures import MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.outcome import GREEN, Outcome
 from harness.run.history import Night
@@ -141,7 +141,7 @@ def _more(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> More | 
     known = [one.measures[measure] for one in earlier if measure in one.measures]
     if not known or (measure == SECONDS and (not outcome.gpu or len(known) < 3)):
         return None
-    if measure.startswith(MOVED) and measure != MOVED:
+    if measure == PARAMETERS or (measure.startswith(MOVED) and measure != MOVED):
         return None  # the sum tells it
     was = max(known) if measure in (SECONDS, PEAK) else known[-1]
     factor = {SECONDS: SLOWER, PEAK: LARGER_PEAK}.get(measure, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,13 +36,18 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
     told = [line for lines in problems(runs) for line in lines] if runs else []
     made = [text.provenance(judgements)] if judgements else []
     lie = places_of(runs) | {one.folder.name: one.folder for one in judgements}
+    machines = {name: str(run.begins.get("machine", "")) for run in runs for name in run.outcomes}
     return Page(
         outcomes=outcomes,
         provenance=[*provenance(runs), *made],
         device=_device(runs, judgements),
         told=told,
         past=past(_before(runs, earlier)),
-        shown={one.case: shown(lie[one.case], file) for one in outcomes if one.failed and one.case in lie},
+        shown={
+            one.case: shown(lie[one.case], file, machines.get(one.case, ""))
+            for one in outcomes
+            if one.failed and one.case in lie
+        },
     )
 
 
@@ -64,14 +69,16 @@ def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str
     return "; ".join(sorted(found))
 
 
-def shown(folder: Path, file: Path) -> Shown:
+def shown(folder: Path, file: Path, machine: str = "") -> Shown:
     """What is drawn of a case. What cannot be drawn is said on the page, which is of other cases too."""
     from harness.report.drawings import drawn
     from harness.report.page import Shown
 
     if not (folder / "case.json").exists():
-        return Shown()
-    link = Shown(evidence=os.path.relpath(folder, file.resolve().parent))
+        return Shown(place=f"{machine}, in a folder {folder.name}" if machine else "")
+    page, where = file.resolve().parent, folder.resolve()
+    below = where.is_relative_to(page)
+    link = Shown(evidence=str(where.relative_to(page)) if below else "", place=f"{platform.node()}: {where}")
     try:
         return replace(link, drawn=drawn(load_trial(folder)))
     except Exception as error:  # evidence of a broken run may hold anything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from harness.report.outcome import Outcome
 from harness.report.page import Page, Past, Shown, html, measured
 from harness.run import verdicts
 from harness.run.options import Options
+from harness.run.page import shown
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
@@ -116,10 +118,46 @@ def test_a_run_as_requested_is_drawn_without_an_odd_part_and_a_missing_rank_is_n
 
 def test_the_least_is_named_only_of_gpus_among_cases_of_as_many_ranks() -> None:
     some = [replace(GOOD, measures=TOOK | {"bytes held": count}) for count in (4e6, 2e6)]
-    cells = {device: [row[4] for row in measured(some, device)[0].rows] for device in ("cpu", "cuda")}
-    assert cells == {"cpu": ["4 MB", "2 MB"], "cuda": ["4 MB", "2 MB (least)"]}
-    assert [row[4] for row in measured([some[0], replace(some[1], ranks=4)], "cuda")[0].rows] == ["4 MB", "2 MB"]
-    assert "seconds are no measure of speed" in html(a_page())
+    assert column(some, "cpu", "bytes held") == ["4 MB", "2 MB"]
+    assert column(some, "cuda", "bytes held") == ["4 MB", "2 MB (least)"]
+    assert column([some[0], replace(some[1], ranks=4)], "cuda", "bytes held") == ["4 MB", "2 MB"]
+
+
+def column(some: list[Outcome], device: str, name: str) -> list[str]:
+    (table,) = measured(some, device)
+    return [row[3 + table.columns.index(name)] for row in table.rows]
+
+
+def test_tokens_per_second_and_peaks_are_shown_of_gpus_and_a_cpu_says_that_it_has_none() -> None:
+    took = TOOK | {"peak bytes": 8e6, "parameters held": 1e6}
+    some = [
+        replace(GOOD, measures=took, tokens=1024),
+        replace(GOOD, measures=took | {"seconds of a step": 0.25}, tokens=1024),
+    ]
+    assert column(some, "cuda", "tokens per second") == ["2,048", "4,096 (most)"]
+    assert measured(some, "cuda")[0].columns == (
+        *("tokens per second", "seconds of a step", "peak bytes", "bytes held", "parameters held", "bytes moved"),
+        "bytes moved over dp_shard",
+    )
+    assert measured(some, "cpu")[0].columns == (
+        *("bytes held", "parameters held", "bytes moved", "bytes moved over dp_shard"),
+    )
+    assert "tokens per second and peak memory are measured on GPUs only" in html(a_page())
+    assert "tokens per second" not in [name for table in measured([GOOD], "cuda") for name in table.columns]
+
+
+def test_evidence_is_linked_only_where_it_moves_with_the_page(tmp_path: Path) -> None:
+    """A link from one machine's page into another's folders leads nowhere."""
+    folder = tmp_path / "part" / "hsdp_2x2"
+    folder.mkdir(parents=True)
+    (folder / "case.json").write_text("{}")
+    assert shown(folder, tmp_path / "part" / "page.html").evidence == "hsdp_2x2"
+    apart = shown(folder, tmp_path / "night" / "page.html")
+    assert (apart.evidence, apart.place) == ("", f"{platform.node()}: {folder}")
+    gone = shown(tmp_path / "tp_2", tmp_path / "page.html", "runner-7")
+    assert (gone.evidence, gone.place) == ("", "runner-7, in a folder tp_2")
+    text = html(Page([BAD], [], shown={"hsdp_2x2": gone}))
+    assert "Its evidence is not beside this page. It is on runner-7, in a folder tp_2." in plain(text)
 
 
 def test_report_html_writes_one_file_and_exits_as_the_cases_did(
@@ -137,13 +175,21 @@ def test_report_html_writes_one_file_and_exits_as_the_cases_did(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here: install chromium to have the page opened")
-@pytest.mark.parametrize("width", [400, 1200])
-def test_a_browser_shows_it_no_wider_than_its_window(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "scheme", "paper"), [(400, 0, "rgb(20, 24, 29)"), (1200, 1, "rgb(255, 255, 255)")])
+def test_a_browser_shows_it_no_wider_than_its_window_by_day_and_in_the_dark(
+    tmp_path: Path, width: int, scheme: int, paper: str
+) -> None:
     (tmp_path / "page.html").write_text(html(a_page()))
-    read = "document.title = 'wide ' + this.contentDocument.documentElement.scrollWidth"
-    (tmp_path / "frame.html").write_text(f'<iframe src="page.html" style="width:{width}px" onload="{read}"></iframe>')
+    read = "const d = this.contentDocument; document.title = 'wide ' + d.documentElement.scrollWidth"
+    read += " + ' on ' + getComputedStyle(d.body).backgroundColor"
+    (tmp_path / "frame.html").write_text(
+        f'<meta name="color-scheme" content="light dark">'
+        f'<iframe src="page.html" style="width:{width}px" onload="{read}"></iframe>'
+    )
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    command = [str(CHROMIUM), *options, f"--user-data-dir={tmp_path}/profile", (tmp_path / "frame.html").as_uri()]
+    options += [f"--user-data-dir={tmp_path}/profile", f"--blink-settings=preferredColorScheme={scheme}"]
+    command = [str(CHROMIUM), *options, (tmp_path / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r"<title>wide (\d+)</title>", done.stdout)
+    found = re.search(r"<title>wide (\d+) on (.+)</title>", done.stdout)
     assert found and int(found[1]) <= width, done.stderr[-2000:]
+    assert found[2] == paper
