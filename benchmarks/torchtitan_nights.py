@@ -2,7 +2,7 @@
 
     python benchmarks/torchtitan_nights.py PATH [--since 2024-10-30] [--until 2024-12-03] [--out out/nights]
 
-PATH is a clone of pytorch/torchtitan. Each night is `harness nightly` of the last commit of a day on its main branch. Nights that
+PATH is a clone of pytorch/torchtitan. Each night is `harness nightly` of the last commit of a day on main. Nights that
 are in OUT/days.json already are not run again. Then the table of docs/nights.md is made anew, a row for each night in which
 a verdict changed.
 """
