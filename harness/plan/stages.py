@@ -26,10 +26,15 @@ def actions_of_rank(case: Case, rank: int) -> tuple[schedule.Action, ...]:
 
 
 def layers_of_stage(case: Case, stage: int) -> range:
-    """Consecutive layers, as equally many as can be; the first stages take what is left over."""
-    least, more = divmod(case.model.n_layers, case.n_stages)
-    start = stage * least + min(stage, more)
-    return range(start, start + least + (stage < more))
+    """Consecutive layers, as equally many as can be; the first stages take what is left over. What the first and the last
+    have less counts as layers before the first one, and behind the last."""
+    layers, features = case.model.n_layers, case.features
+    if case.n_stages == 1:
+        return range(layers)
+    first, last = features.first_stage_less_layers, features.last_stage_less_layers
+    least, more = divmod(first + layers + last, case.n_stages)
+    start = stage * least + min(stage, more) - first
+    return range(max(start, 0), min(start + least + (stage < more), layers))
 
 
 def parameters_of_stage(case: Case, stage: int) -> list[str]:

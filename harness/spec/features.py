@@ -27,7 +27,9 @@ class Features:
     bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.
     reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
     unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
-    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. cp_rotation: the K/V exchange over cp.
+    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. first_stage_less_layers, last_stage_less_layers: by
+    how many the first and the last stage have fewer than an even share, for embedding and output are work too (torchtitan's
+    words; in Llama 3 405B 1 and 1). cp_rotation: the K/V exchange over cp.
     activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
     compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block, as TrainerTraits names
     it; "observed", whatever the trainer wraps; None: its traits say which.
@@ -45,6 +47,8 @@ class Features:
     schedule: str = "1F1B"
     microbatches: int | None = None
     stages_per_rank: int | None = None
+    first_stage_less_layers: int = 0
+    last_stage_less_layers: int = 0
     cp_rotation: str = "allgather"
     cp_load_balance: bool = True
     activation_checkpointing: str = "none"
@@ -56,6 +60,9 @@ class Features:
         for key in ("accumulation", "microbatches", "stages_per_rank"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("first_stage_less_layers", "last_stage_less_layers"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} must be at least 0, got {getattr(self, key)}")
         if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise ValueError(f"bucket_mb must be positive, got {self.bucket_mb}")
         policy = self.reshard_after_forward

@@ -12,7 +12,8 @@ import yaml
 if TYPE_CHECKING:
     from harness.spec.case import Case
 
-RANKS = 4096
+RANKS = 2**17  # of a plan
+STARTED = 4096  # of one run
 TOKENS = 2**24  # of a step
 NAME = 100  # letters; a file's name has at most 255 bytes, and gets more words
 COMBINATIONS = 10_000  # of one cross product
@@ -44,6 +45,14 @@ def too_large(case: Case) -> str:
     if tokens > TOKENS:
         return f"global_batch x seq_len = {shown(tokens)} tokens a step, more than {TOKENS}"
     return ""
+
+
+def too_many_ranks(case: Case) -> str:
+    """To start; empty if all of them can be tried."""
+    ranks = max(launched.dims.world_size for launched in case.launches.values())
+    return (
+        f"{ranks} ranks, more than the {STARTED} that a run starts; `harness plan` takes it" if ranks > STARTED else ""
+    )
 
 
 def too_much_memory(case: Case) -> str:

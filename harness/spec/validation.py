@@ -10,6 +10,8 @@ from harness.spec import schedule
 from harness.spec.case import Case, CaseError
 from harness.spec.features import Features
 
+LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
+
 
 def validate_resume(case: Case, where: str) -> None:
     """Each launch has something to train, and each of them is a case that could be run by itself."""
@@ -51,15 +53,30 @@ def validate(case: Case, world_size: Any, where: str) -> None:
         raise CaseError(
             f"{where}: seq_len {length} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel)"
         )
-    if case.n_stages > model.n_layers:
-        raise CaseError(
-            f"{where}: pp {dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
-            f" but the model has only {model.n_layers} layers"
-        )
+    _validate_stages(case, where)
     _validate_features(case, where)
     _validate_blocks(case, where)
     if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
         raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _validate_stages(case: Case, where: str) -> None:
+    """A stage in the middle has a layer; the first and the last may be left with the embedding, and with norm and output."""
+    less = case.features.first_stage_less_layers, case.features.last_stage_less_layers
+    shared = case.model.n_layers + sum(less)
+    of_ends = f", and {sum(less)} that its ends have less" * any(less)
+    if case.n_stages > shared:
+        raise CaseError(
+            f"{where}: pp {case.dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
+            f" but the model has only {case.model.n_layers} layers{of_ends}"
+        )
+    share = shared // case.n_stages
+    for key, fewer in zip(LESS_LAYERS, less, strict=True):
+        if fewer > share:
+            raise CaseError(
+                f"{where}: {key} {fewer}: an even share of {case.model.n_layers} layers{of_ends},"
+                f" over {case.n_stages} stages is {share}"
+            )
 
 
 def _validate_blocks(case: Case, where: str) -> None:
@@ -84,7 +101,7 @@ def _validate_features(case: Case, where: str) -> None:
     dims, features = case.dims, case.features
     usual = Features()
     for keys, axis in (
-        (("schedule", "microbatches", "stages_per_rank"), "pp"),
+        (("schedule", "microbatches", "stages_per_rank", *LESS_LAYERS), "pp"),
         (("cp_rotation", "cp_load_balance"), "cp"),
         (("async_tp", "sequence_parallel", "loss_parallel"), "tp"),
     ):

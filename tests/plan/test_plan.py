@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from literal import ADAMW, TINY, UNEVEN, tiny_case
 from harness.plan.grid import coordinate, groups, rank_grid
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
-from harness.plan.stages import positions
+from harness.plan.stages import layers_of_stage, positions
 from harness.reference.config import PRESETS
+from harness.spec.case import Case
 from harness.spec.dims import AXES, ParallelDims
+from harness.spec.features import Features
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
 SOME_DIMS = [
@@ -246,3 +249,30 @@ def test_the_plan_of_the_largest_model_covers_all_its_parameters() -> None:
     case = tiny_case(ParallelDims(dp_shard=4, tp=8), replace(ADAMW, seq_len=8), model=PRESETS["405B"])
     plan = make_plan(case)
     assert len(plan.slices[31]) == 126 * 9 + 3
+
+
+# ---- stages
+
+
+def layers_held(**features: Any) -> list[list[int]]:
+    case = Case("stages", "-", ParallelDims(pp=16), PRESETS["405B"], features=Features(**features))
+    return [list(layers_of_stage(case, stage)) for stage in range(case.n_stages)]
+
+
+def test_405b_has_a_layer_less_on_its_first_and_last_of_16_stages() -> None:
+    """126 layers, of 128 shares: as in section 3.3.2 of the paper."""
+    held = layers_held(first_stage_less_layers=1, last_stage_less_layers=1)
+    assert [len(layers) for layers in held] == [7, *[8] * 14, 7]
+    assert sorted(layer for layers in held for layer in layers) == list(range(126))
+
+
+def test_of_stages_of_one_layer_the_first_is_the_embedding_alone_and_the_last_the_output_alone() -> None:
+    held = layers_held(
+        first_stage_less_layers=1, last_stage_less_layers=1, stages_per_rank=8, schedule="Interleaved1F1B"
+    )
+    assert held == [[], *([layer] for layer in range(126)), []]
+
+
+def test_layers_left_over_are_the_first_stages_also_where_the_ends_have_less() -> None:
+    assert [len(layers) for layers in layers_held()] == [8] * 14 + [7, 7]
+    assert [len(layers) for layers in layers_held(first_stage_less_layers=4)] == [5, 9, *[8] * 14]

@@ -175,6 +175,12 @@ WRONG_LINES = {
     " dp_replicate 2 x dp_shard 2 x accumulation 3 = 12; request 12 or 24",
     "dims: {tp: 4}\ntraining: {seq_len: 30}": "seq_len 30 is not divisible by cp 1 x tp 4 (sequence parallel)",
     "dims: {pp: 4}": "pp 4 x stages_per_rank 1 = 4 stages, but the model has only 2 layers",
+    "dims: {pp: 4}\nfeatures: {last_stage_less_layers: 1}": "pp 4 x stages_per_rank 1 = 4 stages,"
+    " but the model has only 2 layers, and 1 that its ends have less",
+    "dims: {pp: 2}\nfeatures: {first_stage_less_layers: 3}": "first_stage_less_layers 3: an even share of 2 layers,"
+    " and 3 that its ends have less, over 2 stages is 2",
+    "features: {first_stage_less_layers: -1}": "features: first_stage_less_layers must be at least 0, got -1",
+    "features: {last_stage_less_layers: 1}": "last_stage_less_layers 1 means nothing with pp 1; leave it out",
     "dims: {tp: 2.0}": "dims: tp: expected int, got 2.0; the default is 1",
     "dims: {tp: true}": "dims: tp: expected int, got True; the default is 1",
     "dims: {tp: 0}": "dims: tp must be a whole number of at least 1, got 0",

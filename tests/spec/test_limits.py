@@ -48,8 +48,8 @@ def refusal(tmp_path: Path, text: str) -> str:
         ("model: {name: /abs}", "model: name '/abs': letters"),
         ('model: {name: "a\\0b"}', "model: name 'a\\x00b': letters"),
         (f"model: {{name: {'x' * 5000}}}", "model: name 'xxxx"),
-        ("dims: {dp_replicate: 1000000}", "1000000 ranks, more than 4096"),
-        ("dims: {dp_shard: 1" + "0" * 4000 + "}", "ranks, more than 4096"),
+        ("dims: {dp_replicate: 1000000}", "1000000 ranks, more than 131072"),
+        ("dims: {dp_shard: 1" + "0" * 4000 + "}", "ranks, more than 131072"),
     ],
 )
 def test_what_is_too_large_or_no_name_is_one_short_message(tmp_path: Path, said: str, told: str) -> None:

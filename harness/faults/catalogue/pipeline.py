@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
+from harness.spec.case import Case
 
 # ---- stages
 
@@ -38,9 +39,9 @@ norm_of_each_stage = fault(
     named="incomplete",
 )
 @partial(op.instead, ".pipeline:cut")
-def layers_left_over_are_never_built(original: Any, model: Any, stage: int, n_stages: int) -> None:
-    each = len(model.layers) // n_stages
-    original(model, stage, n_stages)
+def layers_left_over_are_never_built(original: Any, model: Any, stage: int, case: Case) -> None:
+    each = len(model.layers) // case.n_stages
+    original(model, stage, case)
     for name in list(model.layers):
         if not stage * each <= int(name) < (stage + 1) * each:
             del model.layers[name]

@@ -35,9 +35,14 @@ def stages_here(case: Case, mesh: DeviceMesh | None) -> list[int]:
     return list(range(rank, case.n_stages, pp))
 
 
-def cut(model: Llama, stage: int, n_stages: int) -> None:
-    """Leave of a whole model what the stage holds. The first stages take the layers that are left over."""
-    mine = set(np.array_split(np.arange(len(model.layers)), n_stages)[stage])
+def cut(model: Llama, stage: int, case: Case) -> None:
+    """Leave of a whole model what the stage holds. The first stages take the layers that are left over; of the layers that are
+    dealt out, the first and last few may stand for embedding and output."""
+    n_stages, features = case.n_stages, case.features
+    if n_stages == 1:
+        return
+    dealt = np.arange(-features.first_stage_less_layers, len(model.layers) + features.last_stage_less_layers)
+    mine = set(np.array_split(dealt, n_stages)[stage])
     for index in range(len(model.layers)):
         if index not in mine:
             del model.layers[str(index)]

@@ -78,7 +78,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(case.model).to(parallelize.DTYPES[case.training.dtype])
     quantize.convert(model, case, device)
-    pipeline.cut(model, stage, case.n_stages)
+    pipeline.cut(model, stage, case)
     parallelize.shard(model, mesh, case)
     model.to_empty(device=device)
     load_weights([model], case, weights, recompute.plain)
