@@ -17,20 +17,16 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import trainers
-from harness.bisect import own_commits
+from harness.bisect.checkouts import JudgedAt, how_to_judge
 from harness.bisect.search import BisectError, Found, Judged, Tell, both_sides, line_of, read, relative
-from harness.judge.judgement import Judgement
 from harness.run.folders import fresh_folder, without_source
 from harness.run.options import Options, Unsupported
-from harness.run.run_case import run_case
 from harness.spec.case import Case
-from harness.spec.trainer_spec import TrainerSpec
 
 BROKEN_LATER, FIXED_LATER = ("good", "bad"), ("broken", "fixed")
 """What git is told of the earlier and of the later side. It keeps "good" and "bad" for what broke."""
@@ -42,7 +38,7 @@ def bisect(
     """What broke it, or what fixed it where the good one is the later one. until: by time.monotonic(), after which no other
     commit is looked at. Raises BisectError. Leaves each commit's evidence in OUT/bisect/COMMIT/."""
     began = time.monotonic()
-    files, judged_at = how_to_judge(options)
+    files, judged_at = how_to_judge(options, repo)
     holds, breaks = resolve(repo, good), resolve(repo, bad)
     with clone(repo, files) as checkout:
         fixed = precedes(checkout, breaks, holds)
@@ -59,22 +55,6 @@ def bisect(
             tell(f"{line_of(found)}\n{'':9}  {step}")
             said = git(checkout, "bisect", term(found, terms, fixed=fixed), ok=(0, 2))
         return conclude(said, judged, checkout, time.monotonic() - began, fixed=fixed)
-
-
-def how_to_judge(options: Options) -> tuple[Sequence[str], JudgedAt]:
-    """Which files of a commit are needed, and what judges it. Raises BisectError."""
-    if TrainerSpec.parse(options.trainer).name == own_commits.TRAINER:
-        return own_commits.FILES, own_commits.judged_at
-    adapter = trainers.load(options.trainer)
-    if not hasattr(adapter, "of"):
-        raise BisectError(f"trainer {adapter.name} has no other sources: its adapter has no `of`")
-    return getattr(adapter, "files", ()), judged_with_sources
-
-
-def judged_with_sources(case: Case, checkout: Path, options: Options) -> Judgement:
-    """By this harness, with the trainer of that checkout."""
-    trainer = trainers.spec(TrainerSpec.parse(options.trainer).name, str(checkout))
-    return run_case(case, dataclasses.replace(options, trainer=trainer))
 
 
 def precedes(repo: Path, one: str, other: str) -> bool:
@@ -97,9 +77,6 @@ def conclude(said: str, judged: list[Judged], checkout: Path, seconds: float, *,
     names = tuple(by_commit[c].name if c in by_commit else c[:9] for c in candidates)
     unfinished = left(said) or ""
     return Found(None, before, tuple(judged), names, seconds, fixed=fixed, unfinished=unfinished)
-
-
-JudgedAt = Callable[[Case, Path, Options], Judgement]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.bisect import commits, own_commits, versions
+from harness.bisect import commits, versions
 from harness.bisect.side_by_side import bisect_report
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
     if args.over is not None and any(range_of_commits):
         raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
     if args.over is None:
-        args.source = None if args.trainer == own_commits.TRAINER else str(args.repo)
+        args.source = None  # each commit has its own
     options = options_of(args, several_nodes=False)
     if args.over is not None:
         found = versions.search(versions.versions(args.over), cases, folder, options, tell)

@@ -121,9 +121,10 @@ def run(
     jobs: int | None,
     most: int | None = None,
     cluster: Cluster | None = None,
+    remedy: str = "; the same command with --resume runs the rest",
 ) -> tuple[list[Outcome], float]:
     """What became of the cases, and how many seconds all took. jobs: cases at a time; None: as many as slots allow. most:
-    failures after which no other begins."""
+    failures after which no other begins. remedy: what one does after Ctrl-C."""
     slots = max(1, sum(cluster.carries()) if cluster else len(pool_of(options.device).slots))
     named = {case.name: case for case in cases}
     todo = ordered(cases, options, slots)
@@ -139,7 +140,7 @@ def run(
             how=cluster.run_case if cluster else None,
         )
     except KeyboardInterrupt:
-        abandon(progress, "cases", "; the same command with --resume runs the rest")
+        abandon(progress, "cases", remedy)
     return found, progress.elapsed()
 
 

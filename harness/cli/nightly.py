@@ -15,6 +15,7 @@ from typing import Any
 
 from harness import BUILTIN, ROOT, trainers
 from harness.bisect import commits, own_commits
+from harness.bisect.checkouts import files_of, trainer_of
 from harness.bisect.culprits import Where, searched
 from harness.cli import matrix
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, worst
@@ -41,6 +42,7 @@ from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
 from harness.spec import quarantine
 from harness.spec.case import Case
+from harness.spec.trainer_spec import TrainerSpec
 
 CHECKOUT = ".trainer"
 
@@ -81,7 +83,8 @@ def add(commands: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """As `harness history` of the nights with this one; 2 also where every case was skipped."""
     set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
-    options = prepared(args)
+    named = trainers.spec(args.trainer, None)
+    options = prepared(args, named)
     cases, more = matrix.of_files(args)
     if more:
         tell(f"{more} more of other tiers are not run: --tier all")
@@ -89,9 +92,9 @@ def command(args: argparse.Namespace) -> int:
     today = datetime.now(UTC).date()
     folder = nights.keep(args.nights, runs, str(today))
     row = functools.partial(told, row_of(args.nights, runs), set_aside, today)
-    where = Where(
-        repository(args), {case.name: case for case in cases}, options, time.monotonic() + 60 * args.minutes, tell
-    )
+    searching = dataclasses.replace(options, trainer=named)
+    until = time.monotonic() + 60 * args.minutes
+    where = Where(repository(args), {case.name: case for case in cases}, searching, until, tell)
     nights.keep_culprits(folder, searched(row(), where))
     one = row(nights.culprits_in([args.nights]))
     stale = lapsed(set_aside, [one], today)
@@ -103,23 +106,26 @@ def command(args: argparse.Namespace) -> int:
 tell = functools.partial(say, to=sys.stderr)
 
 
-def prepared(args: argparse.Namespace) -> Options:
-    """With the trainer of the commit in OUT/.trainer, where a commit or a repository is named. Raises BadInput."""
+def prepared(args: argparse.Namespace, named: str) -> Options:
+    """With the trainer of the commit in OUT/.trainer, where one is named. named: as load takes it, without a source. Raises
+    BadInput and BisectError."""
     if args.commit and (args.repo is None or args.of or args.trainer == own_commits.TRAINER):
         raise BadInput("--commit: it is of --repo, of a trainer that has sources, and without --of")
+    if args.repo and args.source:
+        raise BadInput("--source: leave it out, --repo has the sources")
     if args.repo and not args.of and args.trainer != own_commits.TRAINER:
-        if args.source:
-            raise BadInput("--source: leave it out, --repo has the sources")
-        args.source = str(checked_out(args) if args.commit else args.repo)
+        checkout = checked_out(args, named) if args.commit else args.repo
+        of = TrainerSpec.parse(trainer_of(named, args.repo)(checkout))
+        args.trainer, args.source = of.name, of.source or None
     return options_of(args, several_nodes=False)
 
 
-def checked_out(args: argparse.Namespace) -> Path:
+def checked_out(args: argparse.Namespace, trainer: str) -> Path:
     """A clone of our own, so that nothing moves in the user's."""
     there = args.out / CHECKOUT
     shutil.rmtree(there, ignore_errors=True)
     there.parent.mkdir(parents=True, exist_ok=True)
-    checkout = commits.cloned(args.repo, there, getattr(trainers.load(args.trainer), "files", ()))
+    checkout = commits.cloned(args.repo, there, files_of(trainer)).resolve()
     commits.git(checkout, "checkout", "--quiet", "--detach", commits.resolve(args.repo, args.commit))
     return checkout
 
@@ -133,7 +139,7 @@ def repository(args: argparse.Namespace) -> Path | None:
 
 def ran(cases: Sequence[Case], options: Options, jobs: int | None) -> RecordedRun:
     record = verdicts.begin(cases, options, "")
-    found, seconds = matrix.run(cases, options, record, jobs=jobs)
+    found, seconds = matrix.run(cases, options, record, jobs=jobs, remedy="")
     tell(summary(found, seconds))
     runs, _ = verdicts.read(record.file)
     return next(run for run in runs if run.run == record.run)

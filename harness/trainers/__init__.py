@@ -218,6 +218,12 @@ def load(spec: str) -> Adapter:
     return adapter.of(wanted.source)
 
 
+def reload(spec: str) -> Adapter:
+    """Of a FILE.py that is not what it was when it was loaded."""
+    _of_file.cache_clear()
+    return load(spec)
+
+
 @functools.cache
 def _of_file(path: Path) -> Adapter:
     """What lies beside it can be imported."""

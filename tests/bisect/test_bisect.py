@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from literal import tiny_case, trial_of
 
-from harness.bisect import commits, side_by_side
+from harness import trainers
+from harness.bisect import checkouts, side_by_side
 from harness.bisect.commits import bisect
 from harness.bisect.search import BisectError, Found, Judged
 from harness.bisect.side_by_side import facts
@@ -81,8 +82,8 @@ def search(
 ) -> tuple[Found, list[str]]:
     (tmp_path / "repo").mkdir(parents=True)
     repo = repository(tmp_path / "repo", states)
-    monkeypatch.setattr(commits, "run_case", judged)
-    monkeypatch.setattr(commits.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
+    monkeypatch.setattr(checkouts, "run_case", judged)
+    monkeypatch.setattr(checkouts.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
     told: list[str] = []
     options = Options(out=tmp_path / "out", trainer="toy")
     good = good or f"HEAD~{len(states) - 1}"
@@ -233,6 +234,56 @@ def test_a_commit_of_this_project_is_judged_by_itself(tmp_path: Path) -> None:
     problems = {one.subject: one.problem for one in found.judged if one.problem}
     assert problems in ({}, {"commit 2": "one: it does not know this case"})
     assert "nothing is shown side by side" in side_by_side.bisect_report(found)
+
+
+ADAPTER = """
+from harness.trainers import Adapter
+
+class Own(Adapter):
+    name = {name!r}
+
+    def unsupported(self, case):
+        return None
+
+    def start(self, case, weights, device):
+        raise NotImplementedError
+
+adapter = Own()
+"""
+
+
+def test_an_adapter_that_lies_in_the_trainers_repository_is_of_each_commit_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is called says whether its loss is right, in place of ranks."""
+
+    def judged(case: Case, options: Options) -> Judgement:
+        folder = options.out / case.name
+        folder.mkdir(parents=True)
+        for rank in range(2):
+            started_file(folder / "run", rank).touch()
+        broken = trainers.load(options.trainer).name == "broken"
+        verdict, why = (Verdict.FAIL, one_cause("no mean")) if broken else (Verdict.PASS, None)
+        return Judgement(case, folder, (Result("loss", verdict, 1),), why, 0.0)
+
+    monkeypatch.setattr(checkouts, "run_case", judged)
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    git(repo, "init", "--quiet")
+    for number, text in enumerate([ADAPTER.format(name="right"), "1 +", ADAPTER.format(name="broken")]):
+        (repo / "mine.py").write_text(f"{text}\n# {number}")
+        git(repo, "add", ".")
+        git(repo, "commit", "--quiet", "-m", f"commit {number}")
+    found = bisect(repo, "HEAD~2", "HEAD", [CASE], Options(tmp_path / "out", str(repo / "mine.py")), lambda line: None)
+    assert [(one.subject, one.verdict) for one in found.judged] == [
+        ("commit 0", "good"),
+        ("commit 2", "bad"),
+        ("commit 1", "skip"),
+    ]
+    assert "cannot be loaded" in found.judged[2].problem
+    (tmp_path / "mine.py").write_text(ADAPTER.format(name="right"))
+    with pytest.raises(BisectError, match="has no `of`, and is no file in"):
+        bisect(repo, "HEAD~2", "HEAD", [CASE], Options(trainer=str(tmp_path / "mine.py")), print)
 
 
 def test_an_interrupt_leaves_the_repository_and_the_temporary_folder_as_they_were(

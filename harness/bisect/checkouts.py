@@ -1,0 +1,58 @@
+"""The trainer of a checkout: which files of a commit running it needs, and what judges it.
+
+Its adapter has other sources (`of`), or lies in the trainer's own repository and is of the commit too, or it is this project's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness import trainers
+from harness.bisect import own_commits
+from harness.bisect.search import BisectError
+from harness.judge.judgement import Judgement
+from harness.run.options import Options, Unsupported
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+from harness.spec.trainer_spec import TrainerSpec
+
+JudgedAt = Callable[[Case, Path, Options], Judgement]
+
+
+def how_to_judge(options: Options, repo: Path) -> tuple[Sequence[str], JudgedAt]:
+    """Raises BisectError."""
+    if TrainerSpec.parse(options.trainer).name == own_commits.TRAINER:
+        return own_commits.FILES, own_commits.judged_at
+    of_checkout = trainer_of(options.trainer, repo)
+    return files_of(options.trainer), functools.partial(_judged_at, of_checkout)
+
+
+def files_of(trainer: str) -> Sequence[str]:
+    """Of each commit; nothing: all of them."""
+    return getattr(trainers.load(trainer), "files", ())
+
+
+def trainer_of(trainer: str, repo: Path) -> Callable[[Path], str]:
+    """By checkout, the trainer as trainers.load takes it. Raises BisectError."""
+    name, adapter = TrainerSpec.parse(trainer).name, trainers.load(trainer)
+    if hasattr(adapter, "of"):
+        return lambda checkout: trainers.spec(name, str(checkout))
+    file, repo = Path(name).resolve(), repo.resolve()
+    if not name.endswith(".py") or not file.is_relative_to(repo):
+        raise BisectError(
+            f"trainer {adapter.name} has no other sources: its adapter has no `of`, and is no file in {repo}"
+        )
+    return lambda checkout: str(checkout / file.relative_to(repo))
+
+
+def _judged_at(of_checkout: Callable[[Path], str], case: Case, checkout: Path, options: Options) -> Judgement:
+    """By this harness. Raises Unsupported where the commit has no adapter that can be loaded, and as run_case does."""
+    trainer = of_checkout(checkout)
+    try:
+        trainers.reload(trainer)
+    except (ValueError, OSError) as error:
+        raise Unsupported(str(error)) from error
+    return run_case(case, dataclasses.replace(options, trainer=trainer))
