@@ -1,6 +1,7 @@
 """What the probe costs a training step: the same trainer, with and without it in turn, in one run.
 
     python benchmarks/probe_cost.py [--ranks 2] [--rounds 5] [--trainer torchtitan]
+    python benchmarks/probe_cost.py --device cuda --case FILE.yaml::NAME     a model and dims of one's own
 
 Blocks of steps alternate (without, with, without, ...) in the same processes, so a machine that drifts drifts for both.
 Prints the median step of each and the median of the ratios of neighbouring blocks.
@@ -15,13 +16,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness import trainers
 from harness.launch import Job, default_server, launch
-from harness.spec.case import to_json
-from harness.spec.loading import from_json
+from harness.spec.case import Case, to_json
+from harness.spec.loading import find_case, from_json, load_cases
 
 STEPS = 4  # a block; its first step is not counted
 
@@ -32,7 +34,7 @@ def measure(options: dict[str, Any]) -> None:
 
     case = from_json(options["case"])
     adapter = trainers.load(options["trainer"])
-    trainer = adapter.start(case, None, "cpu")
+    trainer = adapter.start(case, None, options["device"])
     step = stepping(trainer)
     blocks: list[tuple[bool, list[float]]] = []
     _block(step)  # warm-up
@@ -64,10 +66,14 @@ def stepping(trainer: Any) -> Callable[[], Any]:
 
 
 def _block(step: Callable[[], Any]) -> list[float]:
+    import torch
+
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()
         step()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return times[1:]
 
@@ -79,17 +85,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trainer", default="llama3")
-    chosen = parser.parse_args()
-    default_server(trainers.load(chosen.trainer).preload)
-    model = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "vocab_size": 1024}
-    training = {"dtype": "float32", "seq_len": 128, "global_batch": 8 * chosen.ranks, "steps": 1000}
-    case = from_json(
-        {"name": "cost", "why": "benchmark", "dims": {"dp_shard": chosen.ranks}, "model": model, "training": training}
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--case", metavar="FILE::NAME", help="of as many ranks; default a model of 4 million parameters"
     )
+    chosen = parser.parse_args()
+    default_server(trainers.load(chosen.trainer).preload, device=chosen.device)
+    case = of_file(chosen.case) if chosen.case else usual(chosen.ranks)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = {"case": to_json(case), "rounds": chosen.rounds, "result": str(result), "trainer": chosen.trainer}
-        exits = launch(Job(Path(folder) / "job", chosen.ranks, "probe_cost:measure", options, timeout=600))
+        options |= {"device": chosen.device}
+        job = Job(Path(folder) / "job", case.dims.world_size, "probe_cost:measure", options, 600, device=chosen.device)
+        exits = launch(job)
         failed = [exit for exit in exits if exit.how != "ok"]
         if failed:
             raise SystemExit(f"rank {failed[0].rank} {failed[0].how}: {failed[0].error}\n{failed[0].stack}")
@@ -97,10 +105,26 @@ def main() -> None:
     without = [statistics.median(times) for probed, times in blocks if not probed]
     probed = [statistics.median(times) for probed, times in blocks if probed]
     ratios = [b / a for a, b in zip(without, probed, strict=True)]
-    print(f"{chosen.ranks} ranks, FSDP2, {chosen.rounds} pairs of blocks of {STEPS - 1} steps")
+    print(f"{case.dims.world_size} ranks, {case.dims}, {chosen.rounds} pairs of blocks of {STEPS - 1} steps")
+    tokens = case.training.global_batch * case.training.seq_len
+    print(f"tokens a second without the probe {tokens / statistics.median(without):,.0f}")
     medians = statistics.median(without) * 1e3, statistics.median(probed) * 1e3
     print("median step without the probe {:.1f} ms, with {:.1f} ms".format(*medians))
     print(f"ratio with / without: median {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+def usual(ranks: int) -> Case:
+    model = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "vocab_size": 1024}
+    training = {"dtype": "float32", "seq_len": 128, "global_batch": 8 * ranks, "steps": 1000}
+    dims = {"dp_shard": ranks}
+    return from_json({"name": "cost", "why": "benchmark", "dims": dims, "model": model, "training": training})
+
+
+def of_file(where: str) -> Case:
+    """FILE::NAME, trained for as long as this takes."""
+    path, _, name = where.partition("::")
+    case = find_case(name, load_cases(Path(path)))
+    return replace(case, training=replace(case.training, steps=1000))
 
 
 if __name__ == "__main__":

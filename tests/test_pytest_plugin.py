@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,24 @@ def fatal(fired):
 TWO = "cases: {one: {why: a test}, pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables with which the commands of this file, and no others, share a rank server; it ends with them."""
+    with_server = {"HARNESS_SERVER": "resident", "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("run"))}
+    yield with_server
+    stop = [sys.executable, "-m", "harness", "server", "stop"]
+    subprocess.run(stop, env=os.environ | with_server | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+
+
 @pytest.fixture
-def in_project(tmp_path: Path) -> Pytest:
+def in_project(tmp_path: Path, served: dict[str, str]) -> Pytest:
     """pytest in a repository with cases of its own, which has no conftest.py; the harness is the real one."""
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "some.yaml").write_text(TWO)
     (tmp_path / "pytest.ini").write_text(CONFIGURATION)
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **served, **variables}
         command = [sys.executable, "-m", "pytest", "-p", "harness.plugin", "-p", "no:cacheprovider", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -220,7 +229,7 @@ def test_a_golden_is_not_accepted_in_ci(in_project: Pytest) -> None:
 def test_an_accepted_golden_is_no_pass(in_project: Pytest, tmp_path: Path) -> None:
     done = in_project("-k", "one and golden", "--harness-accept-golden", CI="")
     assert done.returncode == 1, cause(done)
-    assert "accepted, not a pass: review `git diff golden/`" in done.stdout
+    assert "accepted, not a pass: review `git add -N golden/ && git diff golden/`" in done.stdout
     assert len(list(tmp_path.glob("golden/*.json"))) == 1
     assert list(tmp_path.glob("out/one")) == []  # the reference alone
 
@@ -229,7 +238,7 @@ def test_a_missing_golden_fails(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "cases" / "some.yaml").write_text("cases: {one: {why: a test, training: {steps: 1, seed: 7}}}")
     done = in_project("-k", "golden or loss")
     assert done.returncode == 1, cause(done)
-    assert "golden UNKNOWN: " in done.stdout and "make it with `harness golden --accept`" in done.stdout
+    assert "golden UNKNOWN: " in done.stdout and "make it with `harness golden --accept -k" in done.stdout
     assert "1 failed, 2 passed" in done.stdout
 
 

@@ -2,14 +2,17 @@
 
     python -m tools.gpu                        goes on where the last call stopped, 9 minutes long
     python -m tools.gpu --stage shared -k tp   one stage, and of its cases those that -k selects
+    python -m tools.gpu --stage programs       only what follows the cases
     python -m tools.gpu --device cpu           the same without a GPU: how this file is tried where there is none
 
 Stages follow each other: one rank in float64, float32 and bfloat16 and in 8 bits, one rank compiled, then several ranks on
-each GPU. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be committed:
+each GPU; at last programs: a model of 1B parameters with and without the recorder, the probe's cost on it, torchtitan, the
+catalogue of faults. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be committed:
 
     machine.json      GPUs, driver, versions, packages that are there and that are not
     verdicts.jsonl    a line for each case of each stage: verdict, cause, seconds of launches and of steps, the allocator's peak
     summary.md        the same as a table
+    programs.jsonl    a line for each program: command, exit code, seconds; NAME.txt has what it printed
     cannot_run.txt    what did not run here, and why
 
 A case that has its line is not run again, unless --again. Exit codes as the harness's: 0, 1 a law is broken, 2 not all judged.
@@ -40,10 +43,11 @@ from harness.run.selection import holds
 from harness.spec.case import Case
 from harness.spec.loading import load_all
 from harness.spec.variants import in_dtype
-from tools import gpu_machine
+from tools import gpu_machine, gpu_programs
 
 FOLDER = Path("benchmarks/gpu")
 VERDICTS, CANNOT_RUN = "verdicts.jsonl", "cannot_run.txt"
+PROGRAMS = "programs"
 SKIPPED_OR_LOST = ("SKIPPED", "ERROR")
 
 
@@ -104,16 +108,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = args.folder or newest(machine) or FOLDER / f"{datetime.now(UTC):%Y-%m-%d}-{gpu_machine.label(machine)}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.json").write_text(json.dumps(machine, indent=1) + "\n", encoding="utf-8")
-    left = run_stages(folder, machine, args)
+    give_up = time.monotonic() + 60 * args.minutes
+    left = run_stages(folder, machine, args, give_up)
+    if not args.stage or PROGRAMS in args.stage:
+        every = gpu_programs.programs(args.device, args.out)
+        left += gpu_programs.run(folder, [p for p in every if holds(args.expression, p.name)], give_up)
     tell(folder, left)
-    return code(records(folder), left)
+    odd = [str(ended["program"]) for ended in gpu_programs.records(folder) if ended["code"]]
+    print(*(f"{name}: did not end with 0, see what it printed" for name in odd), sep="\n", end="\n" * bool(odd))
+    return code(records(folder), left + len(odd))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", allow_abbrev=False)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins after that; default 9")
-    parser.add_argument("--stage", choices=[stage.name for stage in STAGES], action="append", default=[])
+    parser.add_argument("--stage", choices=[*(s.name for s in STAGES), PROGRAMS], action="append", default=[])
     parser.add_argument(
         "-k", dest="expression", default="", metavar="EXPR", help="of the stages' cases, those selected"
     )
@@ -129,9 +139,8 @@ def newest(machine: dict[str, Any]) -> Path | None:
     return max(FOLDER.glob(f"*-{gpu_machine.label(machine)}"), default=None)
 
 
-def run_stages(folder: Path, machine: dict[str, Any], args: argparse.Namespace) -> int:
+def run_stages(folder: Path, machine: dict[str, Any], args: argparse.Namespace, give_up: float) -> int:
     """How many cases are left when the time is over."""
-    give_up = time.monotonic() + 60 * args.minutes
     known = set() if args.again else {(record["stage"], record["case"]) for record in records(folder)}
     todo = [(stage, case) for stage, case in planned(args) if (stage.name, case.name) not in known]
     for number, (stage, case) in enumerate(todo):
@@ -228,7 +237,7 @@ def tell(folder: Path, left: int) -> None:
     machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
     (folder / CANNOT_RUN).write_text("\n".join(cannot_run(found, machine)) + "\n", encoding="utf-8")
     print(*table(found)[2:], sep="\n")
-    print(f"{folder}; {left} cases left, the same command runs them" if left else f"{folder}; all stages are done")
+    print(f"{folder}; {left} left, the same command runs them" if left else f"{folder}; all stages are done")
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:

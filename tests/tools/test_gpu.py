@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.faults import all_faults
 from harness.spec.loading import load_all
-from tools import gpu, gpu_machine
+from tools import gpu, gpu_machine, gpu_programs
 
 MACHINE = {
     **{"device": "cuda", "gpus": ["NVIDIA H200, 143771 MiB, 580.159.04"], "cores": 16, "python": "3.12.3"},
@@ -39,7 +41,7 @@ def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 def test_on_cpu_it_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     none = run(tmp_path, "--minutes", "0")
-    assert (none.returncode, "1 cases left, the same command runs them" in none.stdout) == (2, True), none.stderr
+    assert (none.returncode, "1 left, the same command runs them" in none.stdout) == (2, True), none.stderr
     done = run(tmp_path)
     assert (done.returncode, "1 of 1  PASS     float64: single" in done.stdout) == (0, True), done.stdout + done.stderr
     again = run(tmp_path)
@@ -99,3 +101,21 @@ def test_the_last_line_of_a_case_counts(tmp_path: Path) -> None:
     lines = [record("float64", "single", "FAIL"), record("float64", "single", "PASS")]
     (tmp_path / "verdicts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [kept["verdict"] for kept in gpu.records(tmp_path)] == ["PASS"]
+
+
+def test_a_program_that_time_cut_short_is_begun_anew_and_one_that_ended_is_not(tmp_path: Path) -> None:
+    ends = gpu_programs.Program("says 3", ("-c", "print('three'); raise SystemExit(3)"))
+    lasts = gpu_programs.Program("lasts", ("-c", "import time; time.sleep(60)"))
+    lacks = gpu_programs.Program("lacks", (), "there is none")
+    assert gpu_programs.run(tmp_path, [ends, lacks, lasts], time.monotonic() + 1.5) == 1
+    assert [(each["program"], each["code"]) for each in gpu_programs.records(tmp_path)] == [
+        ("says 3", 3),
+        ("lacks", None),
+    ]
+    assert (tmp_path / "says_3.txt").read_text() == "three\n"
+    assert gpu_programs.run(tmp_path, [ends, lacks], time.monotonic()) == 0
+
+
+def test_every_fault_is_in_one_program(tmp_path: Path) -> None:
+    words = [" ".join(each.words) for each in gpu_programs.catalogue("cuda", tmp_path)]
+    assert [sum(f" {fault.name} " in text for text in words) for fault in all_faults()] == [1] * len(all_faults())
