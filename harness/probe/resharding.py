@@ -69,15 +69,28 @@ class GatheredRecorder:
             self._seen[-1] = (self._seen[-1][0], after_forward(self._last))
 
 
-def after_forward(part: nn.Module) -> AfterForward:
+def after_forward(part: nn.Module, *, over: bool = False) -> AfterForward:
+    """over: only of units whose own forward pass is over. What a loss applies itself, the output, is needed for a while yet."""
     held: dict[str, int] = {}
     storages: dict[int, int] = {}
+    needed = set(_needed_yet(part)) if over else set()
     for fqn, size, tensor in _in_memory(part):
+        if fqn in needed:
+            continue
         storage = tensor.untyped_storage()
         held[fqn] = max(held.get(fqn, 0), size if storage.nbytes() else 0)
         if storage.nbytes():
             storages[place(tensor)] = storage.nbytes()
     return AfterForward(held, sum(storages.values()))
+
+
+def _needed_yet(part: nn.Module) -> Iterator[str]:
+    """Parameters of FSDP2's units of which some module ran, and not yet all."""
+    names = {module: plain_fqn(name) for name, module in part.named_modules()}
+    for group in (group for module in names for group in fsdp2_groups(module)):
+        if group._training_state.name == "FORWARD":
+            infos = [parameter._module_info for parameter in group.fsdp_params]
+            yield from (joined(names[info.module], info.param_name) for info in infos)
 
 
 def _in_memory(part: nn.Module) -> Iterator[Found]:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from harness.evidence.store import EvidenceError
 
 SITE = Path(__file__).resolve().parent / "site"
 PROCESSES = "processes"
+STATES = ("started", "torch", "failed", "raised")
+"""How far a process got, in names of files."""
 
 
 class CommandError(Exception):
@@ -84,7 +87,7 @@ def requested_ranks(command: Sequence[str]) -> int | None:
 def why_nothing(directory: Path, command: Sequence[str]) -> str:
     """The likely reason why no rank left evidence, from how far the command's processes got."""
     files = list((directory / PROCESSES).glob("*"))
-    states = {state: [file for file in files if file.suffix == f".{state}"] for state in ("started", "torch", "failed")}
+    states = {state: [file for file in files if file.suffix == f".{state}"] for state in STATES}
     if states["failed"]:
         return f"the recorder failed: {states['failed'][0].read_text().strip()[:300]}"
     if not states["started"]:
@@ -93,6 +96,10 @@ def why_nothing(directory: Path, command: Sequence[str]) -> str:
         return f"no Python process of the command took PYTHONPATH from it ({why}, or a script that sets its own)"
     if not states["torch"]:
         return f"{_processes(states['started'])} ran, and none imported torch"
+    if states["raised"]:
+        errors = Counter(file.read_text().strip() for file in states["raised"])
+        (error, count), *_ = errors.most_common()
+        return f"{_processes(states['torch'])} imported torch; {count} raised before training anything: {error}"
     return (
         f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
         "were recorded: nothing was trained, or the job ended before its first forward pass"

@@ -40,3 +40,9 @@ def unsaved(directory: Path, rank: int, why: str) -> None:
     print(f"harness: {why}", file=sys.stderr)
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)
+
+
+def raised_early(directory: Path, error: str) -> None:
+    """By a process that had trained nothing yet. Others of its job seldom get further."""
+    with contextlib.suppress(OSError):  # the traceback says it as well
+        (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.raised").write_text(error)

@@ -30,7 +30,7 @@ from harness.probe.pipeline import PipelineRecorder
 from harness.probe.samples import leave_pass
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
-from harness.record.place import claimed, place_of, unsaved
+from harness.record.place import claimed, place_of, raised_early, unsaved
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
 
@@ -166,6 +166,8 @@ class Recorder:
         if self.seen.classes and self.seen.pid == os.getpid():
             self.ended = self.ended or "ok"
             self.save()
+        elif self.error and not self.seen.classes:
+            raised_early(self.directory, self.error)
 
     def save(self) -> None:
         """What cannot be written is said; training goes on."""

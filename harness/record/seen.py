@@ -30,6 +30,7 @@ from harness.probe.settings import settings
 from harness.probe.structure import local, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import digest, not_finite
+from harness.record.optimizers import Optimizers
 
 
 @dataclass
@@ -60,8 +61,7 @@ class Seen:
         self._clock, self._collectives, self._pipeline = clock, collectives, pipeline
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._steps: dict[int, Step] = {}
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._optimizer_texts: dict[str, None] = {}
+        self._optimizers = Optimizers()
         self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._started = settings()
         self._layout: tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]] = ((), {}, ())
@@ -113,6 +113,7 @@ class Seen:
     # ---- passes
 
     def pass_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._optimizers.pass_begins()
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own()
         first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
@@ -122,7 +123,7 @@ class Seen:
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":
-            self._step().after.append((self._clock.account, after_forward(part)))
+            self._step().after.append((self._clock.account, after_forward(part, over=True)))
             self._note_settings()
 
     def _step(self) -> Step:
@@ -135,8 +136,7 @@ class Seen:
     # ---- optimizers
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
-        self._optimizers.add(optimizer)
-        self._optimizer_texts[_optimizer_text(optimizer)] = None
+        self._optimizers.begins(optimizer)
         self._note_settings()
         step = self._step()
         if "lr" in optimizer.param_groups[0]:
@@ -145,6 +145,8 @@ class Seen:
         step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
+        if not self._optimizers.ended(optimizer):
+            return
         step = self._step()
         self._note_contents(self._clock.step, optimizer)
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
@@ -194,7 +196,7 @@ class Seen:
     def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:
         """What it was last, where the script has left its groups and given up its model before it ends."""
         groups, wrappers, stepped = self._layout
-        owned = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        owned = self._optimizers.owned()
         stepped = tuple(fqn for fqn, p in sharded_parameters(self.parts) if id(p) in owned) or stepped
         if not dist.is_initialized():
             return groups, wrappers, stepped
@@ -236,7 +238,7 @@ class Seen:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        return tuple(self._optimizer_texts)
+        return self._optimizers.texts
 
     @property
     def stepped(self) -> tuple[str, ...]:
@@ -269,13 +271,6 @@ def _read(values: Any) -> list[Any]:
     if len(devices) != 1:
         return [value.item() for value in values]
     return torch.stack(values).tolist()
-
-
-def _optimizer_text(optimizer: Optimizer) -> str:
-    usual = optimizer.param_groups[0] if optimizer.param_groups else {}
-    told = {key: usual[key] for key in ("betas", "momentum", "weight_decay", "amsgrad") if key in usual}
-    words = ", ".join(f"{key} {value}" for key, value in told.items() if not torch.is_tensor(value))
-    return f"{type(optimizer).__name__}({words})"
 
 
 def _peak() -> int:

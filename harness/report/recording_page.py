@@ -168,19 +168,24 @@ def _not_finite(summaries: Sequence[Summary]) -> Rows:
 
 
 def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
+    stepped = any(one.shown for one in summaries)
     return [
         ("command", _command(recording.command or " ".join(summaries[0].argv))),
         ("model", _model(summaries)),
-        *_axes(axes(summaries)),
-        *_idle(summaries),
+        *(_step(summaries) if stepped else [("steps", "none was recorded from its beginning to its end")]),
         ("parameters", _placements(summaries)),
         ("contents", _contents(summaries)),
         *_fed(summaries),
-        ("memory", _memory(summaries)),
+        *([("memory", _memory(summaries))] if stepped else []),
         *_costs(summaries),
         ("recorder", _own(summaries)),
         ("not judged", NOT_JUDGED),
     ]
+
+
+def _step(summaries: Sequence[Summary]) -> Rows:
+    """What moved in the step that is shown."""
+    return [*_axes(axes(summaries)), *_idle(summaries)]
 
 
 def _command(command: str, most: int = 150) -> str:
@@ -198,7 +203,7 @@ def _model(summaries: Sequence[Summary]) -> str:
     unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
     return (
         f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{unstepped}{where}; "
-        f"{', '.join(summaries[0].optimizers) or 'no optimizer stepped'}; {seen} steps; "
+        f"{', '.join(summaries[0].optimizers) or 'no step of an optimizer recorded'}; {seen} steps; "
         f"torch {summaries[0].versions.get('torch', '?')}{left}"
     )
 

@@ -83,6 +83,12 @@ def test_a_job_that_trains_nothing_is_told(tmp_path: Path, capsys: pytest.Captur
     assert "1 Python process ran, and none imported torch" in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(tmp_path / "one", sys.executable, "-c", "import torch, no_such_package") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 raised before training anything: ModuleNotFoundError: No module named 'no_such_package'" in printed
+
+
 def test_the_users_own_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nopen(os.environ['MARK'], 'w').close()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

@@ -69,3 +69,10 @@ def test_many_ranks_are_written_short() -> None:
     assert some_ranks([5]) == "rank 5"
     assert some_ranks(range(7)) == "ranks 0-6"
     assert some_ranks([0, 2, 4, 6, 8, 10, 12]) == "ranks 0, 2, 4, 6, 8, 10 and 1 more"
+
+
+def test_where_no_step_was_recorded_nothing_is_said_of_what_ran() -> None:
+    ranks = [hsdp(rank, **TOLD | {"shown": 0, "uses": (), "memory": {}}) for rank in range(4)]
+    text = page(recording(*ranks))
+    assert "none was recorded from its beginning to its end" in text
+    assert "trains alone" not in text and "memory" not in text
