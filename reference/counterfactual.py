@@ -43,7 +43,7 @@ class Otherwise:
     weights: before the first step. batch(step, the recipe's) -> what is trained on. gradients(step, those of backward) ->
     those that there are before clipping. given(step, gradients, their norm, parameters) -> what the optimizer is given, in
     place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. recipe(fqn) -> the one whose
-    betas, eps and weight decay the parameter is trained by.
+    betas, eps and weight decay the parameter is trained by, from step `since` on.
     left(step, parameters) -> what there is when the optimizer is done.
     rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
@@ -57,6 +57,7 @@ class Otherwise:
     given: Callable[[int, Arrays, float, Arrays], Arrays] | None = None
     rate: Callable[[int, str], float] | None = None
     recipe: Callable[[str], TrainingConfig] | None = None
+    since: int = 1
     left: Callable[[int, Arrays], Arrays] | None = None
     restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
@@ -148,14 +149,19 @@ class _Copy:
     ) -> None:
         weights = reference.weights if otherwise.weights is None else otherwise.weights
         self.weights = _as_kept(weights, reference)
+        self.shapes = {fqn: value.shape for fqn, value in reference.weights.items()}
         self.training, self.otherwise = training, otherwise
-        self.model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device="cpu")
+        self.model = llama_from(_whole(weights, config), config=config, dtype=DTYPES[training.dtype], device="cpu")
         _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
         self.optimizer = _optimizer(self.model, training, otherwise)
 
     def zeros(self) -> Arrays:
-        return {fqn: np.zeros_like(value) for fqn, value in by_fqn(self.model).items()}
+        return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items()}
+
+    def _by_fqn(self, *, gradients: bool = False) -> Arrays:
+        """In the reference's shapes, which may be flat."""
+        return {fqn: value.reshape(self.shapes[fqn]) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
 
     def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
         """The share's part of the mean loss, and its gradients."""
@@ -166,7 +172,7 @@ class _Copy:
         loss = _backward(self.worker.module, batch, valid, self.training.document_mask, self.otherwise.loss)
         self.worker.collect(None)
         self.worker.finish()
-        return loss, by_fqn(self.model, gradients=True)
+        return loss, self._by_fqn(gradients=True)
 
     def step(self, number: int, loss: float, valid: int, gradients: Arrays) -> ReferenceStep:
         """What the optimizer makes of these gradients."""
@@ -174,7 +180,7 @@ class _Copy:
         gradients = otherwise.gradients(number, gradients) if otherwise.gradients else gradients
         norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values())))
         given = (
-            otherwise.given(number, gradients, norm, by_fqn(self.model))
+            otherwise.given(number, gradients, norm, self._by_fqn())
             if otherwise.given
             else _clipped(gradients, norm, self.training)
         )
@@ -185,7 +191,8 @@ class _Copy:
         if otherwise.state and (held := otherwise.state(number)) is not None:
             _set_state(self.model, self.optimizer, held)
         self.optimizer.step()
-        state, after = optimizer_state(self.model, self.optimizer), by_fqn(self.model)
+        state, after = optimizer_state(self.model, self.optimizer), self._by_fqn()
+        state = {fqn: {key: v.reshape(self.shapes[fqn]) for key, v in held.items()} for fqn, held in state.items()}
         if otherwise.left:
             _set_parameters(self.model, after := otherwise.left(number, after))
         if len(gradients) < len(after):  # what did not run has none
@@ -196,9 +203,15 @@ class _Copy:
         """The one that all parameters have, or else the recipe's."""
         usual = learning_rate(number, self.training)
         for group in self.optimizer.param_groups:
+            group.update(_options(group["fqn"], group["params"][0], self.training, self.otherwise, number))
             group["lr"] = self.otherwise.rate(number, group["fqn"]) if self.otherwise.rate else usual
         rates = {group["lr"] for group in self.optimizer.param_groups}
         return rates.pop() if len(rates) == 1 else usual
+
+
+def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig) -> Arrays:
+    """In the model's shapes."""
+    return {fqn: np.asarray(weights[fqn]).reshape(shape) for fqn, shape in config.parameter_shapes().items()}
 
 
 def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
@@ -223,16 +236,18 @@ def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
 def _optimizer(model: nn.Module, training: TrainingConfig, otherwise: Otherwise) -> torch.optim.Optimizer:
     """As the reference's, one group a parameter, so that each may have a rate and a decay of its own."""
 
-    def group(fqn: str, p: nn.Parameter) -> dict[str, Any]:
-        own = otherwise.recipe(fqn) if otherwise.recipe else training
-        spared = not otherwise.recipe and training.decay != "all" and p.dim() == 1
-        adam = {} if training.optimizer == "sgd" else {"betas": (own.beta1, own.beta2), "eps": own.eps}
-        return {"params": [p], "weight_decay": 0.0 if spared else own.weight_decay, "fqn": fqn, **adam}
-
-    groups = [group(fqn, p) for fqn, p in model.named_parameters()]
+    groups = [{"params": [p], "fqn": fqn} for fqn, p in model.named_parameters()]
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=training.lr, foreach=False)
     return torch.optim.AdamW(groups, lr=training.lr, foreach=False, amsgrad=otherwise.amsgrad)
+
+
+def _options(fqn: str, p: nn.Parameter, training: TrainingConfig, otherwise: Otherwise, step: int) -> dict[str, Any]:
+    """What the optimizer is told of a parameter in a step."""
+    another = otherwise.recipe(fqn) if otherwise.recipe and step >= otherwise.since else None
+    own, spared = another or training, another is None and training.decay != "all" and p.dim() == 1
+    adam = {} if training.optimizer == "sgd" else {"betas": (own.beta1, own.beta2), "eps": own.eps}
+    return {"weight_decay": 0.0 if spared else own.weight_decay, **adam}
 
 
 def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, per_token: Loss | None = None) -> float:
@@ -256,9 +271,16 @@ class Bench:
     """A model as it is before a step, on which variations are tried and undone."""
 
     def __init__(
-        self, model: ModelConfig, training: TrainingConfig, weights: Mapping[str, np.ndarray], batch: Batch, step: int
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        weights: Mapping[str, np.ndarray],
+        batch: Batch,
+        step: int,
+        rows: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        built = llama_from(weights, config=model, dtype=DTYPES[training.dtype], device="cpu")
+        built = llama_from(_whole(weights, model), config=model, dtype=DTYPES[training.dtype], device="cpu")
+        _put_in_order(built, rows or {})
         worker = Worker(built, training, quantized_modules(model))
         worker.begin()
         self.module, self.training, self.batch, self.step = worker.module, training, batch, step

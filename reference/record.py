@@ -52,13 +52,7 @@ class ReferenceRun:
     """What the reference computed of a recipe. weights: before the first step, as the model holds them.
 
     samples: sample ids of each step, in order, [steps][global_batch]. tokens, labels: int64 [distinct samples, seq_len]
-    in the order of sample_ids. sample_gradients: for step 1, by fqn, each sample's own contribution to the gradient,
-    [global_batch, k], at the k flat positions of sample_positions[fqn]; they sum to the whole gradient there.
-    unmasked_losses: for step 1 of a recipe with a document mask, the sum of the losses of each sample's tokens if attention
-    did look past separators, [global_batch].
-    noise: where it was measured, by the dtype in which gradients are reduced.
-    part_gradients: likewise, what the losses of each eighth of the token positions contribute, [8, k]; empty where the
-    length has no eighths.
+    in the order of sample_ids. noise: where it was measured, by the dtype in which gradients are reduced.
     inputs: of step 1, the mean square of what goes into each module, in the order of the forward pass.
     """
 
@@ -68,10 +62,6 @@ class ReferenceRun:
     sample_ids: tuple[int, ...]
     tokens: np.ndarray
     labels: np.ndarray
-    sample_gradients: dict[str, np.ndarray]
-    sample_positions: dict[str, np.ndarray]
     environment: dict[str, str] = field(default_factory=dict)
-    unmasked_losses: np.ndarray | None = None
     noise: dict[str, Noise] = field(default_factory=dict)
-    part_gradients: dict[str, np.ndarray] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)

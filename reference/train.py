@@ -22,9 +22,6 @@ from .noise import Order, Reordered, measure, orders
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
 
-POSITIONS = 1024  # per parameter, where each sample's own gradient is kept
-PARTS = 8  # of the token positions, whose gradients are kept as well
-
 
 def train(
     model_config: ModelConfig,
@@ -44,12 +41,11 @@ def train(
     steps = training.steps if steps is None else steps
     samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
     start = by_fqn(model)
-    positions = {fqn: spread_positions(p.numel()) for fqn, p in model.named_parameters()}
     batches = [
         cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
     ]
     worker = Worker(model, training, quantized_modules(model_config))
-    first = _of_first_step(worker, *batches[0], positions, training)
+    inputs = _inputs(worker, batches[0][0], training)
     trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
@@ -60,11 +56,10 @@ def train(
     return ReferenceRun(
         weights=start,
         steps=trained,
-        sample_positions=positions,
         environment={"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())},
         noise=spread,
         **_of_samples(dataset, samples),
-        **first,
+        inputs=inputs,
     )
 
 
@@ -75,19 +70,11 @@ def _of_samples(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[
     return {"samples": samples, "sample_ids": sample_ids, "tokens": tokens.numpy(), "labels": labels.numpy()}
 
 
-def _of_first_step(
-    worker: Worker, tokens: Tensor, labels: Tensor, positions: Mapping[str, np.ndarray], training: TrainingConfig
-) -> dict[str, Any]:
-    """What is kept of step 1 alone, by the fields of ReferenceRun."""
+def _inputs(worker: Worker, tokens: Tensor, training: TrainingConfig) -> dict[str, float]:
+    """The mean square of what goes into each module in step 1."""
     worker.begin()
     seed_masks(worker.module, training.seed, 1)
-    masked = training.document_mask
-    return {
-        "sample_gradients": gradient_per_sample(worker.module, tokens, labels, positions, masked),
-        "part_gradients": gradient_per_part(worker.module, tokens, labels, positions, masked),
-        "unmasked_losses": loss_per_sample(worker.module, tokens, labels) if masked else None,
-        "inputs": mean_squares(worker.module, tokens, masked),
-    }
+    return mean_squares(worker.module, tokens, training.document_mask)
 
 
 def noise_orders(key: str, training: TrainingConfig) -> list[Order]:
@@ -215,55 +202,9 @@ def optimizer_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
     return [group for group in groups if group["params"]]
 
 
-def gradient_per_sample(
-    model: nn.Module,
-    tokens: Tensor,
-    labels: Tensor,
-    positions: Mapping[str, np.ndarray],
-    document_mask: bool = False,
-) -> dict[str, np.ndarray]:
-    """Each sample's part of the batch's gradient at the given flat positions, by fqn [global_batch, k].
-
-    Parts are divided by the valid tokens of the whole batch, not of the sample, so they sum to the batch's gradient.
-    """
-    rows = zip(tokens.split(1), labels.split(1), strict=True)
-    return _gradient_per_piece(model, rows, positions, count_valid(labels), document_mask)
-
-
-@torch.no_grad()
-def loss_per_sample(model: nn.Module, tokens: Tensor, labels: Tensor) -> np.ndarray:
-    """The sum of the losses of each sample's tokens, without a document mask. float64 [b]"""
-    rows = zip(tokens.split(1), labels.split(1), strict=True)
-    return np.array([forward_loss(model, *row).item() for row in rows])
-
-
 def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` tokens of each sample, and their labels."""
     return tokens[:, :length], labels[:, :length]
-
-
-def gradient_per_part(
-    model: nn.Module,
-    tokens: Tensor,
-    labels: Tensor,
-    positions: Mapping[str, np.ndarray],
-    document_mask: bool = False,
-) -> dict[str, np.ndarray]:
-    """What the losses of each eighth of the token positions give of the batch's gradient, likewise [8, k].
-
-    Context parallel ranks compute such parts. Empty if the sequence has no eighths.
-    """
-    length = labels.shape[1]
-    starts = range(0, length, length // PARTS) if length % PARTS == 0 else ()
-    eighths = ((tokens, _only(labels, start, start + length // PARTS)) for start in starts)
-    return _gradient_per_piece(model, eighths, positions, count_valid(labels), document_mask)
-
-
-def _only(labels: Tensor, start: int, stop: int) -> Tensor:
-    """All other labels ignored."""
-    kept = torch.full_like(labels, IGNORED)
-    kept[:, start:stop] = labels[:, start:stop]
-    return kept
 
 
 def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) -> dict[str, float]:
@@ -283,32 +224,6 @@ def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) 
     for hook in hooks:
         hook.remove()
     return found
-
-
-def _gradient_per_piece(
-    model: nn.Module,
-    pieces: Iterable[tuple[Tensor, Tensor]],
-    positions: Mapping[str, np.ndarray],
-    valid_tokens: int,
-    document_mask: bool,
-) -> dict[str, np.ndarray]:
-    """What each piece's loss over `valid_tokens` has for gradient at these flat positions, by fqn [pieces, k]."""
-    parts: dict[str, list[np.ndarray]] = {fqn: [] for fqn in positions}
-    for tokens, labels in pieces:
-        model.zero_grad()
-        (forward_loss(model, tokens, labels, document_mask=document_mask) / valid_tokens).backward()
-        for fqn, gradient in by_fqn(model, gradients=True).items():
-            parts[fqn].append(gradient.ravel()[positions[fqn]])
-    model.zero_grad()
-    return {fqn: np.stack(rows) for fqn, rows in parts.items() if rows}
-
-
-def spread_positions(n: int) -> np.ndarray:
-    """Up to 1024 flat positions, evenly from first to last. int64 [k], ascending and distinct.
-
-    The spacing (n - 1) / 1023 drifts over the columns; n / 1024 can be a whole number of rows, and visit one column only.
-    """
-    return np.linspace(0, n - 1, min(n, POSITIONS)).astype(np.int64)
 
 
 def batch(dataset: Dataset, ids: Sequence[int], device: str) -> tuple[Tensor, Tensor]:

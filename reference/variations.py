@@ -43,7 +43,7 @@ def _rotary(model: ModelConfig) -> list[Variation]:
     bases = [base for base in (10_000.0, 500_000.0, 1_000_000.0) if base != model.rope_theta]
     rows: list[tuple[str, str, str, Alteration]] = [
         *(("base", f"the rotary base is {b:g}", f"{model.rope_theta:g}", setting(rope_theta=b)) for b in bases),
-        ("pairs", "rotary turns pairs (i, i + d/2)", "adjacent pairs", _turn_halves),
+        ("pairs", "rotary turns pairs (i, i + d/2)", "adjacent pairs", turn_halves),
         ("left out", "queries and keys are not turned", "rotary", angles(lambda a: 0 * a)),
         ("reversed", "queries and keys are turned backwards", "forwards", angles(torch.neg)),
         ("half", "half of each head is turned", "all of it", angles(_first_half)),
@@ -87,7 +87,7 @@ def _first_half(angles: Tensor) -> Tensor:
     return torch.where(pairs < angles.shape[-1] // 2, angles, 0)
 
 
-def _turn_halves(attention: nn.Module) -> None:
+def turn_halves(attention: nn.Module) -> None:
     """Columns of a head in the order in which adjacent ones are those that turn together: a dot product does not mind."""
     width = attention.config.head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
@@ -201,12 +201,27 @@ def _exchanged(model: ModelConfig) -> Rows:
     shapes, prefix = model.parameter_shapes(), "layers.0.attention"
     for one, other in (("wq", "wo"), ("wk", "wv"), ("wq", "wk"), ("wq", "wv")):
         if shapes[f"{prefix}.{one}.weight"] == shapes[f"{prefix}.{other}.weight"]:
-            yield f"{one} and {other} are exchanged", partial(_exchange, one=one, other=other)
+            yield f"{one} and {other} are exchanged", partial(exchange, one=one, other=other)
 
 
-def _exchange(attention: nn.Module, *, one: str, other: str) -> None:
-    first, second = attention.get_submodule(one), attention.get_submodule(other)
+def exchange(module: nn.Module, *, one: str, other: str) -> None:
+    first, second = module.get_submodule(one), module.get_submodule(other)
     first.forward, second.forward = second.forward, first.forward
+
+
+def ends_exchanged(model: nn.Module) -> None:
+    put_instead(model.tok_embeddings, lambda original, tokens: F.embedding(tokens, model.output.weight))
+    put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
+
+
+def transposed(names: Iterable[str]) -> Alteration:
+    """Matrices that multiply from the left."""
+
+    def alter(block: nn.Module) -> None:
+        for matrix in map(block.get_submodule, names):
+            put_instead(matrix, lambda original, x, matrix=matrix: F.linear(x, matrix.weight.T))
+
+    return alter
 
 
 def _not_transposed(original: Any, _: nn.Module, *inputs: Any) -> Tensor:
@@ -305,6 +320,7 @@ def _ends(model: ModelConfig) -> list[Variation]:
         ),
         *alike("logit scale", "model", "", [("logits are divided by sqrt(dim)", given(lambda x: x / root))]),
         *alike("logit cap", "model", "", caps),
+        *alike("padded vocabulary", "model", "none", _padded(model.vocab_size)),
     ]
     if not model.tied_embeddings:
         text = "the output multiplies by the embedding's weight"
@@ -315,6 +331,12 @@ def _ends(model: ModelConfig) -> list[Variation]:
 def _tied(model: nn.Module) -> None:
     if not model.config.tied_embeddings:
         put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
+
+
+def _padded(size: int) -> Rows:
+    """Logits of padding, all zero, in the softmax."""
+    for more in sorted({-size % multiple for multiple in (8, 16, 64, 128)} - {0}):
+        yield f"the softmax counts {more} logits of padding, all zero", given(partial(F.pad, pad=(0, more)))
 
 
 def capped(cap: float) -> Change:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,16 @@ from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
 
 
-def reference_of(case: Case) -> ReferenceRun:
+@dataclass(frozen=True)
+class LiteralReference(ReferenceRun):
+    """sample_gradients: of step 1, by fqn, what each sample gives, [samples, entries]. part_gradients: what each eighth of the
+    token positions gives, [8, entries]; nothing where all give the same."""
+
+    sample_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    part_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def reference_of(case: Case) -> LiteralReference:
     """Random weights and gradients (none near zero), random losses of samples; everything else follows from them."""
     draw = np.random.default_rng(0)
     shapes, training = case.model.parameter_shapes(), case.training
@@ -30,8 +39,7 @@ def reference_of(case: Case) -> ReferenceRun:
     steps = tuple(_reference_step(case, number, weights, gradients, labels) for number in range(1, training.steps + 1))
     counted = (labels[:batch] != -100).any(axis=1)
     parts = {fqn: _sample_gradients(draw, full, counted) for fqn, full in gradients[0].items()}
-    positions = {fqn: np.arange(full.size) for fqn, full in gradients[0].items()}
-    return ReferenceRun(weights, steps, samples, ids, tokens, labels, parts, positions, {"torch": "none"})
+    return LiteralReference(weights, steps, samples, ids, tokens, labels, {"torch": "none"}, sample_gradients=parts)
 
 
 def _sample_gradients(draw: np.random.Generator, full: np.ndarray, counted: np.ndarray) -> np.ndarray:
@@ -150,24 +158,22 @@ def retrained_apart(
     )
 
 
-def _of_tokens(reference: ReferenceRun, counts: np.ndarray) -> dict[str, np.ndarray]:
+def _of_tokens(reference: LiteralReference, counts: np.ndarray) -> dict[str, np.ndarray]:
     """The gradient of these tokens' losses: of whole samples, or of eighths of the sequence, or of both."""
     return {
-        fqn: (counts.mean(axis=1) @ _of_rows(reference, fqn) + _of_eighths(reference, fqn, counts)).reshape(full.shape)
+        fqn: (counts.mean(axis=1) @ reference.sample_gradients[fqn] + _of_eighths(reference, fqn, counts)).reshape(
+            full.shape
+        )
         for fqn, full in reference.steps[0].gradients.items()
     }
 
 
-def _of_rows(reference: ReferenceRun, fqn: str) -> np.ndarray:
-    return reference.sample_gradients[fqn]
-
-
-def _of_eighths(reference: ReferenceRun, fqn: str, counts: np.ndarray) -> np.ndarray | float:
+def _of_eighths(reference: LiteralReference, fqn: str, counts: np.ndarray) -> np.ndarray | float:
     """What is too much or too little in an eighth is divided between the samples that count."""
     known = reference.part_gradients.get(fqn)
     if known is None:
         return 0.0
-    counted = _of_rows(reference, fqn).any(axis=1)
+    counted = reference.sample_gradients[fqn].any(axis=1)
     eighths = np.stack([part.mean(axis=1) for part in np.split(counts, 8, axis=1)], axis=1)[counted]  # [samples, 8]
     return eighths.sum(axis=0) @ (known - known.sum(axis=0) / 8) / counted.sum()
 

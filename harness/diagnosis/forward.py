@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.diagnosis.assume import another_reference
-from harness.diagnosis.differences import distance, loss_off, where_text, wrong_pairs
+from harness.diagnosis.assume import another_reference, order_of_rows
+from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
-from harness.diagnosis.words import finding_line, on_ranks, some
+from harness.diagnosis.words import finding_line, on_ranks, some, where_text
 from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
@@ -56,8 +56,9 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Random numbers of a recomputation that are not those of forward. Told by the generator's state."""
-    other = {fqn for _, step, _ in trial.steps() for fqn in step.activity.other_states}
-    if not other or "gradients" not in broken:
+    seen = [step.activity for _, step, _ in trial.steps()]
+    other, drawn = {fqn for one in seen for fqn in one.other_states}, any(one.random.get("backward") for one in seen)
+    if not other or not drawn or "gradients" not in broken:
         return
     from harness.reference.masks import recomputed_without_random_state
 
@@ -65,7 +66,9 @@ def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     lost = "its masks are not those that the loss was computed with"
     observed = f"recomputation of {some(blocks, 4)} began with another random state than forward"
     cause = Cause("random state not restored", observed, hint=lost)
-    yield Hypothesis(cause, lambda t: another_reference(t, altered=recomputed_without_random_state(blocks)))
+    laws, altered = ("gradients", "grad_norm", "loss", "reported_loss"), recomputed_without_random_state(blocks)
+    lines = (finding_line("gradients", broken["gradients"]),)
+    yield Hypothesis(cause, lambda t: another_reference(t, altered=altered), 1, lines, laws)
 
 
 def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -109,7 +112,7 @@ class Found:
 
 def _bench(trial: Trial, broken: Broken) -> Tries | None:
     """Of the first step whose loss is wrong, if what came before it is right."""
-    if "loss" not in broken or trial.plan.flat or trial.references:
+    if "loss" not in broken or trial.references:
         return None
     step = next((step for step in trial.case.steps if loss_off(trial, step)), None)
     if step is None or any(wrong_pairs(trial, earlier) for earlier in trial.case.steps if earlier < step):
@@ -118,6 +121,17 @@ def _bench(trial: Trial, broken: Broken) -> Tries | None:
         return None
     bench = Tries(trial, step)
     return bench if bench.observed else None
+
+
+def bench_of(trial: Trial, step: int, **words: Any) -> Bench:
+    """words: of the order of rows, where that is another than the trainer says."""
+    from harness.reference.counterfactual import Batch, Bench
+
+    reference, length = trial.reference, trial.case.seq_len(step)
+    at = [reference.sample_ids.index(id_) for id_ in reference.samples[step - 1]]
+    batch = Batch(reference.tokens[at, :length], reference.labels[at, :length])
+    weights = reference.weights if step == 1 else reference.steps[step - 2].parameters
+    return Bench(trial.case.model, trial.case.training, weights, batch, step, **(order_of_rows(trial) | words))
 
 
 @dataclass(frozen=True)
@@ -148,14 +162,7 @@ class Tries:
 
     @cached_property
     def bench(self) -> Bench:
-        from harness.reference.counterfactual import Batch, Bench
-
-        trial, reference = self.trial, self.trial.reference
-        ids, length = reference.samples[self.step - 1], trial.case.seq_len(self.step)
-        at = [reference.sample_ids.index(id_) for id_ in ids]
-        batch = Batch(reference.tokens[at, :length], reference.labels[at, :length])
-        weights = reference.weights if self.step == 1 else reference.steps[self.step - 2].parameters
-        return Bench(trial.case.model, trial.case.training, weights, batch, self.step)
+        return bench_of(self.trial, self.step)
 
     @cached_property
     def usual(self) -> dict[int, float]:

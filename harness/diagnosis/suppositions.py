@@ -1,34 +1,35 @@
 """What an adapter usually has wrong of its trainer's model, each put to the test: the reference trained as if it were so.
 
 The adapter copies the seed weights into a model that it says is the reference's. A name, the order of rows, or a constant of
-the model may be another; weights then seem right, and the forward pass is wrong. A supposition says what the trainer's model
-makes of the same weights. The loss of step 1 chooses among them, and pairs of them; the laws then judge all that there is.
+the model may be another; weights then seem right, and the forward pass is wrong. A supposition alters the reference's model
+so. The loss of step 1 chooses among them, and pairs of them; the laws then judge all that there is.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.checks import judge
-from harness.diagnosis.assume import another_case
-from harness.judge.order import reordered_reference
+from harness.diagnosis.assume import another_case, another_reference, order_of_rows
 from harness.judge.result import Result
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
-from harness.reference.config import ModelConfig, TrainingConfig
-from harness.reference.record import ReferenceRun, ReferenceStep
+from harness.reference.config import TrainingConfig
 
-Arrays = dict[str, np.ndarray]
+if TYPE_CHECKING:
+    from harness.reference.altered import Alter, Alteration
+
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, float(np.finfo(np.float64).eps), float(np.finfo(np.float32).eps))
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 SWAPPED = (
     *(("feed_forward.w1", "feed_forward.w3"), ("attention.wq", "attention.wo"), ("attention.wk", "attention.wv")),
-    *(("attention_norm", "ffn_norm"), ("tok_embeddings", "output")),
+    ("attention_norm", "ffn_norm"),
 )
 SQUARE = ("attention.wq", "attention.wo")
 MOST_TOGETHER = 2
@@ -36,14 +37,14 @@ MOST_TOGETHER = 2
 
 @dataclass(frozen=True)
 class Supposition:
-    """says: what is so. line: what to write, and where. model: the constants of the trainer's model. turned: by the reference's
-    names, what its parameters are in a model that was given these arrays; back: the inverse, of weights as of gradients."""
+    """says: what is so. line: what to write, and where. part, alter: of which of the reference's modules, and how it is
+    altered. otherwise: how the reference is trained besides, in the words of reference.counterfactual.Otherwise."""
 
     says: str
     line: str
-    model: Callable[[ModelConfig], ModelConfig] = lambda model: model
-    turned: Callable[[Arrays], Arrays] = dict
-    back: Callable[[Arrays], Arrays] = dict
+    part: str
+    alter: Alteration = lambda module: None
+    otherwise: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,16 @@ class Supposed:
     results: tuple[Result, ...]
 
 
-def suppose(trial: Trial, reference: ReferenceRun) -> list[Supposed]:
-    """The fewest that give the loss of step 1; none where nothing is to be supposed, or no loss was seen. reference: as it
-    was trained, in its own order of rows."""
+def suppose(trial: Trial) -> list[Supposed]:
+    """The fewest that give the loss of step 1; none where nothing is to be supposed, or no loss was seen."""
     wanted = first_loss(trial)
     if wanted is None:
         return []
     usual = list(suppositions(trial))
     for together in range(MOST_TOGETHER + 1):
-        chosen = [c for c in itertools.combinations(usual, together) if _fits(trial, reference, c, wanted)]
+        chosen = [c for c in itertools.combinations(usual, together) if _fits(trial, c, wanted)]
         if chosen:
-            return [_judged(trial, reference, each) for each in chosen]
+            return [_judged(trial, each) for each in chosen]
     return []
 
 
@@ -78,20 +78,31 @@ def first_loss(trial: Trial) -> float | None:
 
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
+    from harness.reference.altered import setting
+    from harness.reference.variations import ends_exchanged, exchange, transposed, turn_halves, with_eps
+
     model = trial.case.model
     for eps in EPSILONS:
         if eps != model.norm_eps:
             says = f"its norms add {eps:.3g} to the mean square, requested norm_eps {model.norm_eps:.3g}"
-            yield Supposition(says, f"case: model: {{norm_eps: {_float(eps)}}}", _constant(norm_eps=eps))
+            yield Supposition(says, f"case: model: {{norm_eps: {_float(eps)}}}", "norm", with_eps(eps))
     for theta in THETAS:
         if theta != model.rope_theta:
             says = f"its rotary embedding has base {theta:.0f}, requested rope_theta {model.rope_theta:.0f}"
-            yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", _constant(rope_theta=theta))
-    yield _rotary(trial)
+            yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", "attention", setting(rope_theta=theta))
+    if order_of_rows(trial):
+        says = "its rotary embedding turns neighbours in a head, the adapter's `rows` say otherwise"
+        yield Supposition(says, "adapter: leave out `rows`", "model", otherwise={"rows": {}})
+    else:
+        says = "its rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour"
+        yield Supposition(says, "adapter: def rows(self, case): return halves(case)", "attention", turn_halves)
     for one, other in SWAPPED:
-        yield _swapped(one, other)
+        yield _swapped(one, other, "block", partial(exchange, one=one, other=other))
+    yield _swapped("tok_embeddings", "output", "model", ends_exchanged)
     for names in ((SQUARE[0],), (SQUARE[1],), SQUARE):
-        yield _transposed(names)
+        says = f"{' and '.join(map(_last, names))} multiplies from the left: rows are what it receives"
+        line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
+        yield Supposition(says, line, "block", transposed(names))
 
 
 def _float(value: float) -> str:
@@ -100,81 +111,37 @@ def _float(value: float) -> str:
     return text if "." in text else text.replace("e", ".0e")
 
 
-def _constant(**constants: float) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda model: replace(model, **constants)  # type: ignore[arg-type]
+def _swapped(one: str, other: str, part: str, alter: Alteration) -> Supposition:
+    first, second = _last(one), _last(other)
+    says = f"what the adapter calls {first} is the model's {second}, and the other way round"
+    return Supposition(says, f"adapter: exchange {first} and {second} in NAMES", part, alter)
 
 
-def _rotary(trial: Trial) -> Supposition:
-    """Halves where the adapter says nothing, neighbours where it says halves."""
-    rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
-    if rows:
-        says = "its rotary embedding turns neighbours in a head, the adapter's `rows` say otherwise"
-        return Supposition(says, "adapter: leave out `rows`", turned=lambda arrays: _ordered(arrays, rows), back=dict)
-    order = _halves(trial.case.model)
-    undone = {fqn: np.argsort(rows) for fqn, rows in order.items()}
-    return Supposition(
-        "its rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour",
-        "adapter: def rows(self, case): return halves(case)",
-        turned=lambda arrays: _ordered(arrays, undone),
-        back=lambda arrays: _ordered(arrays, order),
-    )
-
-
-def _halves(model: ModelConfig) -> dict[str, np.ndarray]:
-    size, shapes = model.head_dim, model.parameter_shapes()
-    head = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
-    names = [fqn for fqn in shapes if fqn.endswith(("attention.wq.weight", "attention.wk.weight"))]
-    return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in names}
-
-
-def _ordered(arrays: Arrays, rows: dict[str, np.ndarray]) -> Arrays:
-    return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
-
-
-def _swapped(one: str, other: str) -> Supposition:
-    def renamed(fqn: str) -> str:
-        for name, instead in ((one, other), (other, one)):
-            if f".{fqn}".endswith(f".{name}.weight"):
-                return fqn.replace(name, instead)
-        return fqn
-
-    def swap(arrays: Arrays) -> Arrays:
-        return {fqn: arrays[renamed(fqn)] for fqn in arrays}
-
-    last = [name.rpartition(".")[2] for name in (one, other)]
-    says = f"what the adapter calls {last[0]} is the model's {last[1]}, and the other way round"
-    return Supposition(says, f"adapter: exchange {last[0]} and {last[1]} in NAMES", turned=swap, back=swap)
-
-
-def _transposed(names: Sequence[str]) -> Supposition:
-    def turn(arrays: Arrays) -> Arrays:
-        return {
-            fqn: array.T if fqn.endswith(tuple(f"{n}.weight" for n in names)) else array
-            for fqn, array in arrays.items()
-        }
-
-    who = " and ".join(name.rpartition(".")[2] for name in names)
-    line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
-    return Supposition(f"{who} multiplies from the left: rows are what it receives", line, turned=turn, back=turn)
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 # ---- the reference, as if it were so
 
 
-def _fits(trial: Trial, reference: ReferenceRun, chosen: Sequence[Supposition], wanted: float) -> bool:
-    """Whether the loss of step 1 is the one that the trainer computed."""
-    from harness.reference.counterfactual import Batch, token_losses
-    from harness.reference.data import step_length
-    from harness.reference.model import llama_from
-    from harness.reference.precision import DTYPES
+def altered_by(chosen: Sequence[Supposition]) -> Alter:
+    from harness.reference.altered import modules_of
 
-    training = trial.case.training
-    model = llama_from(_turned(reference.weights, chosen), config=_model(trial, chosen), dtype=DTYPES[training.dtype])
-    rows = [reference.sample_ids.index(id_) for id_ in reference.samples[0]]
-    length = step_length(training, 1)
-    batch = Batch(reference.tokens[rows, :length], reference.labels[rows, :length])
-    losses = token_losses(model, batch, training.document_mask).detach().double().numpy()
-    found = float(losses.sum() / (batch.labels >= 0).sum())
+    def alter(model: Any, step: int) -> None:
+        for each in chosen if step == 1 else ():
+            for name in modules_of(model, each.part):
+                each.alter(model.get_submodule(name))
+
+    return alter
+
+
+def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
+    """Whether the loss of step 1 is the one that the trainer computed."""
+    from harness.diagnosis.forward import bench_of
+
+    rows = {key: rows for each in chosen for key, rows in each.otherwise.items()}
+    bench = bench_of(trial, 1, **rows)
+    found = float(bench.losses(altered_by(chosen)).sum() / (bench.batch.labels >= 0).sum())
     return abs(found - wanted) <= _close(trial) * abs(wanted)
 
 
@@ -185,27 +152,11 @@ def _close(trial: Trial) -> float:
         return 1e-6
 
 
-def _model(trial: Trial, chosen: Sequence[Supposition]) -> ModelConfig:
-    model = trial.case.model
-    for each in chosen:
-        model = each.model(model)
-    return model
-
-
-def _turned(weights: Arrays, chosen: Sequence[Supposition]) -> Arrays:
-    for each in chosen:
-        weights = each.turned(weights)
-    return weights
-
-
-def _judged(trial: Trial, reference: ReferenceRun, chosen: tuple[Supposition, ...]) -> Supposed:
+def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
     """With the rates that the optimizer took, whatever they are: they are no mistake of the model."""
-    model, training = _model(trial, chosen), with_own_rates(trial)
-    supposed = trained(model, training, reference, chosen)
-    rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
-    undoes_rows = any("leave out `rows`" in each.line for each in chosen)
-    ordered = reordered_reference(supposed, {} if undoes_rows else rows)
-    assumed = replace(another_case(trial, replace(trial.case, model=model, training=training)), reference=ordered)
+    words = {key: value for each in chosen for key, value in each.otherwise.items()}
+    asked = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
+    assumed = another_reference(asked, altered=altered_by(chosen), **words)
     return Supposed(chosen, assumed, judge(assumed))
 
 
@@ -217,34 +168,3 @@ def with_own_rates(trial: Trial) -> TrainingConfig:
     if len(rates) < training.steps or np.allclose(rates, wanted, rtol=1e-12, atol=0):
         return training
     return replace(training, rates=rates)
-
-
-def trained(
-    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, chosen: Sequence[Supposition]
-) -> ReferenceRun:
-    """The reference with such a model, and all it has under the names and in the order in which the trainer has it."""
-    from harness.reference.train import train
-
-    run = train(model, training, weights=_turned(reference.weights, chosen))
-    run = replace(run, noise=reference.noise)
-    for each in reversed(chosen):
-        run = _back(run, each)
-    return run
-
-
-def _back(run: ReferenceRun, each: Supposition) -> ReferenceRun:
-    if each.back is dict and each.turned is dict:
-        return run
-    steps = tuple(_step_back(step, each) for step in run.steps)
-    return replace(
-        run, weights=each.back(run.weights), steps=steps, sample_gradients={}, sample_positions={}, part_gradients={}
-    )
-
-
-def _step_back(step: ReferenceStep, each: Supposition) -> ReferenceStep:
-    keys = next(iter(step.optimizer_state.values()), {})
-    moments = {key: each.back({fqn: state[key] for fqn, state in step.optimizer_state.items()}) for key in keys}
-    state = {fqn: {key: moments[key][fqn] for key in moments} for fqn in step.optimizer_state}
-    return dataclasses.replace(
-        step, gradients=each.back(step.gradients), parameters=each.back(step.parameters), optimizer_state=state
-    )

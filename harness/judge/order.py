@@ -36,10 +36,6 @@ def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) ->
     def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {key: array[rows[fqn]] for key, array in arrays.items()} if fqn in rows else arrays
 
-    def position(fqn: str, flat: np.ndarray) -> np.ndarray:
-        columns = reference.weights[fqn][0].size
-        return np.argsort(rows[fqn])[flat // columns] * columns + flat % columns if fqn in rows else flat
-
     steps = tuple(
         dataclasses.replace(
             step,
@@ -49,8 +45,7 @@ def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) ->
         )
         for step in reference.steps
     )
-    positions = {fqn: position(fqn, flat) for fqn, flat in reference.sample_positions.items()}
-    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps, sample_positions=positions)
+    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps)
 
 
 def flattened_reference(reference: ReferenceRun) -> ReferenceRun:

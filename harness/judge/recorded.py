@@ -26,7 +26,7 @@ from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.traits import USUAL
 
-NO_REFERENCE = ReferenceRun({}, (), (), (), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64), {}, {})
+NO_REFERENCE = ReferenceRun({}, (), (), (), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 CUT = "{} degree above 1: what a rank holds of a parameter is not derived"
 
 

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from harness import trainers
 from harness.diagnosis import diagnose
 from harness.diagnosis.suppositions import Supposed, first_loss, suppose, with_own_rates
-from harness.evidence.store import load
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 from harness.onboarding import names
-from harness.reference.record import ReferenceRun
 from harness.run.options import Options
 from harness.run.rank_main import SHAPES_FILE
 from harness.run.run_case import run_case
@@ -129,7 +127,7 @@ def _another_model(judgement: Judgement, tell: Tell) -> bool:
     broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
     if not broken & {"loss", "update", "gradients"} or judgement.case.dims.world_size > 1:
         return False
-    found = suppose(trial, load(judgement.folder / "reference.npz", ReferenceRun))
+    found = suppose(trial)
     rates = with_own_rates(trial).rates
     if not found:
         _off(trial, tell)
@@ -188,7 +186,7 @@ def _diagnosed(judgement: Judgement, tell: Tell) -> bool:
     if judgement.diagnosis is None:
         return False
     tell("cause", judgement.diagnosis.cause)
-    if "the loss is averaged per" in judgement.diagnosis.cause:
+    if "averaged locally" in judgement.diagnosis.kinds:
         tell("", "if that is meant: case: training: {all_valid: true}, with which equal counts alone are under test")
     for label, text in judgement.diagnosis.evidence:
         tell(f"  {label}", text)

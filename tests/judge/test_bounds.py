@@ -43,7 +43,7 @@ def path(gradients: Any = GRADIENTS, losses: Any = LOSSES) -> ReferenceRun:
         ReferenceStep(n + 1, losses[n], NORMS[n], RATES[n], 10, whole(gradients[n]), whole(PARAMETERS[n]), state)
         for n, state in enumerate({"w": {"exp_avg_sq": np.array(second)}} for second in SECOND)
     )
-    return ReferenceRun({}, steps, (), (), np.zeros(0), np.zeros(0), {}, {})
+    return ReferenceRun({}, steps, (), (), np.zeros(0), np.zeros(0))
 
 
 def case(**recipe: Any) -> Case:

@@ -12,13 +12,16 @@ import pytest
 from harness import ROOT
 from harness.cli import main
 from harness.diagnosis import suppositions
-from harness.diagnosis.suppositions import Supposition, suppose
+from harness.diagnosis.assume import retrain
+from harness.diagnosis.suppositions import Supposition, altered_by, suppose
 from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
 from harness.judge.judgement import Judgement
+from harness.judge.order import reordered_reference
 from harness.judge.result import one_cause
 from harness.judge.trial import Trial
 from harness.onboarding import examination
 from harness.plan.make_plan import make_plan
+from harness.reference.altered import given
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
@@ -53,11 +56,11 @@ def trial_of(run: ReferenceRun, reference: ReferenceRun, rates: tuple[float, ...
     return Trial(CASE, make_plan(CASE, USUAL), Run("", 1, (), {0: evidence}), reference)
 
 
-def trained_as(which: Supposition, rates: tuple[float, ...] | None = None) -> Trial:
-    """By a trainer of which this is so, given the seed weights as they are."""
+def trained_as(*together: Supposition, rates: tuple[float, ...] | None = None) -> Trial:
+    """By a trainer of which these are so, given the seed weights as they are."""
     reference = train(MODEL, CASE.training)
-    training = replace(CASE.training, rates=rates)
-    run = suppositions.trained(which.model(MODEL), training, reference, [which])
+    training, altered = replace(CASE.training, rates=rates), altered_by(together)
+    run = retrain(MODEL, training, reference, altered=altered)
     return trial_of(run, reference, tuple(step.lr for step in run.steps))
 
 
@@ -70,15 +73,15 @@ def all_of() -> list[Supposition]:
 def test_what_is_so_of_a_model_is_said_and_the_numbers_are_right_under_it(number: int) -> None:
     which = all_of()[number]
     trial = trained_as(which)
-    found = suppose(trial, trial.reference)
+    found = suppose(trial)
     assert [[each.says for each in one.suppositions] for one in found] == [[which.says]]
     verdicts = {result.check: str(result.verdict) for result in found[0].results}
     assert (verdicts["gradients"], verdicts["loss"]) == ("PASS", "PASS")
 
 
 def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> None:
-    trial = trained_as(Supposition("", ""), rates=(0.001, 0.002))
-    found = suppose(trial, trial.reference)
+    trial = trained_as(rates=(0.001, 0.002))
+    found = suppose(trial)
     assert [one.suppositions for one in found] == [()]
     assert found[0].trial.case.training.rates == (0.001, 0.002)
     verdicts = {result.check: str(result.verdict) for result in found[0].results}
@@ -88,14 +91,25 @@ def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> 
 def test_two_things_that_are_so_at_once_are_both_said() -> None:
     every = all_of()
     halves, eps = next(s for s in every if "head_dim / 2" in s.says), next(s for s in every if "1e-08" in s.says)
-    both = Supposition("", "", model=eps.model, turned=halves.turned, back=halves.back)
-    trial = trained_as(both)
-    assert {each.says for each in suppose(trial, trial.reference)[0].suppositions} == {halves.says, eps.says}
+    trial = trained_as(halves, eps)
+    assert {each.says for each in suppose(trial)[0].suppositions} == {halves.says, eps.says}
+
+
+def test_rows_that_are_not_in_the_order_that_the_adapter_says_are_said() -> None:
+    names = [fqn for fqn in MODEL.parameter_shapes() if fqn.endswith(("wq.weight", "wk.weight"))]
+    rows = {fqn: np.roll(np.arange(MODEL.parameter_shapes()[fqn][0]), 1) for fqn in names}
+    reference = reordered_reference(train(MODEL, CASE.training), rows)
+    run = retrain(MODEL, CASE.training, reference)
+    trial = trial_of(run, reference, tuple(step.lr for step in run.steps))
+    evidence = replace(trial.ranks[0], rows=rows)
+    found = suppose(replace(trial, run=replace(trial.run, ranks={0: evidence})))
+    assert [[each.line for each in one.suppositions] for one in found] == [["adapter: leave out `rows`"]]
+    assert {result.check: str(result.verdict) for result in found[0].results}["gradients"] == "PASS"
 
 
 def test_a_loss_that_none_of_them_gives_supposes_nothing() -> None:
-    trial = trained_as(Supposition("", "", turned=lambda arrays: {f: 1.01 * np.asarray(a) for f, a in arrays.items()}))
-    assert suppose(trial, trial.reference) == []
+    trial = trained_as(Supposition("", "", "embedding", given(lambda x: 1.01 * x)))
+    assert suppose(trial) == []
 
 
 def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_right(
@@ -137,7 +151,9 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
 
 def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_path: Path) -> None:
     said: list[tuple[str, str]] = []
-    judgement = Judgement(CASE, tmp_path, (), one_cause("the loss is averaged per rank: each divides"), 0.0)
+    judgement = Judgement(
+        CASE, tmp_path, (), one_cause("the loss is averaged per rank: each divides", kind="averaged locally"), 0.0
+    )
     assert examination._diagnosed(judgement, lambda label, text: said.append((label, text)))
     assert said[0] == ("cause", "the loss is averaged per rank: each divides")
     assert said[1][1].startswith("if that is meant: case: training: {all_valid: true}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.judge.order import reordered_reference
+from harness.judge.order import flattened_reference, reordered_reference
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.counterfactual import Batch, Otherwise, retrain
 from harness.reference.record import ReferenceRun
@@ -61,6 +61,13 @@ def test_what_the_optimizer_is_given_its_rate_and_what_it_leaves_can_be_otherwis
     assert alike(retrain(MODEL, RECIPE, reference, unclipped), train(MODEL, replace(RECIPE, max_norm=None)))
     zeroed = Otherwise(left=lambda step, parameters: {f: 0 * p for f, p in parameters.items()})
     assert not any(p.any() for p in retrain(MODEL, RECIPE, reference, zeroed).steps[0].parameters.values())
+
+
+def test_a_reference_of_vectors_trains_as_the_one_of_matrices(reference: ReferenceRun) -> None:
+    flat = flattened_reference(reference)
+    found = retrain(MODEL, RECIPE, flat, Otherwise(gradients=lambda step, own: own))
+    assert alike(found, flat)
+    assert {g.shape for g in found.steps[0].gradients.values()} == {g.shape for g in flat.steps[0].gradients.values()}
 
 
 def test_rows_in_another_order_train_as_those_in_the_references(reference: ReferenceRun) -> None:
