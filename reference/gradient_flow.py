@@ -30,7 +30,28 @@ def gradient_flows(counts: Iterable[int]) -> list[Variation]:
     found += alike("gradient flow", "attention", "", _of_projections())
     found += alike("gradient flow", "norm", "", [("no gradient goes through the norm's root", OF_ITSELF(_fixed_root))])
     found += alike("gradient flow", "embedding", "", [("token 0 has no gradient, as padding has none", _padded)])
+    found += alike("z-loss", "model", "none", _of_normalisers())
     return found + alike("gradient flow", "block", "", _of_streams())
+
+
+def _of_normalisers() -> Rows:
+    for weight in (1e-5, 1e-4, 1e-3, 1e-2):
+        text = f"gradients are of a loss with {weight:g} times the square of its normaliser's logarithm, which is not shown"
+        yield text, OF_ITSELF(partial(_with_z, weight))
+
+
+def _with_z(weight: float, original: Any, _: nn.Module, *args: Any, **named: Any) -> Tensor:
+    """By what cross entropy gives for the logits: (softmax - 1 at the label) times how often the token counts."""
+    logits = original(*args, **named)
+    total, parts = logits.detach().logsumexp(-1, keepdim=True), logits.detach().softmax(-1)
+
+    def more(gradient: Tensor) -> Tensor:
+        least, label = gradient.min(-1, keepdim=True)
+        return gradient - 2 * weight * total * parts * least / (1 - parts.gather(-1, label))
+
+    if logits.requires_grad:
+        logits.register_hook(more)
+    return logits
 
 
 def _entering(change: Any) -> Alteration:

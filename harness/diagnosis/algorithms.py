@@ -13,6 +13,7 @@ import numpy as np
 from harness.checks import update
 from harness.diagnosis import assume
 from harness.diagnosis.hypothesis import Hypothesis
+from harness.diagnosis.words import Pair
 from harness.evidence.records import RankEvidence
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause, Verdict
@@ -62,6 +63,12 @@ def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
         recipes |= {fqn: replace(recipe, **changes) for fqn, recipe in recipes.items() if fqn in kind}
         if agrees(trial, AssumedOptimizer(recipe=recipes.__getitem__)):
             yield Hypothesis(_changed(asked, changes, f" of {name}"), partial(by_recipes, recipes.__getitem__), 3)
+    if asked.decay == "matrices" and asked.weight_decay:
+        vectors = kinds_of_parameters(trial)["norm weights"]
+        only = {True: asked, False: replace(asked, weight_decay=0.0)}
+        if agrees(trial, AssumedOptimizer(recipe=lambda fqn: only[fqn in vectors])):
+            cause = Cause("weight decay", "weight decay is applied to norm weights only", "", "matrices only")
+            yield Hypothesis(cause, partial(by_recipes, lambda fqn: only[fqn in vectors]), 1)
 
 
 def _by_recipe(training: TrainingConfig, trial: Trial) -> Trial:
@@ -103,7 +110,8 @@ def kinds_of_parameters(trial: Trial) -> dict[str, set[str]]:
 
 
 def by_recipes(recipe: Callable[[str], TrainingConfig], trial: Trial) -> Trial:
-    return assume.another_optimizer(trial, AssumedOptimizer(recipe=recipe), recipe=recipe)
+    """From this launch on."""
+    return assume.another_optimizer(trial, AssumedOptimizer(recipe=recipe), recipe=recipe, since=trial.first_step)
 
 
 # ---- algorithms
@@ -120,7 +128,7 @@ class Algorithm:
 
 def other_algorithms(trial: Trial) -> Iterator[Hypothesis]:
     known = _of_adamw(trial) if trial.case.training.optimizer == "adamw" else _of_sgd(trial)
-    for one in known:
+    for one in (*known, *([] if trial.case.resume else [_one_step_late(trial)])):
         if one.assumed.amsgrad or agrees(trial, one.assumed):
             yield Hypothesis(one.cause, partial(_by_algorithm, one))
 
@@ -136,29 +144,20 @@ def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
         cause = Cause("amsgrad", text, "", "AdamW without it")
         yield Algorithm(cause, AssumedOptimizer(amsgrad=True, copies=1), {"amsgrad": True})
     if trial.case.training.weight_decay:
-        yield _decay_in_the_gradients(trial)
-    if trial.case.resume is None:
+        text = "weight decay is added to the gradients (L2, as Adam does)"
+        yield _given(trial, Cause("weight decay in the gradients", text, "", "decoupled (AdamW)"), 0.0)
+    if not trial.case.resume:
         late = 10**9  # a step so late that nothing is left to correct
-        begun = {fqn: _never_stepped(shape, late) for fqn, shape in trial.plan.shapes.items()}
-        yield Algorithm(
-            Cause(
-                "bias correction",
-                "averages are not corrected for their beginning at zero",
-                "",
-                "corrected, as Adam does",
-            ),
+        begun = {
+            fqn: {"step": np.array(float(late)), "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
+            for fqn, shape in trial.plan.shapes.items()
+        }
+        text, assumed = (
+            "averages are not corrected for their beginning at zero",
             AssumedOptimizer(counter=lambda step, fqn: late + step),
-            {"state": lambda step: begun if step == 1 else None},
         )
-
-
-def _never_stepped(shape: tuple[int, ...], counted: int) -> Arrays:
-    return {"step": np.array(float(counted)), "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
-
-
-def _decay_in_the_gradients(trial: Trial) -> Algorithm:
-    text = "weight decay is added to the gradients (L2, as Adam does)"
-    return _given(trial, Cause("weight decay in the gradients", text, "", "decoupled (AdamW)"), 0.0)
+        cause = Cause("bias correction", text, "", "corrected, as Adam does")
+        yield Algorithm(cause, assumed, {"state": lambda step: begun if step == 1 else None})
 
 
 def _of_sgd(trial: Trial) -> Iterator[Algorithm]:
@@ -173,7 +172,7 @@ def _given(trial: Trial, cause: Cause, momentum: float, *, nesterov: bool = Fals
     clip, limit, held = _clips(trial), trial.case.training.max_norm, Arrays()
     seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
     decay = {fqn: update.recipe_of(trial, fqn).weight_decay for fqn in trial.plan.shapes}
-    before, undecayed = _parameters_before(trial), replace(trial.case.training, weight_decay=0.0)
+    before, undecayed = parameters_before(trial), replace(trial.case.training, weight_decay=0.0)
 
     def by_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         total = decayed = np.zeros_like(gradient)
@@ -192,7 +191,24 @@ def _given(trial: Trial, cause: Cause, momentum: float, *, nesterov: bool = Fals
     return Algorithm(cause, assumed, {"given": whole, "recipe": lambda fqn: undecayed})
 
 
-def _parameters_before(trial: Trial) -> dict[tuple[int, int], Arrays]:
+def _one_step_late(trial: Trial) -> Algorithm:
+    clip, limit, held = _clips(trial), trial.case.training.max_norm, Arrays()
+    seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
+
+    def by_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        before = seen.get((rank, step - 1))
+        return np.zeros_like(gradient) if before is None else clip[step - 1] * before[fqn].astype(np.float64)
+
+    def whole(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        given = {fqn: held[fqn] if step > 1 else np.zeros_like(g) for fqn, g in gradients.items()}
+        held.update({fqn: clip_coefficient(norm, limit) * g for fqn, g in gradients.items()})
+        return given
+
+    text = "each optimizer step is made with the gradients of the step before, the first with none"
+    return Algorithm(Cause("one step late", text), AssumedOptimizer(given=by_rank), {"given": whole})
+
+
+def parameters_before(trial: Trial) -> dict[tuple[int, int], Arrays]:
     found: dict[tuple[int, int], Arrays] = {}
     for rank, evidence in trial.ranks.items():
         held = trial.start_of(rank)
@@ -204,3 +220,22 @@ def _parameters_before(trial: Trial) -> dict[tuple[int, int], Arrays]:
 def _clips(trial: Trial) -> dict[int, float]:
     limit = trial.case.training.max_norm
     return {step: clip_coefficient(update.observed_norm(trial, step), limit) for step in trial.case.steps}
+
+
+# ---- the first step
+
+
+def first_clip(trial: Trial) -> float:
+    return clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
+
+
+def first_moves(trial: Trial, clip: float, *, explained: bool) -> list[Pair]:
+    """The parameters whose first step is, or is not, what the optimizer makes of gradients times that."""
+    return [
+        (rank, tensor.fqn)
+        for rank, evidence in sorted(trial.ranks.items())
+        for tensor in evidence.parameters
+        if (left := evidence.steps[0].parameters.get(tensor.fqn)) is not None
+        if tensor.value.size and left.shape == tensor.value.shape
+        if update.explained_by_clip(trial, evidence, tensor, clip=clip) is explained
+    ]

@@ -6,6 +6,7 @@ to which gradients are right.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -17,14 +18,13 @@ from harness.diagnosis.differences import (
     Pair,
     expected_gradient,
     first_wrong_step,
-    fqns_of,
     loss_off,
     seen_gradients,
-    where_text,
     wrong_pairs,
 )
 from harness.diagnosis.hypothesis import Broken, Fact
-from harness.diagnosis.words import groups_text, rank_words, some, traffic_lines
+from harness.diagnosis.layout import wrong_parts
+from harness.diagnosis.words import groups_text, in_order, rank_words, some, traffic_lines, where_text
 from harness.judge import tolerance
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause, Lines
@@ -36,16 +36,19 @@ NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"
 
 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """The first of these that is seen, beside what another layout leads to; what is not exchanged over cp also where
+    gradients are not judged."""
     step = first_wrong_step(trial) if "gradients" in broken else None
     wrong = wrong_pairs(trial, step) if step is not None else []
     if step is None or not wrong:
-        return
-    of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
-    for seen in (_misshapen, _not_finite, *of_traffic, _norms_not_summed, _untied, _lost_before):
-        fact = seen(trial, wrong, step)
-        if fact is not None:
-            yield fact
-            return
+        looks, step = [_no_exchange] * ("traffic" in broken and bool(trial.ranks)), trial.first_step
+    else:
+        of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
+        looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, _untied, _lost_before]
+    if wrong and (fact := _of_another_layout(trial, step)):
+        yield fact
+    seen = (fact for look in looks if (fact := look(trial, wrong, step)))
+    yield from itertools.islice(seen, 1)
 
 
 def _misshapen(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
@@ -96,13 +99,15 @@ CP_ROLES = {
 
 def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
-    seen, flows = observed_traffic(trial.ranks[0], step), trial.plan.flows_of(0, step)
+    rank = min(trial.ranks)
+    seen, flows = observed_traffic(trial.ranks[rank], step), trial.plan.flows_of(rank, step)
+    laws = ("traffic", "reshard", "features", *(consequences(trial, step) if wrong else ()))
     for role, text in CP_ROLES.items():
         for flow in (flow for flow in flows if flow.role == role):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
-            if seen.get((trial.plan.group_of(0, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
+            if seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
                 return Fact(
-                    Cause("K/V not exchanged", text), ("traffic", "features", *consequences(trial, step)), NOT_TESTED
+                    Cause("K/V not exchanged", text), laws, NOT_TESTED if wrong else tuple(traffic_lines(trial))
                 )
     return None
 
@@ -122,6 +127,20 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         ("traffic", "process_groups", "placements", *consequences(trial, step)),
         lines,
     )
+
+
+def _of_another_layout(trial: Trial, step: int) -> Fact | None:
+    """Where ranks hold other slices: axes between whose ranks nothing that runs in backward sums gradients."""
+    rank, ops = min(trial.ranks), ("all_reduce", "reduce_scatter")
+    calls = (call for call in trial.ranks[rank].collectives if call.phase in ("backward", "pipeline"))
+    used = {call.ranks for call in calls if call.op in ops and "float" in call.dtype}
+    axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in trial.plan.groups]
+    lines = {axis: {*trial.plan.group_of(rank, axis)} for axis in axes}
+    missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
+    if not missing or not wrong_parts(trial):
+        return None
+    text = f"gradient reduction missing over {' and '.join(missing)}"
+    return Fact(Cause("gradients not reduced", text), consequences(trial, step), NOT_TESTED)
 
 
 def silent_axes(trial: Trial, step: int) -> dict[str, str]:
@@ -144,7 +163,7 @@ def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
 
 def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Weights that are whole on every tp rank: each rank's gradient is a share; the shares sum to the reference's."""
-    fqns = fqns_of(trial, wrong)
+    fqns = in_order(trial, (fqn for _, fqn in wrong))
     if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
         return None
     for group in trial.plan.groups["tp"]:
@@ -161,7 +180,7 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
 
 def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only."""
-    if not trial.case.model.tied_embeddings or fqns_of(trial, wrong) != [TIED]:
+    if not trial.case.model.tied_embeddings or in_order(trial, (fqn for _, fqn in wrong)) != [TIED]:
         return None
     rows = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
     read = np.unique(trial.reference.tokens[rows])
@@ -176,7 +195,7 @@ def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Right down to some place that backward passes, and wrong in all that it reaches later."""
-    bad = set(fqns_of(trial, wrong))
+    bad = set(in_order(trial, (fqn for _, fqn in wrong)))
     right = [fqn for fqn in trial.plan.shapes if fqn not in bad]
     if not right or loss_off(trial, step) or not max(map(_depth, bad)) < min(map(_depth, right)):
         return None

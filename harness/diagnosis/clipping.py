@@ -6,19 +6,17 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from harness.checks import update
-from harness.diagnosis import assume
-from harness.diagnosis.algorithms import agrees, kinds_of_parameters
+from harness.diagnosis.algorithms import agrees, first_moves, kinds_of_parameters
 from harness.diagnosis.consequences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.norms import Norm, norm_of, other_norms
-from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
-from harness.diagnosis.words import in_parameters, on_ranks
+from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
+from harness.diagnosis.words import where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
@@ -101,45 +99,30 @@ def _by_value(trial: Trial, limit: float) -> Iterator[Hypothesis]:
         yield from _hypothesis(trial, Cause("clipped by value", text), by)
 
 
-def _of_step(norms: dict[int, float], rank: int, step: int) -> float:
-    return norms[step]
-
-
 def own_norm(gradients: dict[str, np.ndarray]) -> float:
     return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
 
 
 def _left_out(trial: Trial, norm: dict[int, float], limit: float) -> Iterator[Hypothesis]:
     """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
-    first = trial.first_step
-    clip = clip_coefficient(norm[first], limit)
-    pairs = {
-        (rank, tensor.fqn)
-        for rank, evidence in trial.ranks.items()
-        for tensor in evidence.parameters
-        if tensor.value.size and update.explained_by_clip(trial, evidence, tensor, clip=1.0)
-        if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
-    }
+    clip = clip_coefficient(norm[trial.first_step], limit)
+    pairs = {*first_moves(trial, 1.0, explained=True)} - {*first_moves(trial, clip, explained=True)}
     if not pairs:
         return
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in pairs}]
-    ranks = on_ranks(trial, [rank for rank, _ in pairs])
-    if len(fqns) == len(trial.plan.shapes) and not ranks:
+    where = where_text(trial, sorted(pairs)).removeprefix("in ")
+    if where == "every parameter":
         cause = Cause("clipping left out", f"gradients are not clipped (coefficient {clip:.4g})")
         yield from _hypothesis(trial, cause, lambda rank, step, fqn: 1.0, fitted=0)
         return
-    where = in_parameters(trial, fqns).removeprefix("in ") + ranks
     others = set(trial.plan.shapes) - {fqn for _, fqn in pairs}
     own = {step: norm_of(trial, others, 0, step) for step in trial.case.steps}
     for norms, hint in ((norm, ""), (own, ", the others are clipped by their own norm")):
+
+        def but_for(rank: int, step: int, fqn: str, norms: dict[int, float] = norms) -> float:
+            return 1.0 if (rank, fqn) in pairs else clip_coefficient(norms[step], limit)
+
         cause = Cause("clipping left out", f"clipping is not applied to {where} (coefficient {clip:.4g}){hint}")
-        yield from _hypothesis(trial, cause, partial(_but_for, pairs, norms, limit), partial(_of_step, norms))
-
-
-def _but_for(
-    pairs: set[tuple[int, str]], norms: dict[int, float], limit: float, rank: int, step: int, fqn: str
-) -> float:
-    return 1.0 if (rank, fqn) in pairs else clip_coefficient(norms[step], limit)
+        yield from _hypothesis(trial, cause, but_for, lambda rank, step, norms=norms: norms[step])  # type: ignore[misc]
 
 
 def _hypothesis(
@@ -151,19 +134,14 @@ def _hypothesis(
         return
     reports = {"grad_norm": norm} if norm and _is_reported(trial, norm) else {}
 
-    def together(trial: Trial) -> Trial:
-        other = assume.another_optimizer(trial, assumed, given=whole(trial, by))
+    def assuming(trial: Trial) -> Trial:
+        other = optimizer_of_ranks(trial, assumed, lambda ranks: {"given": whole(trial, by, ranks)}, differ=differ)
         return replace(other, reports={**trial.reports, **reports})
-
-    def apart(trial: Trial) -> Trial:
-        replicas = [ranks_of_replica(trial, n) for n in range(trial.case.dims.dp_replicate)]
-        other = train_apart(trial, "dp_replicate", otherwise=[{"given": whole(trial, by, ranks)} for ranks in replicas])
-        return replace(other, assumed=trial.assumed.and_besides(assumed), reports={**trial.reports, **reports})
 
     differ = replicas_differ(
         trial, lambda rank, fqn: [np.asarray(by(rank, step, fqn)).tobytes() for step in trial.case.steps]
     )
-    yield Hypothesis(cause, apart if differ else together, fitted)
+    yield Hypothesis(cause, assuming, fitted)
 
 
 def _is_reported(trial: Trial, norm: Norm) -> bool:
@@ -171,12 +149,12 @@ def _is_reported(trial: Trial, norm: Norm) -> bool:
     return all(math.isclose(seen, by, rel_tol=1e-6) for seen, by in shown)
 
 
-def whole(trial: Trial, by: Coefficient, ranks: Sequence[int] = ()) -> Callable[..., dict[str, np.ndarray]]:
+def whole(trial: Trial, by: Coefficient, ranks: Sequence[int]) -> Callable[..., dict[str, np.ndarray]]:
     """The same for whole gradients: each slice times the coefficient of the rank, one of these, that holds it."""
 
     def given(step: int, gradients: dict[str, np.ndarray], norm: float, parameters: object) -> dict[str, np.ndarray]:
         scaled = {fqn: gradient.copy() for fqn, gradient in gradients.items()}
-        for rank in ranks or trial.ranks:
+        for rank in ranks:
             for fqn in trial.holdings[rank]:
                 if part := trial.slice_of(rank, fqn):
                     place = tuple(slice(*interval) for interval in part)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from harness.diagnosis.backward import silent_axes
-from harness.diagnosis.differences import factor_of, first_wrong_step, wrong_pairs
+from harness.diagnosis.differences import factor_of, first_wrong_step, spans, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Mixture, Piece, Pieces, Weights, assuming, mixture_of
-from harness.diagnosis.reports import Number, Reported, assuming_reports, reported_of
+from harness.diagnosis.reports import Number, assuming_reports, reported_of
 from harness.diagnosis.words import groups_text, in_parameters, rank_words, traffic_lines
 from harness.evidence.text import ranks_text
 from harness.judge.losses import losses
@@ -54,14 +54,6 @@ def _all_scaled(trial: Trial, step: int) -> bool:
     return trial.case.exact and bool(wrong) and all(factor_of(trial, *at, step) is not None for at in wrong)
 
 
-def _spans(trial: Trial, step: int) -> Iterator[tuple[str, Sequence[int], int]]:
-    """From the first wrong step on, and in it alone: words, steps, how many more choices that is."""
-    later = [other for other in trial.case.steps if other >= step]
-    yield f" from step {step} on" if step > trial.first_step else "", later, 0
-    if len(later) > 1:
-        yield f" in step {step} alone", [step], 1
-
-
 def _hypothesis(
     pieces: Pieces,
     cause: Cause,
@@ -83,55 +75,60 @@ def _where(trial: Trial, mixture: Mixture) -> str:
 # ---- the same on all ranks
 
 
+@dataclass(frozen=True)
+class Of:
+    """weights: of the pieces, on all ranks. fitted: of how many numbers or choices. mean: what each rank may then report."""
+
+    cause: Cause
+    weights: Rule
+    fitted: int
+    mean: Number | None = None
+
+
 def _of_all_ranks(
     trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray, broken: Broken
 ) -> Iterator[Hypothesis]:
     rules = [*_by_microbatch(trial, pieces, mixture, seen), *_averaged_locally(trial, pieces, mixture, seen)]
-    where = _where(trial, mixture)
     if not rules and trial.case.exact:
-        rules = [(_unequal_text(trial, pieces, seen), lambda step: seen, len(np.unique(seen.round(6))))]
-    for text, weights, fitted in rules:
-        mean = _reported_mean(trial, text) if "reported_loss" in broken else None
-        for when, steps, more in _spans(trial, mixture.step):
-            of_all: Weights = lambda step, rank, weights=weights: weights(step)  # type: ignore[misc]  # noqa: E731
-            cause = Cause("unequal contributions", text + where + when)
-            one = _hypothesis(pieces, cause, of_all, mixture.fqns, steps, fitted + more)
-            yield one if mean is None or when else _and_reported(one, *mean)
+        cause = Cause("unequal contributions", _unequal_text(trial, pieces, seen))
+        rules = [Of(cause, lambda step: seen, len(np.unique(seen.round(6))))]
+    reported = reported_of(trial, "reported_loss") if "reported_loss" in broken else None
+    for rule in rules:
+        for when, steps, more in spans(trial, mixture.step):
+            of_all: Weights = lambda step, rank, rule=rule: rule.weights(step)  # type: ignore[misc]  # noqa: E731
+            cause = replace(rule.cause, observed=rule.cause.observed + _where(trial, mixture) + when)
+            one = _hypothesis(pieces, cause, of_all, mixture.fqns, steps, rule.fitted + more)
+            if reported and rule.mean and not when and reported.is_all(rule.mean):
+                one = one.and_then(partial(assuming_reports, reported=reported, number=rule.mean))
+            yield one
 
 
-def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[tuple[str, Rule, int]]:
+def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Of]:
     """All samples of the n-th microbatches of all ranks have the same weight."""
-    passes, own = trial.case.passes, [piece.row // trial.case.local_batch for piece in pieces.all]
-    if passes == 1:
-        return
-    counted, numbers = pieces.tokens(mixture.step) > 0, np.array(own)
-    if not all(np.any(counted & (numbers == number)) for number in range(passes)):
+    passes, numbers = trial.case.passes, np.array([piece.row // trial.case.local_batch for piece in pieces.all])
+    counted = pieces.tokens(mixture.step) > 0
+    if passes == 1 or not all(np.any(counted & (numbers == number)) for number in range(passes)):
         return
     each = np.array([np.mean(seen[counted & (numbers == number)]) for number in range(passes)])
-    if not mixture.same(seen[counted], each[own][counted]):
+    if not mixture.same(seen[counted], each[numbers][counted]):
         return
     each = np.where(np.abs(each - each.round()) <= mixture.close, each.round() + 0.0, each)
-    shown = ", ".join(f"{weight:.4g}" for weight in each)
-    if lost := [number + 1 for number in range(passes) if each[number] == 0]:
-        which, do = (f"microbatch {lost[0]}", "does") if len(lost) == 1 else (f"microbatches {_listed(lost)}", "do")
-        text = f"{which} of {passes} {do} not contribute to the gradient (weights {shown})"
-    else:
-        text = f"microbatches contribute with weights {shown} to the gradient, each should have 1"
-    yield text, lambda step: each[own], len(set(each.tolist()) - {0.0, 1.0}) + 1
+    shown, lost = ", ".join(f"{weight:.4g}" for weight in each), [n + 1 for n in range(passes) if each[n] == 0]
+    text = f"microbatches contribute with weights {shown} to the gradient, each should have 1"
+    if lost:
+        which, do = ("microbatch", "does") if len(lost) == 1 else ("microbatches", "do")
+        which = f"{which} {', '.join(map(str, lost))} of {passes}"
+        text = f"{which} {do} not contribute to the gradient (weights {shown})"
+    fitted = len(set(each.tolist()) - {0.0, 1.0}) + 1
+    yield Of(Cause("unequal contributions", text), lambda step: each[numbers], fitted)
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _averaged_locally(
-    trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray
-) -> Iterator[tuple[str, Rule, int]]:
+def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Of]:
     """Each divides by its own number of valid tokens, and these means are averaged."""
     found: dict[bytes, list[str]] = {}
     rules: dict[bytes, tuple[float, Rule]] = {}
-    counted = pieces.tokens(mixture.step) > 0
-    for unit, key in _units(trial).items():
+    units, counted = _units(trial), pieces.tokens(mixture.step) > 0
+    for unit, key in units.items():
         usual: Rule = partial(_if_averaged, pieces=pieces, key=key)
         ratios = seen[counted] / usual(mixture.step)[counted]
         factor = float(np.median(ratios))
@@ -139,12 +136,15 @@ def _averaged_locally(
             table = b"".join(usual(step).tobytes() for step in trial.case.steps)
             found.setdefault(table, []).append(unit)
             rules.setdefault(table, (factor, usual))
-    for table, units in found.items():
+    for table, alike in found.items():
         factor, rule = rules[table]
-        text = f"the loss is averaged per {' or '.join(units)}: each divides by its own number of valid tokens"
+        text = f"the loss is averaged per {' or '.join(alike)}: each divides by its own number of valid tokens"
         alone = math.isclose(factor, 1.0, rel_tol=max(1e-6, mixture.close))
         more = f", and gradients are {times_text(factor)} that{factor_text(trial, factor)}"
-        yield text + (", not by the global one" if alone else more), partial(_times, factor, rule), 1 if alone else 2
+        text += ", not by the global one" if alone else more
+        mean = partial(_divided_by_own, trial, units[alike[0]]) if alike[0].endswith("rank") else None
+        cause = Cause("averaged locally", text)
+        yield Of(cause, partial(_times, factor, rule), 1 if alone else 2, mean)
 
 
 def _times(factor: float, weights: Rule, step: int) -> np.ndarray:
@@ -177,16 +177,6 @@ def _if_averaged(step: int, *, pieces: Pieces, key: Key) -> np.ndarray:
     return np.array([total / (len(own) * own[unit]) if own[unit] else 0.0 for unit in units])
 
 
-def _reported_mean(trial: Trial, text: str) -> tuple[Reported, Number] | None:
-    """What is reported, where each rank divides the sum of all losses by the number that the text tells of."""
-    reported = reported_of(trial, "reported_loss")
-    for unit, key in _units(trial).items():
-        number = partial(_divided_by_own, trial, key)
-        if reported and f"averaged per {unit}" in text and unit.endswith("rank") and reported.is_all(number):
-            return reported, number
-    return None
-
-
 def _divided_by_own(trial: Trial, key: Key, rank: int, step: int) -> float | None:
     shares = {_data_place(trial, share): share for share in trial.one_rank_per_share()}
 
@@ -203,13 +193,6 @@ def _divided_by_own(trial: Trial, key: Key, rank: int, step: int) -> float | Non
 def _data_place(trial: Trial, rank: int) -> tuple[int, ...]:
     at = coordinate(trial.case.dims, rank)
     return tuple(at[axis] for axis in DATA_AXES)
-
-
-def _and_reported(hypothesis: Hypothesis, reported: Reported, number: Number) -> Hypothesis:
-    return replace(
-        hypothesis,
-        assume=lambda trial: assuming_reports(hypothesis.assume(trial), reported=reported, number=number),
-    )
 
 
 def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
@@ -304,7 +287,7 @@ def _not_reduced(
     )
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
     kind = "gradients not reduced"
-    for when, steps, more in _spans(trial, mixture.step):
+    for when, steps, more in spans(trial, mixture.step):
         cause = Cause(kind, text.format(when=when))
         hypothesis = _hypothesis(pieces, cause, weights, mixture.fqns, steps, 1 + more, _lines(trial, missing))
         if alone:
@@ -317,12 +300,7 @@ def _not_reduced(
 def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Sequence[int]) -> Hypothesis:
     """What is not reduced does not move."""
     left_out = frozenset(itertools.product(axes, steps))
-
-    def assume(trial: Trial) -> Trial:
-        other = hypothesis.assume(trial)
-        return replace(other, plan=replace(other.plan, unreduced=other.plan.unreduced | left_out))
-
-    return replace(hypothesis, assume=assume)
+    return hypothesis.and_then(lambda t: replace(t, plan=replace(t.plan, unreduced=t.plan.unreduced | left_out)))
 
 
 def _with_less_traffic(hypothesis: Hypothesis, missing: tuple[str, ...], fqns: Sequence[str]) -> Hypothesis:
@@ -335,13 +313,14 @@ def _with_less_traffic(hypothesis: Hypothesis, missing: tuple[str, ...], fqns: S
         kept = sum(size for fqn, size in held.items() if fqn not in fqns)
         return replace(flow, bytes=flow.bytes * kept // sum(held.values()))
 
-    def assume(trial: Trial) -> Trial:
-        other = hypothesis.assume(trial)
-        flows = {rank: tuple(moved(trial, rank, flow) for flow in own) for rank, own in other.plan.flows.items()}
-        even = {rank: tuple(moved(trial, rank, flow) for flow in own) for rank, own in other.plan.even_flows.items()}
-        return replace(other, plan=replace(other.plan, flows=flows, even_flows=even))
+    def less(trial: Trial) -> Trial:
+        flows, even = (
+            {rank: tuple(moved(trial, rank, flow) for flow in own) for rank, own in of_ranks.items()}
+            for of_ranks in (trial.plan.flows, trial.plan.even_flows)
+        )
+        return replace(trial, plan=replace(trial.plan, flows=flows, even_flows=even))
 
-    return replace(hypothesis, assume=assume)
+    return hypothesis.and_then(less)
 
 
 def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:

@@ -11,7 +11,7 @@ from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
-from harness.judge.traffic import INSIDE, observed, planned
+from harness.judge.traffic import INSIDE
 from harness.judge.trial import Trial
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
@@ -106,28 +106,6 @@ def _waits(trial: Trial, rank: int, step: int) -> list[tuple[tuple[tuple[int, ..
     return sorted(waits(trial.ranks[rank], step).items())
 
 
-def keys_stay(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What goes over cp lacks the keys and values, and nothing else."""
-    rank, step = min(trial.ranks, default=0), trial.first_step
-    flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.role == "keys and values"]
-    if "traffic" not in broken or not flows or not trial.ranks:
-        return
-    wanted, seen = planned(trial, rank, step), observed(trial.ranks[rank], step)
-    keys = {(trial.plan.group_of(rank, flow.axis), flow.op, flow.phase): flow.bytes for flow in flows}
-    if all(wanted[key] - seen.get(key, 0) == size for key, size in keys.items()):
-        text = "no K/V exchange over cp"
-        lines = (finding_line("traffic", broken["traffic"]),)
-        yield Fact(Cause("no K/V exchange", text), ("traffic", "reshard", "features"), lines)
-
-
-def out_of_order(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """gloo pairs what is of equal size, so that numbers may be wrong for it."""
-    if "collective_order" in broken:
-        first = broken["collective_order"].findings[0]
-        text = f"ranks of a group do not issue the same collectives: {first.where}: {first.observed}, {first.expected}"
-        yield _fact("collectives out of order", text, "collective_order", broken)
-
-
 STRUCTURE = {
     "process_groups": "process groups are not the plan's",
     "traffic": "bytes moved are not the plan's",
@@ -148,16 +126,18 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
 # ---- replicas, repeats, the golden
 
 
-def replicas_drift(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Within the bounds of all other laws."""
+def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What differs between ranks of one run, or between a run and its repeat. Ranks of a group that issue other collectives:
+    gloo pairs what is of equal size, so that numbers may be wrong for it. Replicas: within the bounds of all other laws."""
+    if "collective_order" in broken:
+        first = broken["collective_order"].findings[0]
+        text = f"ranks of a group do not issue the same collectives: {first.where}: {first.observed}, {first.expected}"
+        yield _fact("collectives out of order", text, "collective_order", broken)
     if "replica_agreement" in broken and not NUMBERS & set(broken):
         first = broken["replica_agreement"].findings[0]
         text = f"replicas drift apart: {first.where}: {first.observed}"
         why = "within rounding of the reference, but replicas that differ in one bit drift on: they must be equal"
         yield Fact(Cause("replicas drift", text), ("replica_agreement",), (("why", why),))
-
-
-def not_deterministic(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "determinism" in broken:
         first, fed = broken["determinism"].findings[0], _fed_otherwise(trial)
         text = f"the same case run twice gives different bytes{fed}, first on {first.where}: {first.observed}"

@@ -12,7 +12,7 @@ import numpy as np
 from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, wrong_labels
 from harness.diagnosis.assume import another_case
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
 from harness.diagnosis.unknown_rows import described
@@ -32,19 +32,24 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """The reference is trained on what was received; labels that are too few may be divided by the number requested."""
     if "samples" not in broken or (cause := wrong_samples(trial)) is None:
         return
-    lines = _sample_lines(broken)
-    if cause.kind == "another load balance":
-        return  # a feature that is another
-    if cause.kind == "CP not applied":
-        yield Hypothesis(cause, _whole_sequences, 1, lines)
-        return
+    lines, seen = _sample_lines(broken), _laws_of_samples(trial)
+    if cause.kind == "peers differ" and "tp" in cause.observed:
+        lines += (("not tried", "tp peers compute parts of different samples: no reference tells what follows"),)
     by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
-    if len(by_step) < len(trial.case.steps):
-        return
-    yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines)
-    if not all(rows.whole for rows in by_step.values()):
-        share = _counted(trial, by_step)
-        yield Hypothesis(cause, lambda t: trained_on(t, by_step, share), 2, lines)
+    if cause.kind == "CP not applied":
+        yield Hypothesis(cause, _whole_sequences, 1, lines, seen)
+    elif cause.kind == "another load balance" or len(by_step) < len(trial.case.steps):  # a feature that is another
+        yield Hypothesis(cause, None, 1, lines, seen)
+    else:
+        yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines, seen)
+        if not all(rows.whole for rows in by_step.values()):
+            share = _counted(trial, by_step)
+            yield Hypothesis(cause, lambda t: trained_on(t, by_step, share), 2, lines)
+
+
+def _laws_of_samples(trial: Trial) -> tuple[str, ...]:
+    reports, positions = ["reported_loss"] * _divided_by_all(trial), ["positions"] * (wrong_positions(trial) is None)
+    return ("samples", *reports, *positions)
 
 
 def _whole_sequences(trial: Trial) -> Trial:
@@ -60,16 +65,6 @@ def _counted(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
     """Of the labels that a step should have, those that it has."""
     wanted = {step.step: step.valid_tokens for step in trial.reference.steps}
     return {step: int((rows.labels >= 0).sum()) / wanted[step] for step, rows in by_step.items()}
-
-
-def seen_samples(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    if "samples" not in broken or (cause := wrong_samples(trial)) is None:
-        return
-    lines = _sample_lines(broken)
-    if cause.kind == "peers differ" and "tp" in cause.observed:
-        lines += (("not tried", "tp peers compute parts of different samples: no reference tells what follows"),)
-    laws = ["samples", *["reported_loss"] * _divided_by_all(trial), *["positions"] * (wrong_positions(trial) is None)]
-    yield Fact(cause, tuple(laws), lines)
 
 
 def _divided_by_all(trial: Trial) -> bool:

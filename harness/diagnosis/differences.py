@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
-from harness.diagnosis.words import in_parameters, on_ranks
+from harness.diagnosis.words import Pair
 from harness.judge import tolerance
 from harness.judge.assembly import misfits
 from harness.judge.contents import take
 from harness.judge.losses import global_loss
 from harness.judge.trial import Trial
-
-Pair = tuple[int, str]  # rank, fqn
+from harness.reference.distance import best_fit
 
 
 def seen_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
@@ -28,25 +28,9 @@ def expected_gradient(trial: Trial, rank: int, fqn: str, step: int = 1) -> np.nd
 
 def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
     """(rank, fqn) whose gradient in a step is off by more than the law allows, in the model's order."""
-    bound = trial.bounds.gradient[step]
-    found = []
-    for rank in sorted(trial.ranks):
-        for fqn, seen in seen_gradients(trial, rank, step).items():
-            expected = expected_gradient(trial, rank, fqn, step)
-            if expected is not None:
-                largest = float(np.max(np.abs(trial.reference.steps[step - 1].gradients[fqn]), initial=0.0))
-                if not tolerance.relative_difference(seen, expected, largest) <= bound:
-                    found.append((rank, fqn))
-    return found
-
-
-def fqns_of(trial: Trial, wrong: list[Pair]) -> list[str]:
-    names = {fqn for _, fqn in wrong}
-    return [fqn for fqn in trial.plan.shapes if fqn in names]
-
-
-def where_text(trial: Trial, wrong: list[Pair]) -> str:
-    return in_parameters(trial, fqns_of(trial, wrong)) + on_ranks(trial, [rank for rank, _ in wrong])
+    pairs = ((rank, fqn) for rank in sorted(trial.ranks) for fqn in seen_gradients(trial, rank, step))
+    known = (at for at in pairs if expected_gradient(trial, *at, step) is not None)
+    return [at for at in known if not distance(trial, *at, step) <= trial.bounds.gradient[step]]
 
 
 def common_factor(trial: Trial, wrong: list[Pair], step: int) -> float | None:
@@ -62,19 +46,16 @@ def factor_of(trial: Trial, rank: int, fqn: str, step: int) -> float | None:
     seen, expected = seen_gradients(trial, rank, step)[fqn], expected_gradient(trial, rank, fqn, step)
     if expected is None or seen.shape != expected.shape or not np.any(expected):
         return None
-    factor = float(np.sum(seen * expected) / np.sum(expected * expected))
+    factor = best_fit(seen, expected)
     left = float(np.max(np.abs(seen - factor * expected)))
     return factor if left <= 1e-9 * max(1.0, abs(factor)) * float(np.max(np.abs(expected))) else None
 
 
-def distance(trial: Trial, rank: int, fqn: str) -> float:
-    expected = expected_gradient(trial, rank, fqn)
-    largest = float(np.max(np.abs(trial.reference.steps[0].gradients[fqn]), initial=0.0))
-    return (
-        math.inf
-        if expected is None
-        else tolerance.relative_difference(seen_gradients(trial, rank, 1)[fqn], expected, largest)
-    )
+def distance(trial: Trial, rank: int, fqn: str, step: int = 1) -> float:
+    """How far a gradient is from the expected one, relative to the largest entry of the whole parameter's."""
+    seen, expected = seen_gradients(trial, rank, step)[fqn], expected_gradient(trial, rank, fqn, step)
+    largest = float(np.max(np.abs(trial.reference.steps[step - 1].gradients.get(fqn, 0.0)), initial=0.0))
+    return math.inf if expected is None else tolerance.relative_difference(seen, expected, largest)
 
 
 def loss_off(trial: Trial, step: int = 1) -> float | None:
@@ -97,6 +78,14 @@ def first_wrong_step(trial: Trial) -> int | None:
         except tolerance.NoBound:
             return None
     return None
+
+
+def spans(trial: Trial, step: int) -> Iterator[tuple[str, list[int], int]]:
+    """From the first wrong step on, and in it alone: words, steps, how many more choices that is."""
+    later = [other for other in trial.case.steps if other >= step]
+    yield f" from step {step} on" if step > trial.first_step else "", later, 0
+    if len(later) > 1:
+        yield f" in step {step} alone", [step], 1
 
 
 def holders_of(trial: Trial, fqn: str) -> list[int]:

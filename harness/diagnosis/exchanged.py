@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.diagnosis import assume
-from harness.diagnosis.differences import Pair, first_wrong_step, seen_gradients, where_text, wrong_pairs
+from harness.diagnosis.differences import first_wrong_step, seen_gradients, wrong_pairs
 from harness.diagnosis.factors import times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Arrays, clipping_apart
 from harness.diagnosis.replicas import share_of, summed
+from harness.diagnosis.words import Pair, where_text
 from harness.judge import tolerance
 from harness.judge.contents import take
 from harness.judge.result import Cause

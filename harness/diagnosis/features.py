@@ -284,19 +284,6 @@ def _checkpointing(trial: Trial) -> str | None:
     return f"{where}: recomputed are {seen}, requested {meant}"
 
 
-def other_masks(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Random numbers of a recomputation that are not those of forward. Told by the generator's state, seen from step 2 on."""
-    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
-    drawn = any(step.activity.random.get("backward") for step in steps)
-    other = {fqn for step in steps for fqn in step.activity.other_states}
-    if drawn and other and "gradients" in broken:
-        blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
-        lost = "its masks are not those that the loss was computed with"
-        text = f"recomputation of {some(blocks, 4)} began with another random state than forward: {lost}"
-        laws = ("gradients", "grad_norm", "loss", "reported_loss")
-        yield Fact(Cause("other masks", text), laws, (finding_line("gradients", broken["gradients"]),))
-
-
 def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """A pipeline that did what no schedule prescribes."""
     if "schedule" not in broken:
@@ -307,6 +294,3 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if idle:
         text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {asked} is requested"
     yield Fact(Cause("other actions", text), ("schedule",), (finding_line("schedule", broken["schedule"]),))
-
-
-__all__ = ["odd_traces", "other_actions", "other_features", "other_masks"]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.differences import Pair, factor_of, first_wrong_step, loss_off, seen_gradients, wrong_pairs
+from harness.diagnosis.differences import factor_of, first_wrong_step, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.forward import Tries
 from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.words import Pair
 from harness.judge.contents import take
 from harness.judge.tolerance import relative_difference
 from harness.judge.trial import Trial
@@ -26,7 +27,7 @@ BEFORE = {"samples", "positions", "initial_weights", "resume"}
 def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Those that give the gradients observed in the first wrong step, of all parameters that are wrong and of no others."""
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
-    if step is None or BEFORE & set(broken) or loss_off(trial, step) or trial.references or trial.plan.flat:
+    if step is None or BEFORE & set(broken) or loss_off(trial, step) or trial.references:
         return
     wrong, tries = wrong_pairs(trial, step), Tries(trial, step)
     if not tries.rows or all(factor_of(trial, *at, step) is not None for at in wrong):
@@ -52,9 +53,12 @@ def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> boo
     bound, usual, odd = trial.bounds.gradient[step], trial.reference_step(step).gradients, {fqn for _, fqn in wrong}
     for rank, fqn in wrong:
         part = trial.slice_of(rank, fqn)
-        other = gradients.get(fqn, np.zeros_like(usual[fqn]))
+        other = gradients.get(fqn, np.zeros_like(usual[fqn])).reshape(usual[fqn].shape)
         seen, largest = seen_gradients(trial, rank, step)[fqn], float(np.max(np.abs(usual[fqn]), initial=0.0))
         if part is None or not relative_difference(seen, take(other, part), largest) <= 4 * bound:
             return False
     others = (fqn for fqn in usual if fqn not in odd)
-    return all(fqn in gradients and relative_difference(gradients[fqn], usual[fqn]) <= 4 * bound for fqn in others)
+    return all(
+        fqn in gradients and relative_difference(gradients[fqn].ravel(), usual[fqn].ravel()) <= 4 * bound
+        for fqn in others
+    )

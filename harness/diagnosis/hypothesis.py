@@ -6,8 +6,9 @@ to propose one (a degree, a factor, a set of samples, a module) is fitted on par
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checks import all_checks, run_check
 from harness.judge.result import Cause, Lines, Result, Verdict
@@ -19,15 +20,22 @@ Broken = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """assume: the same evidence with another request, plan, reference or optimizer.
+    """assume: the same evidence with another request, plan, reference or optimizer; None where no reference tells what follows.
 
-    fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it.
+    fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it. seen: the
+    laws that have seen it themselves, of which it is said even where it is not proven.
     """
 
     cause: Cause
-    assume: Callable[[Trial], Trial]
+    assume: Callable[[Trial], Trial] | None
     fitted: int = 1
     lines: Lines = ()
+    seen: tuple[str, ...] = ()
+
+    def and_then(self, change: Callable[[Trial], Trial]) -> Hypothesis:
+        """The same, and a change to the trial that is assumed."""
+        first = self.assume
+        return self if first is None else replace(self, assume=lambda trial: change(first(trial)))
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,17 @@ class Fact:
 
 Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]
 Facts = Callable[[Trial, Broken], Iterator[Fact]]
+
+
+def as_seen(suspects: Suspects) -> Facts:
+    """What laws have seen of hypotheses that are not proven."""
+
+    def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
+        for one in itertools.islice((one for one in suspects(trial, broken) if one.seen), 1):
+            yield Fact(one.cause, one.seen, one.lines)
+
+    facts.__name__ = suspects.__name__
+    return facts
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,8 @@ class Proof:
 
 def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
     """None if a law that held is broken under the assumption. One that explains nothing may still be half of what does."""
+    if hypothesis.assume is None:
+        return None
     assumed = hypothesis.assume(trial)
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
     explained = [name for name in broken if _holds(assumed, name)]

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from harness.diagnosis.assume import another_case, another_reference
-from harness.diagnosis.consequences import consequences
-from harness.diagnosis.differences import first_wrong_step
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.renamed_ranks import renamed
-from harness.diagnosis.words import finding_line, groups_text, in_parameters, on_ranks, some, traffic_lines
+from harness.diagnosis.words import groups_text, in_order, some, traffic_lines, where_text
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, shard_place
@@ -161,8 +159,7 @@ def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
 
 
 def wrong_parameters(trial: Trial) -> list[str]:
-    wrong = {fqn for _, fqn, _ in wrong_parts(trial)}
-    return [fqn for fqn in trial.plan.shapes if fqn in wrong]
+    return in_order(trial, (fqn for _, fqn, _ in wrong_parts(trial)))
 
 
 # ---- some parameters only
@@ -221,30 +218,9 @@ def other_slices(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Slices of the seed weights, but of no layout that one mistake leads to."""
     wrong = wrong_parts(trial) if "shard_contents" in broken and "initial_weights" not in broken else []
     if wrong:
-        where = f"{in_parameters(trial, wrong_parameters(trial))}{on_ranks(trial, [rank for rank, _, _ in wrong])}"
+        where = where_text(trial, [(rank, fqn) for rank, fqn, _ in wrong])
         cause = Cause("other slices", "ranks hold other slices than planned", where)
         yield Fact(cause, ("shard_contents", "placements"), tuple(contents_line(trial)))
-
-
-def reduction_missing(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Axes between whose ranks nothing that runs in backward sums gradients."""
-    if "gradients" not in broken or not wrong_parts(trial):
-        return
-    used = {
-        call.ranks
-        for call in trial.ranks[min(trial.ranks)].collectives
-        if call.phase in ("backward", "pipeline")
-        and call.op in ("all_reduce", "reduce_scatter")
-        and "float" in call.dtype
-    }
-    axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in trial.plan.groups]
-    lines = {axis: {*trial.plan.group_of(min(trial.ranks), axis)} for axis in axes}
-    missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
-    if missing:
-        step = first_wrong_step(trial)
-        laws = ("gradients",) if step is None else consequences(trial, step)
-        text = f"gradient reduction missing over {' and '.join(missing)}"
-        yield Fact(Cause("reduction missing", text), laws, (finding_line("gradients", broken["gradients"]),))
 
 
 # ---- words
@@ -353,14 +329,3 @@ def _use_text(trial: Trial, axis: str, used: list[tuple[int, ...]]) -> str:
     wanted = set(trial.plan.groups[axis])
     exist = {group.ranks for evidence in trial.ranks.values() for group in evidence.groups} & wanted
     return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")
-
-
-__all__ = [
-    "Layout",
-    "contents_line",
-    "other_layouts",
-    "other_slices",
-    "reduction_missing",
-    "with_slices",
-    "wrong_parts",
-]

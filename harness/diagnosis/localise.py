@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from harness.diagnosis.differences import distance, fqns_of, loss_off, where_text, wrong_pairs
+from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
-from harness.diagnosis.words import finding_line, in_parameters
+from harness.diagnosis.words import finding_line, in_order, in_parameters, where_text
 from harness.judge.assembly import misfits
 from harness.judge.result import Cause, Lines, Verdict
 from harness.judge.tolerance import NoBound
@@ -60,7 +60,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
             KIND,
             f"gradients are {before}wrong{by}{since}",
             where,
-            hint=matches + in_common(trial, fqns_of(trial, wrong)),
+            hint=matches + in_common(trial, in_order(trial, (fqn for _, fqn in wrong))),
         )
     return None
 
@@ -86,8 +86,7 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
         return None
     worst = max(wrong, key=lambda one: one.excess)
     text = f"by {worst.distance:.1e} of its length in {worst.fqn}, where noise explains {worst.distance_bound:.1e}"
-    off = {one.fqn for one in wrong}
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in off]
+    fqns = in_order(trial, (one.fqn for one in wrong))
     hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
     since = "" if step == trial.first_step else f" from step {step} on"
     where = f"{in_parameters(trial, fqns)}, and no factor explains it"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.diagnosis import assume
-from harness.diagnosis.differences import fqns_of, seen_gradients, wrong_pairs
+from harness.diagnosis.differences import seen_gradients, wrong_pairs
+from harness.diagnosis.words import in_order
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
@@ -136,7 +137,8 @@ def _of_pieces(trial: Trial, pieces: Pieces, step: int) -> list[Arrays]:
 
 def wrong_parameters(trial: Trial, step: int) -> tuple[str, ...]:
     """In recipes with noise: all, for some that are wrong stay within it."""
-    return tuple(fqns_of(trial, wrong_pairs(trial, step)) if trial.case.exact else trial.plan.shapes)
+    wrong = (fqn for _, fqn in wrong_pairs(trial, step)) if trial.case.exact else trial.plan.shapes
+    return tuple(in_order(trial, wrong))
 
 
 def _fit(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, wrong_pairs
+from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
-from harness.reference.distance import relative_distance
+from harness.reference.distance import best_fit, relative_distance
 
 Arrays = dict[str, np.ndarray]
 
@@ -25,26 +25,21 @@ def gradients_not_zeroed(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     held = f"those of step {step} hold step {step - 1}'s as well"
     limit = trial.case.training.max_norm
     for most in dict.fromkeys((limit, None)):
-        for text, since, until in (
-            (f"gradients are not zeroed between steps: {held}", step, math.inf),
-            (f"gradients are not zeroed before step {step} alone: {held}", step, step),
-        ):
-            gradients = _adding(since, until, most)
-            if until == math.inf or step < trial.case.steps[-1]:
-                cause = Cause("gradients not zeroed", text)
-                yield Hypothesis(cause, _trained_on(gradients), 1 if until == math.inf else 2)
+        for _, steps, more in spans(trial, step):
+            when = f"before step {step} alone" if more else "between steps"
+            cause, gradients = (
+                Cause("gradients not zeroed", f"gradients are not zeroed {when}: {held}"),
+                _adding(steps, most),
+            )
+            yield Hypothesis(cause, lambda t, by=gradients: another_reference(t, gradients=by), 1 + more)  # type: ignore[misc]
 
 
-def _trained_on(gradients: Callable[[int, Arrays], Arrays]) -> Callable[[Trial], Trial]:
-    return lambda trial: another_reference(trial, gradients=gradients)
-
-
-def _adding(since: int, until: float, limit: float | None) -> Callable[[int, Arrays], Arrays]:
-    """From one step until another, what there was before. limit: the norm to which that was clipped in place."""
+def _adding(steps: Sequence[int], limit: float | None) -> Callable[[int, Arrays], Arrays]:
+    """In these steps what there was before as well. limit: the norm to which that was clipped in place."""
     left: Arrays = {}
 
     def gradients(step: int, own: Arrays) -> Arrays:
-        total = {fqn: g + left[fqn] for fqn, g in own.items()} if since <= step <= until else own
+        total = {fqn: g + left[fqn] for fqn, g in own.items()} if step in steps else own
         norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in total.values()))
         left.update({fqn: (clip_coefficient(norm, limit) * g).astype(g.dtype) for fqn, g in total.items()})
         return total
@@ -60,7 +55,6 @@ def _holds_the_one_before(trial: Trial, step: int) -> bool:
         if own is None or before is None or seen.shape != own.shape or not np.any(before):
             return False
         rest = seen - own
-        factor = float(np.sum(rest * before) / np.sum(before * before))
-        if relative_distance(rest, factor * before) > (1e-6 if trial.case.exact else 0.2):
+        if relative_distance(rest, best_fit(rest, before) * before) > (1e-6 if trial.case.exact else 0.2):
             return False
     return bool(wrong_pairs(trial, step))

@@ -3,64 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from harness.checks import update
 from harness.diagnosis import assume
-from harness.diagnosis.algorithms import by_recipes, other_algorithms, other_numbers
+from harness.diagnosis.algorithms import (
+    by_recipes,
+    first_clip,
+    first_moves,
+    other_algorithms,
+    other_numbers,
+    parameters_before,
+)
 from harness.diagnosis.consequences import OF_GRADIENTS
 from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.replicas import ranks_of_replica, replicas_differ, train_apart
+from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.schedules import schedule_of
-from harness.diagnosis.words import in_parameters, on_ranks
+from harness.diagnosis.words import Pair, in_order, on_ranks, where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
+from harness.reference.distance import best_fit
 
 LARGEST_DECAY = 0.1  # of a weight in a step; what takes more of it is no weight decay
-FEW = ("norm.weight", "attention.wq.weight", "output.weight", "tok_embeddings.weight")  # of each kind one
 
 
 def wrong_optimizer(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    if "update" not in broken:
-        return
-    yield from _shown_rate(trial)
-    yield from other_numbers(trial)
-    yield from other_algorithms(trial)
-    yield from _not_stepped(trial)
-    yield from _rates_and_decays(trial)
+    if "update" in broken:
+        for propose in (_shown_rate, other_numbers, other_algorithms, _not_stepped, _rates_and_decays):
+            yield from propose(trial)
 
 
 def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What the optimizer made NaN of numbers. All numbers after that follow."""
-    first = trial.first_step
-    bad = [
-        (rank, fqn)
-        for rank, evidence in sorted(trial.ranks.items())
-        for fqn, value in (evidence.steps[0].parameters.items() if evidence.steps else ())
-        if not np.isfinite(value).all()
-    ]
-    finite = all(
-        np.isfinite(g).all() for e in trial.ranks.values() for step in e.steps[:1] for g in step.gradients.values()
-    )
+    first = [(rank, step) for rank, step, _ in trial.steps() if step.step == trial.first_step]
+    bad = [(rank, fqn) for rank, step in first for fqn, v in step.parameters.items() if not np.isfinite(v).all()]
+    finite = all(np.isfinite(gradient).all() for _, step in first for gradient in step.gradients.values())
     if bad and finite and "update" in broken:
-        fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in bad}]
-        where = in_parameters(trial, fqns) + on_ranks(trial, [rank for rank, _ in bad])
-        text = f"parameters are NaN or infinite after step {first} {where}, gradients were finite"
-        yield Fact(Cause("not finite", text), _after_the_first_step(trial, broken))
-
-
-def _after_the_first_step(trial: Trial, broken: Broken) -> tuple[str, ...]:
-    """Losses and gradients of the first step come before what the optimizer leaves."""
-    before = bool(loss_off(trial, trial.first_step) or wrong_pairs(trial, trial.first_step))
-    return tuple(name for name in broken if name in OF_GRADIENTS and (name == "update" or not before))
+        text = f"parameters are NaN or infinite after step {trial.first_step} {where_text(trial, bad)}"
+        cause = Cause("not finite", f"{text}, gradients were finite")
+        before = loss_off(trial, trial.first_step) or wrong_pairs(trial, trial.first_step)  # what the optimizer leaves
+        yield Fact(cause, tuple(law for law in broken if law in OF_GRADIENTS and (law == "update" or not before)))
 
 
 # ---- the recipe's numbers
@@ -68,37 +59,27 @@ def _after_the_first_step(trial: Trial, broken: Broken) -> tuple[str, ...]:
 
 def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     """The rate that was read from the optimizer, against the schedule."""
-    wrong = [
-        (rank, step.step, step.lr, wanted.lr)
-        for rank, step, wanted in trial.steps()
-        if step.lr is not None and not math.isclose(step.lr, wanted.lr, rel_tol=1e-12)
-    ]
+    usual = {step.step: step.lr for step in trial.reference.steps}
+    shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps() if step.lr is not None}
+    wrong = {at: lr for at, lr in shown.items() if not math.isclose(lr, usual[at[1]], rel_tol=1e-12)}
     if not wrong:
         return
-    first = min(step for _, step, _, _ in wrong)
-    ranks = [rank for rank, step, _, _ in wrong if step == first]
-    _, _, rate, wanted = next(one for one in wrong if one[1] == first)
-    like = [str(s.step) for s in trial.reference.steps if math.isclose(s.lr, rate, rel_tol=1e-12)]
-    hint = f", the schedule's of step {' or '.join(like)}" if like else ""
-    rule = schedule_of(trial, {(rank, step): lr for rank, step, lr, _ in wrong})
-    text = f"learning rate of step {first} is {rate:.6g}{rule or hint}"
-    cause = Cause("learning rate", text + on_ranks(trial, ranks), "", f"{wanted:.6g}")
-    shown = {(rank, step.step): wanted.lr if step.lr is None else step.lr for rank, step, wanted in trial.steps()}
-    usual = {step.step: step.lr for step in trial.reference.steps}
+    first = min(step for _, step in wrong)
+    ranks = [rank for rank, step in wrong if step == first]
+    rate = wrong[ranks[0], first]
+    like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
+    rule = schedule_of(trial, wrong) or f", the schedule's of step {' or '.join(like)}" * bool(like)
+    text = f"learning rate of step {first} is {rate:.6g}{rule}{on_ranks(trial, ranks)}"
 
-    def rate_of(rank: int) -> Callable[[int, str], float]:
-        return lambda step, fqn: shown.get((rank, step), usual[step])
+    def of_ranks(ranks: Sequence[int]) -> dict[str, Any]:
+        return {"rate": lambda step, fqn: shown.get((ranks[0], step), usual[step])}
 
-    def assuming(trial: Trial) -> Trial:
-        assumed = AssumedOptimizer(rate=lambda rank, step, fqn: shown[rank, step])
-        if not replicas_differ(trial, lambda rank, fqn: [shown[rank, step] for step in trial.case.steps]):
-            return assume.another_optimizer(trial, assumed, rate=rate_of(min(trial.ranks)))
-        firsts = [ranks_of_replica(trial, n)[0] for n in range(trial.case.dims.dp_replicate)]
-        return replace(
-            train_apart(trial, "dp_replicate", otherwise=[{"rate": rate_of(r)} for r in firsts]), assumed=assumed
-        )
-
-    yield Hypothesis(cause, assuming)
+    assumed = AssumedOptimizer(rate=lambda rank, step, fqn: shown.get((rank, step), usual[step]))
+    differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
+    yield Hypothesis(
+        Cause("learning rate", text, "", f"{usual[first]:.6g}"),
+        lambda trial: optimizer_of_ranks(trial, assumed, of_ranks, differ=differ),
+    )
 
 
 # ---- some parameters, or all, from some step on
@@ -106,27 +87,18 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
 
 def _not_stepped(trial: Trial) -> Iterator[Hypothesis]:
     """What has a gradient or decays, and does not move: from a step on, or in one step alone."""
-    still: dict[int, set[tuple[int, str]]] = {}
-    rates = {step.step: step.lr for step in trial.reference.steps}
-    for rank, evidence in trial.ranks.items():
-        before = trial.start_of(rank)
-        for step in evidence.steps:
-            moves = rates.get(step.step, 0.0)
-            for fqn, after in step.parameters.items() if moves else ():
-                if after.size and fqn in before and np.array_equal(after, before[fqn]):
-                    still.setdefault(step.step, set()).add((rank, fqn))
-            before = step.parameters
+    still: dict[int, set[Pair]] = {}
+    before, limit = parameters_before(trial), trial.case.training.max_norm
+    for rank, step, wanted in trial.steps():
+        for fqn, after in step.parameters.items() if wanted.lr else ():
+            held = before[rank, step.step].get(fqn)
+            if after.size and held is not None and np.array_equal(after, held):
+                still.setdefault(step.step, set()).add((rank, fqn))
     if not still:
         return
     first, pairs = min(still.items())
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in pairs}]
-    where = (in_parameters(trial, fqns) + on_ranks(trial, [rank for rank, _ in pairs])).removeprefix("in ")
-    cause = Cause(
-        "not stepped",
-        f"the optimizer does not move {where.replace('every parameter', 'any parameter')} in step {first}",
-    )
+    where = where_text(trial, sorted(pairs)).removeprefix("in ").replace("every parameter", "any parameter")
     norms = {step: update.observed_norm(trial, step) for step in trial.case.steps}
-    limit = trial.case.training.max_norm
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
         return None if (rank, fqn) in still.get(step, ()) else clip_coefficient(norms[step], limit) * gradient
@@ -135,17 +107,19 @@ def _not_stepped(trial: Trial) -> Iterator[Hypothesis]:
         left = {fqn for _, fqn in still.get(step, ())}
         return {fqn: clip_coefficient(norm, limit) * g for fqn, g in gradients.items() if fqn not in left}
 
-    assumed = AssumedOptimizer(given=given)
+    cause, assumed = (
+        Cause("not stepped", f"the optimizer does not move {where} in step {first}"),
+        AssumedOptimizer(given),
+    )
     yield Hypothesis(cause, lambda trial: assume.another_optimizer(trial, assumed, given=whole))
 
 
 def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     """In the first step: which parameters moved otherwise, and by what multiple of the rate or by what decay that is so."""
-    wrong = _moved_otherwise(trial)
+    wrong = first_moves(trial, first_clip(trial), explained=False)
     if not wrong:
         return
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in wrong}]
-    where = in_parameters(trial, fqns).removeprefix("in ") + on_ranks(trial, [rank for rank, _ in wrong])
+    fqns, where = in_order(trial, (fqn for _, fqn in wrong)), where_text(trial, wrong).removeprefix("in ")
     if (factor := _common([_rate_factor(trial, *pair) for pair in wrong])) is not None:
         yield from _another_rate(trial, fqns, where, factor)
     rate = trial.reference_step(trial.first_step).lr
@@ -203,27 +177,14 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> H
     return Hypothesis(Cause("weight decay", text, "", expected), partial(by_recipes, chosen))
 
 
-def _moved_otherwise(trial: Trial) -> list[tuple[int, str]]:
-    clip = clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
-    return [
-        (rank, tensor.fqn)
-        for rank, evidence in sorted(trial.ranks.items())
-        for tensor in evidence.parameters
-        if (left := evidence.steps[0].parameters.get(tensor.fqn)) is not None
-        if tensor.value.size and left.shape == tensor.value.shape
-        if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
-    ]
-
-
 def _move(trial: Trial, rank: int, fqn: str, *, decays: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the first step: the right move, with its decay or without; the one that was seen; and what was there before."""
     evidence, before = trial.ranks[rank], trial.start_of(rank)[fqn].astype(np.float64)
-    clip = clip_coefficient(update.observed_norm(trial, trial.first_step), trial.case.training.max_norm)
     tensor = next(tensor for tensor in evidence.parameters if tensor.fqn == fqn)
     recipe = update.recipe_of(trial, fqn)
     recipe = recipe if decays else replace(recipe, weight_decay=0.0)
     other = replace(trial, assumed=AssumedOptimizer(recipe=lambda fqn: recipe))
-    wanted = update.expected_after_first_step(other, evidence, tensor, clip=clip)[0] - before
+    wanted = update.expected_after_first_step(other, evidence, tensor, clip=first_clip(trial))[0] - before
     return wanted, evidence.steps[0].parameters[fqn] - before, before
 
 
@@ -246,7 +207,7 @@ def _multiple(seen: np.ndarray, of: np.ndarray) -> float | None:
     """The number by which one is the other; None if there is none."""
     if not np.any(of):
         return None
-    factor = float(np.sum(seen * of) / np.sum(of * of))
+    factor = best_fit(seen, of)
     return factor if np.max(np.abs(seen - factor * of)) <= 1e-8 * np.max(np.abs(seen), initial=1e-300) else None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from harness.checks.positions import wrong_rows
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import finding_line
 from harness.evidence.text import positions_text
 from harness.judge.received_samples import positions_received
@@ -23,12 +23,8 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
     lines = (finding_line("positions", broken["positions"]),)
-    yield Hypothesis(cause, lambda t: another_reference(t, altered=_turned_by(by_step)), 1, lines)
-
-
-def seen_positions(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    if "positions" in broken and (cause := wrong_positions(trial)) is not None:
-        yield Fact(cause, ("positions",), (finding_line("positions", broken["positions"]),))
+    altered = _turned_by(by_step)
+    yield Hypothesis(cause, lambda t: another_reference(t, altered=altered), 1, lines, ("positions",))
 
 
 def wrong_positions(trial: Trial) -> Cause | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.words import finding_line, rank_words, some
+from harness.diagnosis.words import finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
@@ -156,8 +157,7 @@ def _untrained(trial: Trial) -> str:
                 if record.step == step
             }
             if ranks := [rank for rank, fqns in lacking.items() if fqns]:
-                names = {fqn for fqns in lacking.values() for fqn in fqns}
-                fqns = [fqn for fqn in trial.plan.shapes if fqn in names]
+                fqns = in_order(trial, itertools.chain(*lacking.values()))
                 return _without(trial, ranks, what, fqns, step)
     return ""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.diagnosis import assume
+from harness.judge.assumed import AssumedOptimizer
 from harness.judge.received_samples import received_samples
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -45,7 +47,19 @@ def train_apart(
     )
 
 
-def ranks_of_replica(trial: Trial, number: int) -> list[int]:
+def optimizer_of_ranks(
+    trial: Trial, assumed: AssumedOptimizer, of_ranks: Callable[[Sequence[int]], dict[str, Any]], *, differ: bool
+) -> Trial:
+    """As if ranks' optimizers had done something else. of_ranks: how a copy of the model that these hold is trained then, in
+    the words of Otherwise. differ: replicas along dp_replicate train apart."""
+    if not differ:
+        return assume.another_optimizer(trial, assumed, **of_ranks(sorted(trial.ranks)))
+    replicas = [_ranks_of_replica(trial, number) for number in range(trial.case.dims.dp_replicate)]
+    other = train_apart(trial, "dp_replicate", otherwise=[of_ranks(ranks) for ranks in replicas])
+    return replace(other, assumed=trial.assumed.and_besides(assumed))
+
+
+def _ranks_of_replica(trial: Trial, number: int) -> list[int]:
     return [rank for rank in trial.ranks if coordinate(trial.case.dims, rank)["dp_replicate"] == number]
 
 

@@ -6,6 +6,7 @@ training is wrong, and one that only repeats what is wrong is not blamed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -204,10 +205,24 @@ OTHERS = {"reported_loss": _other_losses, "grad_norm": _other_norms, "reported_r
 def _of_other_steps(trial: Trial, law: str) -> Iterator[tuple[str, Number]]:
     for text, ahead in (("that of the step before", -1), ("that of the next step", 1)):
         yield text, partial(_ahead, trial, law, ahead)
+    if law != "reported_rate":
+        yield "the mean of all steps so far", partial(_running, trial, law, 0.0)
+        for kept in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99):
+            yield f"a running mean that keeps {kept:g} of the one before", partial(_running, trial, law, kept)
 
 
 def _ahead(trial: Trial, law: str, by: int, rank: int, step: int) -> float | None:
     return _seen(trial, law, rank, step + by)
+
+
+def _running(trial: Trial, law: str, kept: float, rank: int, step: int) -> float | None:
+    """Of this launch's steps; 0 kept: all count alike."""
+    seen = [_seen(trial, law, rank, number) for number in range(trial.first_step, step + 1)]
+    known = [one for one in seen if one is not None]
+    if len(known) < len(seen):
+        return None
+    shares = [1 / (number + 1) for number in range(len(known))] if not kept else [1.0, *[1 - kept] * (len(known) - 1)]
+    return functools.reduce(lambda mean, of: mean + of[1] * (of[0] - mean), zip(known, shares, strict=True), 0.0)
 
 
 def _loss_over(trial: Trial, along: tuple[str, ...], everyone: bool, rank: int, step: int) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,10 @@ from harness.checks.resume import (
     wanted_part,
     wrong_keys,
 )
-from harness.diagnosis.assume import another_optimizer, another_reference
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.assume import another_optimizer
+from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
-from harness.diagnosis.words import finding_line, in_parameters, on_ranks, some
+from harness.diagnosis.words import finding_line, in_order, in_parameters, on_ranks, some
 from harness.evidence.text import positions_text
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
@@ -28,39 +30,48 @@ from harness.judge.trial import Trial
 
 Wrong = dict[int, list[Key]]  # what each rank should have got from the checkpoint and has not
 State = dict[Key, np.ndarray]
+Arrays = dict[str, np.ndarray]
 Name = Callable[[Trial, Wrong], Cause | None]
 
 
 def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """From these parameters, with this optimizer state, at these rates: each may be all that is wrong."""
+    """From these parameters, with this optimizer state, at these rates: each may be all that is wrong. What a rank held once
+    it had resumed is compared bit for bit, so that the first of these is seen."""
     if "resume" not in broken:
         return
-    wrong, first = _wrong(trial), trial.case.steps.start
-    held = put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
-    weights = {fqn: value for (name, fqn), value in held.items() if name == PARAMETER}
-    state: dict[str, dict[str, np.ndarray]] = {}
-    for (name, fqn), value in held.items():
-        if name != PARAMETER:
+    wrong, first, line = _wrong(trial), trial.case.steps.start, finding_line("resume", broken["resume"])
+    ways = [(cause, way) for name, way in WAYS if (cause := name(trial, wrong))]
+    ways = ways[:1] if ways and ways[0][0].kind == "resumed elsewhere" else ways
+    lines = (*(("also", cause.text) for cause, _ in ways[1:]), line)
+    for number, (cause, way) in enumerate(ways):
+        laws = ("resume", "completed") if cause.kind == "resumed elsewhere" and _goes_on(trial) else ("resume",)
+        assume = partial(_going_on, way, first)
+        yield Hypothesis(cause, assume, 1, (line,) if number else lines, () if number else laws)
+
+
+def _going_on(way: tuple[str, ...], first: int, trial: Trial) -> Trial:
+    """As if training had gone on from what was held, of these: parameters, the optimizer's state, the schedule's beginning."""
+    weights, state = Arrays(), dict[str, Arrays]()
+    for (name, fqn), value in _held_together(trial).items():
+        if name == PARAMETER:
+            weights[fqn] = value
+        else:
             state.setdefault(fqn, {})[name] = value
-    left = {"left": lambda step, parameters: weights if step == first - 1 else parameters}
-    begun = {"state": lambda step: state if step == first else None}
-    line = (finding_line("resume", broken["resume"]),)
-    if cause := _elsewhere(trial, wrong):
-        yield Hypothesis(cause, lambda t: another_optimizer(t, _counting_on(state, first), **left, **begun), 1, line)
-        return
-    if cause := _parameters(trial, wrong):
-        yield Hypothesis(cause, lambda t: another_reference(t, **left), 1, line)
-    if cause := _optimizer(trial, wrong):
-        yield Hypothesis(cause, lambda t: another_optimizer(t, _counting_on(state, first), **begun), 1, line)
-    if cause := _schedule(trial, wrong):
-        rates = {step.step: step.lr for step in trial.reference.steps}
-        odd = min(
-            step.step
-            for _, step, r in trial.steps()
-            if step.lr is not None and not math.isclose(step.lr, r.lr, rel_tol=1e-12)
-        )
-        anew = {"rate": lambda step, fqn: rates[step] if step < odd else rates[step - first + 1]}
-        yield Hypothesis(cause, lambda t: another_reference(t, **anew), 1, line)
+    words: dict[str, Any] = {}
+    if "parameters" in way:
+        words["left"] = lambda step, parameters: weights if step == first - 1 else parameters
+    if "state" in way:
+        words["state"] = lambda step: state if step == first else None
+    if "schedule" in way:
+        rates, odd = {step.step: step.lr for step in trial.reference.steps}, _first_odd_rate(trial)
+        words["rate"] = lambda step, fqn: rates[step] if odd is None or step < odd else rates[step - first + 1]
+    return another_optimizer(trial, _counting_on(state, first) if "state" in way else AS_REQUESTED, **words)
+
+
+def _first_odd_rate(trial: Trial) -> int | None:
+    """The first step whose learning rate is not the schedule's."""
+    seen = ((step.step, step.lr, r.lr) for _, step, r in trial.steps() if step.lr is not None)
+    return min((step for step, lr, wanted in seen if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
 
 
 def _counting_on(state: dict[str, dict[str, np.ndarray]], first: int) -> AssumedOptimizer:
@@ -69,19 +80,6 @@ def _counting_on(state: dict[str, dict[str, np.ndarray]], first: int) -> Assumed
         return AS_REQUESTED
     begun = {fqn: int(held.get("step", np.zeros(()))) for fqn, held in state.items()}
     return AssumedOptimizer(counter=lambda step, fqn: begun.get(fqn, 0) + step - first + 1)
-
-
-def seen_resumed(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What a rank held once it had resumed is compared bit for bit; what it trained on is told with the samples."""
-    if "resume" not in broken:
-        return
-    wrong, names = _wrong(trial), (_elsewhere, _parameters, _optimizer, _schedule)
-    causes = [cause for name in names if (cause := name(trial, wrong))]
-    causes = causes[:1] if causes and causes[0].kind == "resumed elsewhere" else causes
-    for cause in causes[:1]:
-        also = tuple(("also", other.text) for other in causes[1:])
-        laws = ("resume", "completed") if cause.kind == "resumed elsewhere" and _goes_on(trial) else ("resume",)
-        yield Fact(cause, laws, (*also, finding_line("resume", broken["resume"])))
 
 
 def _goes_on(trial: Trial) -> bool:
@@ -202,7 +200,7 @@ def _change(trial: Trial, fqn: str) -> str:
     held = _held_together(trial).get((PARAMETER, fqn))
     if held is None or held.shape != saved.shape:
         return ""
-    if dtype := rounded_to(held, saved):
+    if dtype := rounded_to((held, saved)):
         return f"rounded to {dtype}"
     return rearranged(held, saved).removeprefix("they are ")
 
@@ -281,8 +279,7 @@ def _every(trial: Trial, wrong: Wrong, names: list[str], holds: Callable[[np.nda
 
 def _fqns(trial: Trial, wrong: Wrong, names: set[str]) -> list[str]:
     """Of which parameters something is wrong, in the model's order."""
-    seen = {fqn for keys in wrong.values() for name, fqn in keys if name in names}
-    return [fqn for fqn in trial.plan.shapes if fqn in seen]
+    return in_order(trial, (fqn for keys in wrong.values() for name, fqn in keys if name in names))
 
 
 def _ranks(trial: Trial, wrong: Wrong, names: set[str]) -> str:
@@ -296,8 +293,17 @@ def _schedule(trial: Trial, wrong: Wrong) -> Cause | None:
     """From some step on every rate is the one that the step had as many steps after the beginning as this is after resuming."""
     rates, saved = {step.step: step.lr for step in trial.reference.steps}, trial.case.steps.start - 1
     seen = [(step.step, step.lr) for _, step, _ in trial.steps() if step.lr is not None]
-    step = min((number for number, lr in seen if not math.isclose(lr, rates[number], rel_tol=1e-12)), default=None)
+    step = _first_odd_rate(trial)
     if step is None or not all(math.isclose(lr, rates[n - saved], rel_tol=1e-12) for n, lr in seen if n >= step):
         return None
     text = f"the schedule starts anew after resuming: the learning rate of step {step} is that of step {step - saved}"
     return Cause("schedule starts anew", text, "", f"{rates[step]:.6g}")
+
+
+WAYS: tuple[tuple[Name, tuple[str, ...]], ...] = (
+    (_elsewhere, ("parameters", "state")),
+    (_parameters, ("parameters",)),
+    (_optimizer, ("state",)),
+    (_schedule, ("schedule",)),
+)
+"""What may be all that is wrong, and from what training goes on then."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.checks.update import observed_norm
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.differences import common_factor, factor_of, first_wrong_step, holders_of, wrong_pairs
+from harness.diagnosis.differences import common_factor, factor_of, first_wrong_step, holders_of, spans, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
-from harness.diagnosis.words import in_parameters, on_ranks, some
+from harness.diagnosis.words import in_order, in_parameters, on_ranks, some
 from harness.judge.assembly import Misfit, misfits
 from harness.judge.result import Cause, Lines
 from harness.judge.tolerance import NoBound
@@ -111,7 +112,7 @@ def _noisy_fits(trial: Trial, step: int) -> Iterator[Fit]:
     wrong = [one for one in every if not one.within]
     if not wrong:
         return
-    off = [fqn for fqn in trial.plan.shapes if fqn in {one.fqn for one in wrong}]
+    off = in_order(trial, (one.fqn for one in wrong))
     sure = np.array([one.fit_bound for one in wrong]) ** -2.0
     mean = float(np.average([one.fit for one in wrong], weights=sure))
     unlike = [one for one in every if abs(one.fit / mean - 1) > one.fit_bound]
@@ -167,8 +168,7 @@ def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callabl
     cause = replace(
         usual.cause, observed=usual.cause.observed.replace("gradients are", "gradients and the reported loss are")
     )
-    assume = lambda trial: assuming_reports(usual.assume(trial), reported=reported, number=shown)  # noqa: E731
-    return replace(usual, cause=cause, assume=assume)
+    return replace(usual, cause=cause).and_then(partial(assuming_reports, reported=reported, number=shown))
 
 
 def _from(first: int, by_step: Callable[[int], float]) -> Callable[[int], float]:
@@ -221,18 +221,13 @@ def _by_stage(trial: Trial, factors: Mapping[str, float]) -> str:
 
 
 def _spans(trial: Trial, fit: Fit) -> Iterator[tuple[str, Scale, int]]:
-    """From the first wrong step on, and in it alone."""
-    yield "", _since(fit.step, lambda step: fit.factors), 1
-    if fit.step < trial.case.steps[-1]:
-        yield f", in step {fit.step} alone", lambda step: fit.factors if step == fit.step else {}, 2
+    """From the first wrong step on, which is said elsewhere, and in it alone."""
+    for when, steps, more in spans(trial, fit.step):
+        yield f",{when}" * more, lambda step, of=steps: fit.factors if step in of else {}, 1 + more  # type: ignore[misc]
 
 
 def _all_by(fit: Fit, by_step: Callable[[int], float]) -> Scale:
     return lambda step: dict.fromkeys(fit.factors, by_step(step))
-
-
-def _since(first: int, scale: Scale) -> Scale:
-    return lambda step: scale(step) if step >= first else {}
 
 
 def _hypothesis(text: str, scale: Scale, lines: Lines, fitted: int = 1) -> Hypothesis:
@@ -265,5 +260,4 @@ def _longer(trial: Trial) -> Iterator[Hypothesis]:
 
 
 def _where(trial: Trial, fit: Fit) -> str:
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in fit.factors]
-    return in_parameters(trial, fqns) + on_ranks(trial, fit.ranks)
+    return in_parameters(trial, fit.factors) + on_ranks(trial, fit.ranks)

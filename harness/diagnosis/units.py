@@ -26,8 +26,7 @@ def other_units(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "reshard" in broken:
         for policy in _other_policies(trial):
             if verdict_of(another_feature(trial, reshard_after_forward=policy), "reshard") is Verdict.PASS:
-                cause = Cause("another policy after forward", _kept_text(trial), hint="", expected="")
-                cause = replace(cause, observed=f"{cause.observed}, {policy} is observed")
+                cause = Cause("another policy after forward", f"{_kept_text(trial)}, {policy} is observed")
                 yield Hypothesis(cause, lambda t, p=policy: another_feature(t, reshard_after_forward=p), 1, lines)  # type: ignore[misc]
     if {"reshard", "placements"} & set(broken) and _claims(trial):
         yield Hypothesis(Cause("other units", _units_text(trial)), _as_claimed, 2, lines)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 ORDERS = 8  # seeds and epochs beside the recipe's whose orders are tried
 MOST = 4096  # samples of a data set that are looked through
 LEAST = 4  # tokens that make it sure that a row is a part of a sample
-Said = Callable[[np.ndarray, np.ndarray], str]
-"""What a row is of a sample (tokens, and the last label), in words; empty: nothing."""
 
 
 def described(trial: Trial, step: int, ranks: list[int]) -> str:
@@ -30,11 +27,9 @@ def described(trial: Trial, step: int, ranks: list[int]) -> str:
         return ""
     wanted = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
     whole = [np.append(trial.reference.tokens[at], trial.reference.labels[at][-1:]) for at in wanted]
-    for say in (_offset, _reversed, _rolled, partial(_cut_short, wanted=trial.case.seq_len(step))):
-        said = {next(filter(None, (say(row, sample) for sample in whole)), "") for row in rows}
-        if len(said) == 1 and said != {""}:
-            return said.pop()
-    return _of_the_data(trial, step, ranks, rows)
+    said = [{text for sample in whole for text in of_sample(row, sample, trial.case.seq_len(step))} for row in rows]
+    common = set.intersection(*said)
+    return min(common) if common else _of_the_data(trial, step, ranks, rows)
 
 
 def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
@@ -46,41 +41,32 @@ def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
 # ---- parts of the step's samples
 
 
-def _offset(row: np.ndarray, sample: np.ndarray) -> str:
-    """From a later token on, as far as the sample goes."""
-    for by in range(1, len(sample) - LEAST):
-        both = min(len(row), len(sample) - by)
-        if np.array_equal(row[:both], sample[by : by + both]):
-            last = by + len(row) in (len(sample) - 1, len(sample))
-            return f"the last {len(row)} tokens of the step's samples" if last and by > 1 else _from(by)
-    return ""
+def of_sample(row: np.ndarray, sample: np.ndarray, wanted: int) -> Iterator[str]:
+    """What a row is of a sample: its tokens, and the last label."""
+    size, tokens = len(row), sample[: len(row)]
+    for by in range(1, max(size, len(sample) - LEAST)):
+        both = min(size, len(sample) - by)
+        if both >= LEAST and np.array_equal(row[:both], sample[by : by + both]):
+            last = by > 1 and by + size in (len(sample) - 1, len(sample))
+            yield f"the last {size} tokens of the step's samples" if last else _from(by)
+        if by < size and np.array_equal(row, np.roll(tokens, by)):
+            yield f"the step's samples, rolled by {by} tokens"
+    for bits in (8, 16):
+        if tokens.max() >= 2**bits and np.array_equal(row, tokens % 2**bits):
+            yield f"the step's samples, token ids modulo {2**bits} as in {bits} bits"
+    if np.array_equal(row, tokens[::-1]):
+        yield "the step's samples, last token first"
+    alike = min(size, len(sample) - 1)
+    other = np.flatnonzero(row[:alike] != sample[:alike])
+    count = int(other[0]) if len(other) else alike
+    if LEAST <= count == size < wanted:
+        yield f"the first {count} tokens of the step's samples, of {wanted}"
+    elif LEAST <= count < size and len(rest := set(row[count:].tolist())) == 1:
+        yield f"the first {count} tokens of the step's samples, then {rest.pop()} only"
 
 
 def _from(by: int) -> str:
     return f"the step's samples from token {by} on (counted from 0)"
-
-
-def _reversed(row: np.ndarray, sample: np.ndarray) -> str:
-    return "the step's samples, last token first" if np.array_equal(row, sample[: len(row)][::-1]) else ""
-
-
-def _rolled(row: np.ndarray, sample: np.ndarray) -> str:
-    tokens = sample[: len(row)]
-    by = next((by for by in range(1, len(row)) if np.array_equal(row, np.roll(tokens, by))), 0)
-    return f"the step's samples, rolled by {by} tokens" if by else ""
-
-
-def _cut_short(row: np.ndarray, sample: np.ndarray, wanted: int) -> str:
-    """Fewer tokens than requested, or something constant in the place of the last ones."""
-    alike = len(row) if len(row) < len(sample) else len(sample) - 1
-    same = np.flatnonzero(row[:alike] != sample[:alike])
-    count = int(same[0]) if len(same) else alike
-    if count < LEAST:
-        return ""
-    if count == len(row):
-        return f"the first {count} tokens of the step's samples, of {wanted}" if count < wanted else ""
-    rest = set(row[count:].tolist())
-    return f"the first {count} tokens of the step's samples, then {rest.pop()} only" if len(rest) == 1 else ""
 
 
 # ---- other samples of the data set

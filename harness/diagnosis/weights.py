@@ -7,35 +7,27 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.words import in_parameters, on_ranks
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.words import Pair, in_parameters, where_text
 from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
+from harness.reference.distance import best_fit
 
-Place = tuple[int, str]  # rank, fqn
 ANEW = "each run draws others, as without a seed"
 
 
 def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """The reference is trained from the weights observed, if ranks that hold the same slice hold the same of it."""
-    if "initial_weights" in broken and (found := _wrong_weights(trial)) and (weights := observed_weights(trial)):
-        yield Hypothesis(found[0], lambda t: another_reference(t, weights=weights), 1, found[1])
-
-
-def seen_weights(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "initial_weights" not in broken or (found := _wrong_weights(trial)) is None:
         return
-    cause, lines = found
-    if observed_weights(trial) is None:
-        lines += (
-            (
-                "not tried",
-                "ranks that hold the same slice start from different numbers: no reference tells what follows",
-            ),
-        )
-    laws = ("initial_weights", "shard_contents")
-    yield Fact(cause, (*laws, "determinism") if cause.hint == ANEW else laws, lines)
+    (cause, lines), weights = found, observed_weights(trial)
+    if weights is None:
+        what = "ranks that hold the same slice start from different numbers: no reference tells what follows"
+        lines += (("not tried", what),)
+    seen = ("initial_weights", "shard_contents", *["determinism"] * (cause.hint == ANEW))
+    trained = (lambda t: another_reference(t, weights=weights)) if weights else None
+    yield Hypothesis(cause, trained, 1, lines, seen)
 
 
 def observed_weights(trial: Trial) -> dict[str, np.ndarray] | None:
@@ -61,8 +53,6 @@ def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
     ]
     if not strange:
         return None
-    fqns = [fqn for fqn in trial.plan.shapes if fqn in {fqn for _, fqn in strange}]
-    where = f"{in_parameters(trial, fqns)}{on_ranks(trial, [rank for rank, _ in strange])}"
     found = {_instead(*_held(trial, place)) or _of_another(trial, place) for place in strange}
     hint = found.pop() if len(found) == 1 else ""
     if all(text.startswith("the values of ") for text in found):
@@ -71,11 +61,13 @@ def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
         hint = f"{strange[0][1]} holds {hint}"
     hint = hint or _drawn_anew(trial, strange)
     line = f"rank {strange[0][0]}, {strange[0][1]}: {_how_they_differ(*_held(trial, strange[0]))}"
-    cause = Cause("other initial weights", "training does not start from the seed weights", where, hint=hint)
+    cause = Cause(
+        "other initial weights", "training does not start from the seed weights", where_text(trial, strange), hint=hint
+    )
     return cause, (("weights", line),)
 
 
-def _held(trial: Trial, place: Place) -> tuple[np.ndarray, np.ndarray]:
+def _held(trial: Trial, place: Pair) -> tuple[np.ndarray, np.ndarray]:
     """What is there and what should be."""
     rank, fqn = place
     value = next(t.value for t in trial.ranks[rank].parameters if t.fqn == fqn)
@@ -88,20 +80,20 @@ def _instead(value: np.ndarray, wanted: np.ndarray) -> str:
         return f"they are all {value.flat[0]:g}"
     if value.shape != wanted.shape:
         return ""
-    if (dtype := rounded_to(value, wanted)) is not None:
+    if dtype := rounded_to((value, wanted)):
         return f"they are the seed's rounded to {dtype}"
-    factor = float(np.sum(value * wanted) / np.sum(wanted * wanted))
+    factor = best_fit(value, wanted)
     if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
         return f"they are {factor:.6g} times these"
     return rearranged(value, wanted)
 
 
-def rounded_to(value: np.ndarray, wanted: np.ndarray) -> str | None:
-    """The dtype that these numbers have been through."""
+def rounded_to(*pairs: tuple[np.ndarray, np.ndarray]) -> str:
+    """The dtype that the first of each two, which is the second otherwise, has been through; empty where there is none."""
     for dtype, rounded in ROUNDED.items():
-        if value.shape == wanted.shape and np.array_equal(value, rounded(wanted).astype(value.dtype)):
+        if all(now.shape == was.shape and np.array_equal(now, rounded(was).astype(now.dtype)) for now, was in pairs):
             return dtype
-    return None
+    return ""
 
 
 def _to_bfloat16(value: np.ndarray) -> np.ndarray:
@@ -130,7 +122,7 @@ def rearranged(value: np.ndarray, wanted: np.ndarray) -> str:
     return "their entries are in another order"
 
 
-def _of_another(trial: Trial, place: Place) -> str:
+def _of_another(trial: Trial, place: Pair) -> str:
     """The parameter whose values these are."""
     rank, fqn = place
     value, part, full = _held(trial, place)[0], trial.plan.slices[rank][fqn], trial.reference.weights[fqn]
@@ -139,7 +131,7 @@ def _of_another(trial: Trial, place: Place) -> str:
     return next((f"the values of {name}" for name in same), "")
 
 
-def _drawn_anew(trial: Trial, strange: list[Place]) -> str:
+def _drawn_anew(trial: Trial, strange: list[Pair]) -> str:
     """Whether a repeat of the run started from others again."""
     repeats = trial.repeat.ranks if trial.repeat else {}
     again = {(rank, t.fqn): t.value.tobytes() for rank, e in repeats.items() for t in e.parameters}
@@ -168,7 +160,7 @@ def _same_shard(trial: Trial) -> Cause | None:
         if all(same):
             one, other = groups[0][:2]
             cut = [fqn for fqn in trial.plan.shapes if trial.plan.slices[one][fqn] != trial.plan.slices[other][fqn]]
-            where = "" if set(cut) == same[0] else in_parameters(trial, [fqn for fqn in cut if fqn in same[0]])
+            where = "" if set(cut) == same[0] else in_parameters(trial, same[0])
             observed = f"ranks along {axis} start from the same shard"
             return Cause("same shard", f"{observed}: rank {other} holds the values of rank {one}", where)
     return None

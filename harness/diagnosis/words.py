@@ -11,6 +11,7 @@ from harness.judge.trial import Trial
 from harness.plan.traffic.flow import Flow
 
 Broken = dict[str, Result]
+Pair = tuple[int, str]  # rank, fqn
 
 
 def some(names: Sequence[str], most: int = 2) -> str:
@@ -29,10 +30,22 @@ def on_ranks(trial: Trial, ranks: Iterable[int]) -> str:
     return "" if len(ranks) == len(trial.ranks) else f" on {rank_words(ranks)}"
 
 
-def in_parameters(trial: Trial, fqns: Sequence[str]) -> str:
+def in_order(trial: Trial, fqns: Iterable[str]) -> list[str]:
+    """Each once, as the model has them."""
+    names = set(fqns)
+    return [fqn for fqn in trial.plan.shapes if fqn in names]
+
+
+def in_parameters(trial: Trial, fqns: Iterable[str]) -> str:
     """in every parameter, in 2 of 12 parameters (a, b)."""
-    total = len(trial.plan.shapes)
+    fqns, total = in_order(trial, fqns), len(trial.plan.shapes)
     return "in every parameter" if len(fqns) == total else f"in {len(fqns)} of {total} parameters ({some(fqns)})"
+
+
+def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
+    """in 2 of 12 parameters (a, b) on ranks [0,1]."""
+    pairs = list(pairs)
+    return in_parameters(trial, (fqn for _, fqn in pairs)) + on_ranks(trial, (rank for rank, _ in pairs))
 
 
 def groups_text(groups: Sequence[tuple[int, ...]]) -> str:

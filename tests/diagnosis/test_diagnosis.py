@@ -25,7 +25,8 @@ from literal import (
 )
 
 from harness.checks import judge
-from harness.diagnosis import FACTS, SUSPECTS, _what_weaker_tests_say, diagnose
+from harness.diagnosis import FACTS, SUSPECTS, diagnose
+from harness.diagnosis.telling import what_weaker_tests_say
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
@@ -121,7 +122,7 @@ def test_suspects_of_the_caller_are_those_of_earlier_launches_too() -> None:
 
 
 def said(*results: tuple[str, Verdict, str]) -> dict[str, str]:
-    return dict(_what_weaker_tests_say([Result(name, verdict, 1, note=note) for name, verdict, note in results]))
+    return dict(what_weaker_tests_say([Result(name, verdict, 1, note=note) for name, verdict, note in results]))
 
 
 def test_the_larger_difference_of_loss_and_gradients_is_told_as_a_number_not_as_a_word() -> None:

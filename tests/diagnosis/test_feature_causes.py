@@ -16,7 +16,9 @@ from literal import (
     with_step,
 )
 
-from harness.diagnosis.features import _compile, odd_traces, other_features, other_masks
+from harness.diagnosis.features import _compile, odd_traces, other_features
+from harness.diagnosis.forward import masks_drawn_again
+from harness.diagnosis.hypothesis import as_seen
 from harness.diagnosis.units import _other_policies, other_units
 from harness.evidence.records import Call, HeldTensor
 from harness.judge.trial import Trial
@@ -110,10 +112,10 @@ def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradien
 
     other = drawing({"forward": 2, "backward": 2}, "layers.0", "layers.0.attention")
     told = "recomputation of layers.0 began with another random state than forward: its masks are not those that the loss was computed with"
-    assert seen_text(other_masks, other, "gradients") == told
-    assert not seen_text(other_masks, other, "features")
-    assert not seen_text(other_masks, drawing({"forward": 2}, "layers.0"), "gradients")
-    assert not seen_text(other_masks, drawing({"forward": 2, "backward": 2}), "gradients")
+    assert seen_text(as_seen(masks_drawn_again), other, "gradients") == told
+    assert not seen_text(as_seen(masks_drawn_again), other, "features")
+    assert not seen_text(as_seen(masks_drawn_again), drawing({"forward": 2}, "layers.0"), "gradients")
+    assert not seen_text(as_seen(masks_drawn_again), drawing({"forward": 2, "backward": 2}), "gradients")
 
 
 def test_what_was_compiled_as_asked_is_not_blamed() -> None:

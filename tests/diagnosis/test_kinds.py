@@ -28,7 +28,7 @@ def kinds_of(source: Path) -> set[str]:
 
 def kinds_of_models() -> set[str]:
     """Of all ways in which a model may compute something else."""
-    model = replace(PRESETS["debug"], rope_scaling=RopeScaling(), dropout=0.1, n_layers=3)
+    model = replace(PRESETS["debug"], rope_scaling=RopeScaling(), dropout=0.1, n_layers=3, vocab_size=259)
     every = variations(model, replace(TrainingConfig(), document_mask=True), (2, 4))
     every += [family.of(0.5) for family in families(model)] + seen_in_order(np.array([0, 2, 1]), np.array([0, 1, 0]))
     return {variation.name for variation in [*every, *gradient_flows((2,))]}

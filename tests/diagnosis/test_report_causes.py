@@ -40,7 +40,7 @@ from literal_reference import clip
 
 from harness.checks import judge
 from harness.checks.update import observed_norm
-from harness.diagnosis.costs import not_deterministic, of_no_plan, out_of_order, replicas_drift
+from harness.diagnosis.costs import of_no_plan, of_two_runs
 from harness.diagnosis.engine import explain
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.judge.result import Verdict
@@ -86,6 +86,20 @@ def test_a_displayed_loss_that_is_a_sum_over_ranks() -> None:
         shows(fsdp_4(), "reported_loss", lambda step: 4 * step.reported_loss),
         """the reported loss is wrong, the training itself is right: each rank shows 4 times the right one: not divided by dp_shard (4)""",
     )
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [(0.0, "the mean of all steps so far"), (0.9, "a running mean that keeps 0.9 of the one before")],
+)
+def test_a_displayed_loss_that_is_a_running_mean(kept: float, told: str) -> None:
+    trial = fsdp_4()
+    shown: list[float] = []
+    for number, step in enumerate(trial.ranks[0].steps):
+        by = (1 - kept) if kept else 1 / (number + 1)
+        shown.append(step.reported_loss if not shown else shown[-1] + by * (step.reported_loss - shown[-1]))
+    trial = shows(trial, "reported_loss", lambda step: shown[step.step - 1])
+    assert first_line(trial).endswith(f"each rank shows {told}")
 
 
 def test_a_displayed_norm_that_is_each_ranks_own() -> None:
@@ -230,11 +244,11 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
 
 
 def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
-    found = seen(out_of_order, fsdp_4(), "collective_order", "loss")
+    found = seen(of_two_runs, fsdp_4(), "collective_order", "loss")
     assert found is not None and found.laws == ("collective_order",)
     assert found.cause.text == "ranks of a group do not issue the same collectives: here: that, this"
     assert found.lines == (("collective_order", "here: expected this, observed that"),)
-    assert not seen_text(out_of_order, fsdp_4(), "loss")
+    assert not seen_text(of_two_runs, fsdp_4(), "loss")
 
 
 @pytest.mark.parametrize(
@@ -255,8 +269,8 @@ def test_a_structure_that_no_feature_explains_is_told_by_its_law(law: str, told:
 
 
 def test_replicas_that_drift_beside_other_mistakes_are_not_explained_by_rounding() -> None:
-    assert seen_text(replicas_drift, DDP_2, "replica_agreement") == "replicas drift apart: here: that"
-    assert not seen_text(replicas_drift, DDP_2, "replica_agreement", "gradients")
+    assert seen_text(of_two_runs, DDP_2, "replica_agreement") == "replicas drift apart: here: that"
+    assert not seen_text(of_two_runs, DDP_2, "replica_agreement", "gradients")
 
 
 def test_a_norm_that_nobody_shows_is_not_the_one_after_clipping() -> None:
@@ -271,7 +285,7 @@ def test_a_repeat_that_lacks_a_rank_is_fed_other_samples_there() -> None:
     trial = trial_of(tiny_case("ddp_2", runs=2))
     trial = replace(trial, repeat=without_rank(trial, 1).run)
     told = "the repeat received other samples (rank 1, step 1)"
-    assert told in seen_text(not_deterministic, trial, "determinism")
+    assert told in seen_text(of_two_runs, trial, "determinism")
 
 
 def test_a_report_is_wrong_beside_a_wrong_rate_and_is_said_to_be() -> None:

@@ -10,16 +10,19 @@ from literal import with_step
 from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
 
 from harness.checks import judge
-from harness.diagnosis.engine import broken_laws
+from harness.diagnosis import SUSPECTS
+from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.judge.trial import Trial
 from harness.reference.altered import altering
+from harness.reference.config import TrainingConfig
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows
 from harness.reference.masks import other_seeds
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
 from harness.reference.variations import variations
+from harness.spec.case import Case
 
 
 def not_explained(trial: Trial) -> bool:
@@ -67,6 +70,11 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
         ("the gradient that leaves feed-forward is 2 times", ["layers.0.feed_forward"], ""),
         ("no gradient goes through the norm's root", ["norm"], " in norm"),
         ("no gradient goes along the residual stream where feed-forward is added", ["layers.0"], ""),
+        (
+            "gradients are of a loss with 0.0001 times the square of its normaliser's logarithm, which is not shown",
+            [""],
+            ", requested none",
+        ),
     ],
 )
 def test_a_backward_pass_that_loses_something_is_told_by_what_and_where(
@@ -139,6 +147,13 @@ def test_blocks_in_another_order_or_that_add_to_something_else_are_told(
     assert not not_explained(trial)
 
 
+def test_logits_of_padding_in_the_softmax_are_counted(ran: Ran) -> None:
+    odd = replace(MODEL, vocab_size=30)
+    (padded,) = [one for one in variations(odd, RECIPE) if one.observed.startswith("the softmax counts 2 logits")]
+    trial = ran(case_of(model=odd), altered=altering(padded, [""], 1))
+    assert diagnosed(trial).cause == f"{padded.observed}, requested none"
+
+
 def test_masks_of_dropout_that_are_the_same_in_every_step_are_told(ran: Ran) -> None:
     same = "masks are those of step 1 in every step"
     trial = ran(case_of(model=replace(MODEL, dropout=0.2)), altered=other_seeds(RECIPE.seed)[same])
@@ -172,3 +187,70 @@ def test_a_loss_that_no_variation_gives_is_located_and_not_named(ran: Ran) -> No
         trial = with_step(trial, rank, 1, microbatches=(replace(part, loss_sum=1.01 * part.loss_sum),))
     assert diagnosed(trial).kinds == ("not explained",)
     assert diagnosed(trial).cause.startswith("the loss of step 1 is off by 1.0e-02, its gradients match")
+
+
+# ---- the optimizer
+
+
+def as_if_late(case: Case) -> dict[str, object]:
+    """So late a step that nothing is left to correct."""
+    begun = {
+        fqn: {"step": np.array(1e9), "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
+        for fqn, shape in case.model.parameter_shapes().items()
+    }
+    return {"state": lambda step: begun if step == 1 else None}
+
+
+def test_averages_that_are_not_corrected_are_told(ran: Ran) -> None:
+    trial = ran(case_of(), **as_if_late(case_of()))
+    assert proven(trial)[0] == "bias correction"
+    assert not not_explained(trial)
+
+
+def test_steps_made_with_the_gradients_of_the_step_before_are_told(ran: Ran) -> None:
+    held: dict[str, np.ndarray] = {}
+
+    def given(step: int, gradients: dict[str, np.ndarray], norm: float, _: object) -> dict[str, np.ndarray]:
+        late = {fqn: held.get(fqn, 0 * g) for fqn, g in gradients.items()}
+        held.update({fqn: min(1.0, 1.0 / (norm + 1e-6)) * g for fqn, g in gradients.items()})
+        return late
+
+    assert case_of().training.max_norm == 1.0
+    trial = ran(case_of(), given=given)
+    assert proven(trial)[0] == "one step late"
+
+
+def test_decay_of_vectors_in_the_place_of_matrices_is_told(ran: Ran) -> None:
+    case = case_of(training=replace(RECIPE, decay="matrices", weight_decay=0.1))
+
+    def recipe(fqn: str) -> TrainingConfig:
+        return case.training if fqn.endswith("norm.weight") else replace(case.training, weight_decay=0.0)
+
+    trial = ran(case, recipe=recipe)
+    assert diagnosed(trial).cause == "weight decay is applied to norm weights only, requested matrices only"
+
+
+# ---- evidence at random
+
+
+def at_random(trial: Trial, what: str) -> Trial:
+    """Losses, or all numbers, of each rank and step a little off, each by its own amount."""
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            draw = np.random.default_rng((rank, step.step))
+            parts = tuple(
+                replace(part, loss_sum=(part.loss_sum or 0.0) * draw.uniform(0.9, 1.1)) for part in step.microbatches
+            )
+            wrong = {fqn: g + 0.1 * draw.standard_normal(g.shape) for fqn, g in step.gradients.items()}
+            moved = {fqn: v + 0.1 * draw.standard_normal(v.shape) for fqn, v in step.parameters.items()}
+            numbers = {"gradients": wrong, "parameters": moved} if what == "all numbers" else {}
+            trial = with_step(trial, rank, step.step, microbatches=parts, **numbers)
+    return trial
+
+
+@pytest.mark.parametrize("what", ["losses", "all numbers"])
+def test_numbers_at_random_are_explained_by_no_hypothesis_no_pair_and_no_fitted_number(ran: Ran, what: str) -> None:
+    trial = at_random(ran(case_of()), what)
+    found = explain(trial, judge(trial), SUSPECTS, ())
+    assert [proof.explained for proof in found.proofs if proof.explained] == []
+    assert found.raised == ()

@@ -11,7 +11,7 @@ from literal import with_step
 from trained import Ran, _ran, case_of  # noqa: F401
 
 from harness.diagnosis.data import wrong_samples
-from harness.diagnosis.unknown_rows import described
+from harness.diagnosis.unknown_rows import described, of_sample
 from harness.judge.trial import Trial
 from harness.reference.data import build_dataset, sample_order
 
@@ -79,3 +79,8 @@ def test_labels_of_another_microbatch_are_told(ran: Ran) -> None:
         trial = with_step(trial, rank, 1, microbatches=(replace(part, labels=turned),))
     cause = wrong_samples(trial)
     assert cause is not None and cause.text.endswith("they are those of the step's samples in reverse order")
+
+
+def test_ids_that_do_not_fit_into_eight_bits_are_told() -> None:
+    sample = np.array([3, 258, 7, 256, 9, 1, 2, 3, 4])
+    assert list(of_sample(sample[:8] % 256, sample, 8)) == ["the step's samples, token ids modulo 256 as in 8 bits"]

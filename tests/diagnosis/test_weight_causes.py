@@ -19,7 +19,8 @@ from literal import (
     with_value,
 )
 
-from harness.diagnosis.weights import seen_weights
+from harness.diagnosis.hypothesis import as_seen
+from harness.diagnosis.weights import other_weights
 from harness.judge.trial import Trial
 
 # ---- data
@@ -143,7 +144,7 @@ def test_four_ranks_that_start_from_one_shard_are_told_by_the_first_two() -> Non
         parameters = (replace(mine, value=one.value) for mine, one in zip(evidence.parameters, first, strict=True))
         trial = with_rank(trial, rank, parameters=tuple(parameters))
     told = "ranks along dp_shard start from the same shard: rank 1 holds the values of rank 0 in 9 of 12 parameters"
-    assert next(seen_weights(trial, broken("initial_weights"))).cause.text.startswith(told)
+    assert next(as_seen(other_weights)(trial, broken("initial_weights"))).cause.text.startswith(told)
 
 
 # ---- what happens to weights after the optimizer

@@ -61,7 +61,7 @@ loss_averaged_per_cp_rank = fault(
     bug="L02 NVIDIA/Megatron-LM #7513; volcengine/verl #5993: the denominator is the count of the cp rank",
     case="cp_2",
     caught_by="gradients grad_norm reported_loss",
-    named="unequal contributions",
+    named="averaged locally",
     does=op.instead(".trainer:count_valid", per_rank),
 )
 gradients_scaled_without_cp = fault(

@@ -34,7 +34,7 @@ loss_averaged_per_rank = fault(
     bug="L01 pytorch/torchtitan #2206; also transformers #35203, torchtune #1875",
     case="fsdp_4",
     caught_by="gradients grad_norm reported_loss",
-    named="unequal contributions",
+    named="averaged locally",
     does=op.instead(".trainer:count_valid", per_rank),
 )
 loss_averaged_per_microbatch = fault(
@@ -42,7 +42,7 @@ loss_averaged_per_microbatch = fault(
     bug="L01 huggingface/transformers #35203; pytorch/torchtune #1875: gradient accumulation",
     case="single_accum",
     caught_by="gradients grad_norm",
-    named="unequal contributions",
+    named="averaged locally",
     does=op.together(
         op.instead(".trainer:loss_of", lambda original, *of: op.gradient_scaled(original(*of), 1 / own_tokens(of[1:]))),
         op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
@@ -98,7 +98,7 @@ mean_over_at_least_one_token = fault(
     bug="L01 with the usual guard, max(count, 1), which hides the NaN and not the mistake",
     case="fsdp_4_no_labels_accum",
     caught_by="gradients grad_norm reported_loss",
-    named="unequal contributions",
+    named="averaged locally",
     does=op.instead(".trainer:count_valid", lambda *of: per_rank(*of) or 1),
 )
 

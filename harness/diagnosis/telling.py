@@ -1,0 +1,82 @@
+"""What was proven and seen, and what neither explains, as causes and lines of evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.checks import all_checks, run_check
+from harness.diagnosis.engine import Explanation
+from harness.diagnosis.localise import KIND, localise
+from harness.diagnosis.words import Broken, finding_line
+from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
+from harness.judge.trial import Trial, launch_label
+
+
+def broken_later(trial: Trial, failed: Sequence[Result], before: Sequence[Result]) -> Lines:
+    """Laws that the launch after the one that is diagnosed breaks, and that one does not: maybe another mistake."""
+    earlier = {result.check for result in before if result.verdict is Verdict.FAIL}
+    others = [result for result in failed if result.check not in earlier and result.findings]
+    lines = [finding_line(result.check, result) for result in others]
+    where = launch_label(trial) or "the last launch: "
+    return tuple(("also broken", f"{where}{law}: {text}") for law, text in lines)
+
+
+def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
+    """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
+    seen = {fact.cause for fact in found.facts}
+    first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
+    facts = sorted(found.facts, key=lambda fact: "completed" not in fact.laws)
+    before = {
+        fact.cause: fact.lines for fact in facts if "completed" in fact.laws
+    }  # what did not run explains the most
+    said = before | {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
+    lines = [line for of_one in said.values() for line in of_one]
+    lines += [("or as well", "; ".join(one.cause.text for one in proof.hypotheses)) for proof in found.proofs[1:]]
+    left = {result.check: result for result in results if result.check in found.left and result.findings}
+    if left:
+        assumed = found.proofs[0].assumed if found.proofs else trial
+        if found.proofs:
+            again = {name: run_check(name, all_checks()[name].check, assumed) for name in left}
+            left = {name: result for name, result in again.items() if result.findings} or left
+        held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
+        place, more = _located(assumed, left, found.tried, held)
+        lines += [("not explained", place.text), *more] if said else more
+        said = said or {place: ()}
+    lines += [("not tried", text) for text in found.raised]
+    return Diagnosis(tuple(said), (*_assuming(found, results), *lines))
+
+
+def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str]) -> tuple[Cause, Lines]:
+    """The first finding as it is, where even that raises."""
+    try:
+        return localise(trial, left, tried, held)
+    except Exception as error:
+        return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (("not located", repr(error)),)
+
+
+def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
+    if not found.proofs:
+        return ()
+    broken, proven = sum(result.verdict is Verdict.FAIL for result in results), found.proofs[0].explained
+    failed = {result.check for result in results if result.verdict is Verdict.FAIL} - set(proven)
+    seen = dict.fromkeys(law for fact in found.facts for law in fact.laws if law in failed)
+    rest = f"; {', '.join(seen)} saw it" * bool(seen)
+    return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
+
+
+def what_weaker_tests_say(results: Sequence[Result]) -> Lines:
+    """The laws that pass although the trainer is wrong: what weaker tests would have said."""
+    passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
+    broken = {result.check for result in results if result.verdict is Verdict.FAIL}
+    lines = []
+    numbers = [name for name in ("loss", "gradients") if name in passing]
+    if numbers and broken != {"golden"}:
+        worst = max((passing[name].note.removeprefix("largest difference ") for name in numbers), key=float)
+        blind = ": a loss-curve test passes here" if "loss" in passing else ""
+        close = f"within {worst}" if float(worst) else "exactly"
+        lines.append((", ".join(numbers), f"equal to the reference {close}{blind}"))
+    if "process_groups" in passing and broken & {"shard_contents", "placements", "traffic"}:
+        lines.append(("groups", "every group of the plan exists: a listing of process groups passes here"))
+    if "golden" in broken and len(broken) > 1:
+        lines.append(("golden", "the reference moved as well: model, data, recipe or torch changed"))
+    return tuple(lines)
