@@ -118,3 +118,11 @@ def test_the_probe_needs_torch_numpy_and_the_standard_library_only() -> None:
         if other.split(".")[0] not in known
     ]
     assert not wrong
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest takes the second for the first, and collects neither."""
+    names = [
+        path.name for path in sorted((ROOT / "tests").rglob("*.py")) if path.name not in ("__init__.py", "conftest.py")
+    ]
+    assert [name for name in names if names.count(name) > 1] == []

@@ -129,8 +129,8 @@ def change_result(target: str, change: Callable[[Any], Any], *, when: Condition 
     return _replacing(target, make)
 
 
-def scale_result(target: str, factor: float) -> Operator:
-    return change_result(target, lambda result: result * factor)
+def scale_result(target: str, factor: float, *, when: Condition | None = None) -> Operator:
+    return change_result(target, lambda result: result * factor, when=when)
 
 
 def scale_gradient(target: str, factor: float, *, when: Condition | None = None) -> Operator:
