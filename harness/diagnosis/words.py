@@ -59,10 +59,11 @@ def finding_line(name: str, result: Result) -> tuple[str, str]:
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
-    """Rank 0's planned flows that did not happen as planned, in the first step."""
-    seen = observed_traffic(trial.ranks[0], trial.first_step)
-    for (axis, op, phase), flows in _by_collective(trial.plan.flows[0]).items():
-        moved, wanted = seen.get((trial.plan.group_of(0, axis), op, phase), 0), sum(flow.bytes for flow in flows)
+    """The first rank's planned flows that did not happen as planned, in the first step."""
+    rank = min(trial.ranks)
+    seen = observed_traffic(trial.ranks[rank], trial.first_step)
+    for (axis, op, phase), flows in _by_collective(trial.plan.flows[rank]).items():
+        moved, wanted = seen.get((trial.plan.group_of(rank, axis), op, phase), 0), sum(flow.bytes for flow in flows)
         if moved != wanted and not all(flow.optional for flow in flows):
             what = f"{' and '.join(flow.role for flow in flows)}: {op} over {axis} in {phase}"
             yield "traffic", f"{what}: expected {bytes_text(wanted)} per step, observed {bytes_text(moved)}"

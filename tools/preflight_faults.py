@@ -1,0 +1,92 @@
+"""Which faults of the catalogue that change structure are caught on one rank of a large layout that runs alone.
+
+    python -m tools.preflight_faults --ranks 512 --out out/preflight_faults.json -k hsdp
+
+Each fault's own case, its data ranks made as many as the world needs, and a model wide enough for them. A fault is caught where
+a law breaks that also breaks in the matrix; named, where the cause has the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from harness import trainers
+from harness.checks import OF_ALONE
+from harness.faults import Fault, all_faults
+from harness.judge.result import Verdict
+from harness.preflight.judging import judged
+from harness.preflight.launches import fly
+from harness.reference.config import ModelConfig
+from harness.run.selection import holds
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
+
+WIDE = ModelConfig("wide", dim=1024, n_heads=16, n_kv_heads=8, vocab_size=4096, ffn_dim=2048)
+
+
+def widened(case: Case, ranks: int) -> Case:
+    """The same case over so many ranks: more of them share the data."""
+    dims = case.dims
+    dims = dataclasses.replace(dims, dp_shard=dims.dp_shard * (ranks // dims.world_size))
+    batch = case.training.global_batch * dims.dp // case.dims.dp
+    model = dataclasses.replace(WIDE, n_layers=case.model.n_layers, dropout=case.model.dropout)
+    training = dataclasses.replace(case.training, global_batch=batch)
+    return dataclasses.replace(case, dims=dims, model=model, training=training)
+
+
+def structural(fault: Fault) -> list[str]:
+    return [law for law in fault.caught_by if law in OF_ALONE and law != "completed"]
+
+
+def tried(fault: Fault, case: Case, folder: Path) -> dict[str, str]:
+    """On two ranks of two shard groups, neither of them the first."""
+    world = case.dims.world_size
+    shutil.rmtree(folder, ignore_errors=True)
+    flown = fly(case, (world // 4 + 1, world // 2 + 1), folder, fault=fault.name, at_once=2)
+    verdicts = judged(case, flown)
+    shutil.rmtree(folder, ignore_errors=True)
+    broken = [result.check for result in verdicts.results if result.verdict is Verdict.FAIL]
+    fired = any(evidence.fault for evidence in flown.run.ranks.values())
+    kinds = verdicts.diagnosis.kinds if verdicts.diagnosis else ()
+    caught = "caught" if set(broken) & set(structural(fault)) else "other law" if broken else "missed"
+    return {
+        "fault": fault.name,
+        "dims": str(case.dims),
+        "verdict": caught if fired else "unfired",
+        "broken": " ".join(broken),
+        "expected": " ".join(structural(fault)),
+        "named": "as in the matrix" if fault.named in kinds else ", ".join(kinds),
+        "first line": verdicts.diagnosis.cause if verdicts.diagnosis else "",
+        "seconds": f"{flown.seconds:.0f}",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("-k", dest="expression", default="", metavar="EXPR")
+    parser.add_argument("--out", type=Path, default=Path("out/preflight_faults.json"))
+    args = parser.parse_args()
+    cases, adapter = load_all(), trainers.load("llama3")
+    wanted = [
+        (fault, widened(case, args.ranks))
+        for fault in all_faults()
+        if structural(fault) and holds(args.expression, fault.name)
+        if adapter.unsupported_alone(case := find_case(fault.case, cases)) is None
+    ]
+    rows = []
+    for fault, case in wanted:
+        row = tried(fault, case, args.out.with_suffix("") / fault.name)
+        rows.append(row)
+        print(f"{row['verdict']:<9} {row['fault']}: {row['broken']}; {row['first line']}", flush=True)
+        args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return int(any(row["verdict"] != "caught" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
