@@ -11,7 +11,7 @@ import argparse
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,15 @@ def differences(real: RankEvidence, alone: RankEvidence) -> dict[str, tuple[Any,
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def compared(case: Case, out: Path) -> Counter[str]:
-    """By field, how many ranks differ; "examined" counts ranks."""
+def compared(case: Case, out: Path, ranks: Sequence[int] = ()) -> Counter[str]:
+    """By field, how many ranks differ, of all or of these; "examined" counts ranks."""
     folder = out / "alone" / case.name
     shutil.rmtree(folder, ignore_errors=True)
     run_case(case, Options(out=out))
-    real, alone = load_run(out / case.name / "run"), fly(case, range(case.dims.world_size), folder)
+    ranks = ranks or range(case.dims.world_size)
+    real, alone = load_run(out / case.name / "run"), fly(case, ranks, folder)
     found = Counter[str]()
-    for rank in range(case.dims.world_size):
+    for rank in ranks:
         found["examined"] += 1
         if rank not in real.ranks or rank not in alone.run.ranks:
             found["no evidence"] += 1

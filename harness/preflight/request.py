@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.reference.config import PRESETS, TrainingConfig
-from harness.spec.case import Case, CaseError
+from harness.spec.case import Case, CaseError, to_json
 from harness.spec.features import Features
 from harness.spec.layout import layout
+from harness.spec.loading import built_case
 
 LLAMA_3 = TrainingConfig(dtype="float32", compute_dtype="bfloat16")
 """Its precision; gradients are reduced in float32."""
@@ -38,7 +39,7 @@ class Request:
                 f"--batch {self.batch}: {dims.dp} data ranks x {microbatches} microbatches do not divide it"
             )
         try:
-            return Case(
+            case = Case(
                 name=f"{self.model}_{dims.world_size}",
                 why="a layout before a cluster is spent on it",
                 dims=dims,
@@ -51,5 +52,8 @@ class Request:
                     reduce_dtype="float32",
                 ),
             )
+            return replace(built_case(to_json(case), "--dims"), file="")
+        except CaseError:
+            raise
         except ValueError as error:
             raise CaseError(str(error)) from error

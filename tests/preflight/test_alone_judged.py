@@ -1,0 +1,71 @@
+"""Ranks that ran alone, judged on literal evidence: what is proven of how many, and what is not judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from literal import tiny_case, trial_of
+
+from harness.checks import OF_ALONE, all_checks, run_check
+from harness.judge.recorded import NO_REFERENCE
+from harness.judge.result import Result, Verdict
+from harness.judge.trial import Alone, Trial
+from harness.spec.case import Case
+
+
+def alone(case: Case, ran: Case | None = None, *, ranks: tuple[int, ...] = (0, 3), left: tuple[int, ...] = ()) -> Trial:
+    """Of these ranks; those in `left` left nothing."""
+    whole = trial_of(case, ran)
+    exits = tuple(exit for exit in whole.run.exits if exit.rank in ranks)
+    run = replace(whole.run, exits=exits, ranks={r: whole.ranks[r] for r in ranks if r not in left})
+    return replace(whole, run=run, reference=NO_REFERENCE, alone=Alone(ranks))
+
+
+def results(trial: Trial) -> dict[str, Result]:
+    return {name: run_check(name, module.check, trial) for name, module in all_checks().items()}
+
+
+def test_laws_of_structure_judge_the_ranks_that_ran_and_no_others() -> None:
+    found = results(alone(tiny_case("hsdp_2x2")))
+    passed = {name for name, result in found.items() if result.verdict is Verdict.PASS}
+    assert passed >= {"completed", "process_groups", "placements", "traffic", "memory", "reshard"}
+    assert not {name for name, result in found.items() if result.verdict in (Verdict.FAIL, Verdict.UNKNOWN)} - {
+        "features"
+    }
+
+
+def test_laws_that_need_numbers_are_not_applicable_and_say_so() -> None:
+    found = results(alone(tiny_case("hsdp_2x2")))
+    of_numbers = {name: found[name] for name in found if name not in OF_ALONE}
+    assert {result.verdict for result in of_numbers.values()} == {Verdict.NOT_APPLICABLE}
+    assert of_numbers["loss"].note == "needs numbers: ranks alone have no data"
+
+
+def test_the_order_of_collectives_is_not_judged_where_no_group_is_wholly_there() -> None:
+    result = results(alone(tiny_case("hsdp_2x2"), ranks=(0, 3)))["collective_order"]
+    assert (result.verdict, result.note) == (
+        Verdict.NOT_APPLICABLE,
+        "no group is wholly among the ranks that ran",
+    )
+
+
+def test_a_group_that_is_wholly_there_is_compared() -> None:
+    trial = alone(tiny_case("hsdp_2x2"), ranks=(0, 1))
+    assert results(trial)["collective_order"].verdict is Verdict.PASS
+    first = trial.ranks[1]
+    less = replace(first, collectives=tuple(c for c in first.collectives if c.phase != "backward"))
+    broken = replace(trial, run=replace(trial.run, ranks=trial.ranks | {1: less}))
+    assert results(broken)["collective_order"].verdict is Verdict.FAIL
+
+
+def test_a_rank_that_left_nothing_is_no_pass() -> None:
+    found = results(alone(tiny_case("hsdp_2x2"), left=(3,)))
+    assert found["completed"].verdict is Verdict.FAIL
+    assert found["traffic"].verdict is Verdict.UNKNOWN
+
+
+def test_hsdp_that_ran_as_fsdp_is_caught_on_one_rank() -> None:
+    asked = tiny_case("hsdp_2x2")
+    ran = replace(asked, dims=replace(asked.dims, dp_replicate=1, dp_shard=4))
+    found = results(alone(asked, ran, ranks=(3,)))
+    assert {name for name, result in found.items() if result.verdict is Verdict.FAIL} >= {"placements", "traffic"}
