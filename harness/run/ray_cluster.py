@@ -1,9 +1,8 @@
 """A matrix on the nodes of a Ray cluster: each case is made where Ray finds room for all its ranks, and judged here.
 
-A case that fits on a node is a task that takes as many of its GPUs, or of its cores, as the ranks need; its evidence comes back
-through Ray, no disk is shared. A larger one is a gang of tasks, one a node, whose ranks torchrun brings together; these nodes
-and this machine share OUT. Nodes have this environment and these sources, at the same place. What was being made on a node that
-died is made again, once, and says so.
+A case that fits on a node is a task that takes as many of its GPUs, or of its cores, as the ranks need. A larger one is a gang
+of tasks, one a node, whose ranks torchrun brings together. Evidence comes back through Ray, no disk is shared. Nodes have this
+environment and these sources, at the same place. What was being made on a node that died is made again, once, and says so.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from harness.launch.machine import RANKS_PER_CORE
 from harness.launch.torchrun import join
 from harness.report.outcome import ranks_of
 from harness.run.folders import folder_of, fresh_folder
+from harness.run.gang_files import FirstNode, joined
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import judged, make, to_itself
 from harness.run.sources import sources_anywhere
@@ -120,13 +120,14 @@ class Cluster:
 
     def make(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
         if gang.nodes > 1:
-            return self.make_on_several(case, options, gang)
-        task = self.ray.remote(make_here).options(max_retries=0, **self.needs(gang.ranks))
-        ((sources, packed),) = self.answers([task.remote(case, options)], gang)
+            sources, packed = self.made_on_several(case, options, gang)
+        else:
+            task = self.ray.remote(make_here).options(max_retries=0, **self.needs(gang.ranks))
+            ((sources, packed),) = self.answers([task.remote(case, options)], gang)
         refuse_other_sources(sources)
         unpack(packed, folder)
 
-    def make_on_several(self, case: Case, options: Options, gang: Gang) -> None:
+    def made_on_several(self, case: Case, options: Options, gang: Gang) -> tuple[str, bytes]:
         """All at once or not at all: a placement group."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -135,31 +136,35 @@ class Cluster:
         bundle = {"GPU": needed["num_gpus"]} if self.device == "cuda" else {"CPU": needed["num_cpus"]}
         group = placement_group([bundle] * gang.nodes, strategy="STRICT_SPREAD")
 
-        def on(place: int, what: Any, *arguments: Any) -> Any:
+        def on(place: int, what: Any, **needs: Any) -> Any:
             where = PlacementGroupSchedulingStrategy(group, place)
-            how = {"max_retries": 0, "scheduling_strategy": where, **needed}
-            return self.ray.remote(what).options(**how).remote(*arguments)
+            return self.ray.remote(what).options(scheduling_strategy=where, **needs)
 
-        tasks: list[Any] = []
+        first, tasks = None, []
         try:
             self.answers([group.ready()], gang)
-            (meeting,) = self.answers([on(0, meeting_place)], gang)
-            here = replace(options, out=options.out.absolute(), launcher="torchrun", torchrun_args=words(gang, meeting))
-            launched = fresh_folder(folder_of(case, here)) / "run"  # so that nobody joins a launch that was cut short
-            tasks.append(on(0, make_with_others, case, here))
-            tasks += [on(place, join_here, launched) for place in range(1, gang.nodes)]
-            refuse_other_sources(self.answers(tasks, gang)[0])
+            launch = uuid.uuid4().hex[:8]
+            first = on(0, OnFirstNode, num_cpus=0).remote(case, options, launch)
+            (meeting,) = self.answers([first.meeting_place.remote()], gang)
+            spanning = replace(options, launcher="torchrun", torchrun_args=words(gang, meeting, launch))
+            tasks = [on(0, make_with_others, max_retries=0, **needed).remote(case, spanning)]
+            joins = [on(place, join_here, max_retries=0, **needed) for place in range(1, gang.nodes)]
+            tasks += [join.remote(first, f"{launch}-{place}") for place, join in enumerate(joins, 1)]
+            return self.answers(tasks, gang)[0]
         finally:
             for task in tasks:
                 with contextlib.suppress(self.ray.exceptions.RayError):
                     self.ray.cancel(task, force=True)
+            if first is not None:
+                self.ray.kill(first)
             remove_placement_group(group)
 
 
 def lost(ray: Any) -> tuple[type[Exception], ...]:
     """What Ray raises when a node, or a process of ours on it, is no more."""
     of = ray.exceptions
-    return (of.NodeDiedError, of.WorkerCrashedError, of.ObjectLostError, of.LocalRayletDiedError, of.OutOfMemoryError)
+    tasks = (of.NodeDiedError, of.WorkerCrashedError, of.ObjectLostError, of.LocalRayletDiedError, of.OutOfMemoryError)
+    return (*tasks, of.ActorDiedError, of.ActorUnavailableError)
 
 
 def first_line(error: BaseException) -> str:
@@ -174,10 +179,10 @@ def gang_of(ranks: int, carries: Sequence[int]) -> Gang:
     raise Unsupported(f"{ranks} ranks in equal parts do not fit on the cluster's nodes, which take {list(carries)}")
 
 
-def words(gang: Gang, meeting: str) -> tuple[str, ...]:
+def words(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
     """What torchrun is told on each node."""
     nodes = ("--nnodes", str(gang.nodes), "--nproc-per-node", str(gang.ranks))
-    return (*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", uuid.uuid4().hex[:8])
+    return (*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", launch)
 
 
 def refuse_other_sources(sources: str) -> None:
@@ -197,11 +202,16 @@ def unpack(packed: bytes, folder: Path) -> None:
 # ---- on a node
 
 
+def here(options: Options) -> Options:
+    """On this node's own disk."""
+    return replace(options, out=(NODE / "out").resolve())
+
+
 def make_here(case: Case, options: Options) -> tuple[str, bytes]:
     """Of which sources a case's evidence is, and that, packed."""
-    here = ready(case, replace(options, out=NODE / "out"))
-    with to_itself(case, here) as folder:
-        make(case, here)
+    options = ready(case, here(options))
+    with to_itself(case, options) as folder:
+        make(case, options)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(folder, arcname=".")
@@ -209,14 +219,29 @@ def make_here(case: Case, options: Options) -> tuple[str, bytes]:
     return sources_anywhere(), packed.getvalue()
 
 
-def make_with_others(case: Case, options: Options) -> str:
-    """The first node's part of a gang: evidence lies in OUT, which the nodes share, and which is this case's already."""
+def make_with_others(case: Case, options: Options) -> tuple[str, bytes]:
+    """The first node's part of a gang, which has the others' evidence too."""
     os.environ[RENDEZVOUS] = "is_host=true"  # an address need not be one that this machine knows as its own
     try:
-        make(case, ready(case, options))
+        return make_here(case, options)
     finally:
         os.environ.pop(RENDEZVOUS)
-    return sources_anywhere()
+
+
+class OnFirstNode(FirstNode):
+    """The same, where the first node keeps the case."""
+
+    def __init__(self, case: Case, options: Options, launch: str) -> None:
+        options = here(options)
+        super().__init__(options.out, folder_of(case, options) / "run", launch)
+
+    def meeting_place(self) -> str:
+        """Of torchrun's processes: a port that was free just now."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
 
 def ready(case: Case, options: Options) -> Options:
@@ -227,19 +252,25 @@ def ready(case: Case, options: Options) -> Options:
     return options
 
 
-def join_here(launched: Path) -> None:
-    """Another node's part. Whether it went well the first node's evidence says."""
+class Asked:
+    """An actor's methods as calls (`gang_files.First`)."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        import ray
+
+        return lambda *arguments: ray.get(getattr(self.actor, name).remote(*arguments))
+
+
+def join_here(first: Any, name: str) -> None:
+    """Another node's part. Whether it went well the first node's evidence says. name: of its folder, here alone."""
+    own = NODE / "joined" / name
     os.environ[RENDEZVOUS] = "is_host=false"
     try:
-        join(launched, JOIN_PATIENCE)
+        with joined(Asked(first), own.resolve(), JOIN_PATIENCE) as folder:
+            join(folder, JOIN_PATIENCE)
     finally:
         os.environ.pop(RENDEZVOUS)
-
-
-def meeting_place() -> str:
-    """Of torchrun's processes: a port of the first node that was free just now."""
-    import ray
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        shutil.rmtree(own, ignore_errors=True)

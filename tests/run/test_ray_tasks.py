@@ -31,7 +31,10 @@ class NodeDiedError(Exception):
     pass
 
 
-NAMES = ("WorkerCrashedError", "ObjectLostError", "LocalRayletDiedError", "OutOfMemoryError")
+NAMES = (
+    *("WorkerCrashedError", "ObjectLostError", "LocalRayletDiedError", "OutOfMemoryError"),
+    *("ActorDiedError", "ActorUnavailableError"),
+)
 
 
 def fake_ray(answers: list[Any]) -> ModuleType:
