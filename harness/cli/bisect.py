@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bisect import commits, versions
+from harness.bisect.search import BisectError
 from harness.bisect.side_by_side import bisect_report
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
@@ -47,9 +48,12 @@ def command(args: argparse.Namespace) -> int:
     if args.over is None:
         args.source = None  # each commit has its own
     options = options_of(args, several_nodes=False)
-    if args.over is not None:
-        found = versions.search(versions.versions(args.over), cases, folder, options, tell)
-    else:
-        found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
+    try:
+        if args.over is not None:
+            found = versions.search(versions.versions(args.over), cases, folder, options, tell)
+        else:
+            found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
+    except BisectError as error:
+        raise BadInput(str(error)) from error
     say(bisect_report(found))
     return PASSED if found.first else NOT_JUDGED

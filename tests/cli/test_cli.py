@@ -190,7 +190,7 @@ def test_the_version_says_what_a_report_of_a_mistake_begins_with(capsys: Any) ->
     assert re.fullmatch(r"harness \S.*, commit \S+, records \d+, torch \S+, Python 3\.\S+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("command", ["", *(command.__name__.rpartition(".")[2] for command in COMMANDS)])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_a_terminal_of_80_columns(command: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*command.split(), "--help"]) == 0
