@@ -19,6 +19,10 @@ from harness.launch.slots import pool_of, wanted_by
 
 POLL = 0.05
 FAREWELL = 10.0  # seconds torchrun gets to end after its ranks did: other nodes may still be talking to it
+NEWS_PATIENCE = {
+    True: 60.0,
+    False: 10.0,
+}  # seconds for what ranks of other nodes left to arrive, by whether all went well
 
 
 class TorchrunRanks:
@@ -37,6 +41,7 @@ class TorchrunRanks:
         self.hosts: dict[int, str] = {}
         self.pids: dict[int, int] = {}
         self.gone, self.trouble = False, ""
+        self.over: float | None = None  # when torchrun was first seen to have ended
 
     def start(self) -> None:
         job, parent = self.job, str(os.getpid())
@@ -66,8 +71,15 @@ class TorchrunRanks:
                 self.pids[rank] = record["pid"]
             if record["status"] is not None:
                 self.statuses[rank], self.ended[rank] = record["status"], record["ended"]
-        if code is not None:
+        if code is not None and not self.more_may_come(code):
             self.gone, self.trouble = True, f"torchrun exited with code {code}, see {self.log}"
+
+    def more_may_come(self, code: int) -> bool:
+        """torchrun ends here when it ends on the other nodes; what their ranks left takes its time through a shared disk."""
+        if not self.job.torchrun_args or len(self.statuses) == self.job.world_size:
+            return False
+        self.over = self.over or time.monotonic()
+        return time.monotonic() - self.over < NEWS_PATIENCE[code == 0]
 
     def records(self) -> list[tuple[int, dict]]:
         unknown = [rank for rank in range(self.job.world_size) if rank not in self.statuses]

@@ -1,4 +1,4 @@
-"""A matrix on a cluster: two nodes of Ray's own making, started here; which are one machine, and so have its disk in common."""
+"""A matrix on a cluster: two nodes of Ray's own making, started here, each with a folder that it takes for its disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from harness.cli import main
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.launch.machine import RANKS_PER_CORE
 from harness.report.grid import grid
 from harness.report.outcome import judged
 from harness.report.text import case_report
@@ -24,6 +25,7 @@ from harness.run.ray_cluster import Cluster, Gang, gang_of
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 
+EACH = 2  # ranks that a node takes; each of a gang imports torch
 MISSING = "Ray is not installed: pip install 'harness[ray]'"
 
 
@@ -48,7 +50,7 @@ def test_a_case_that_is_too_large_for_the_cluster_is_skipped_with_the_arithmetic
 
 
 class Nodes:
-    """Each takes four ranks."""
+    """They know each other through Ray alone."""
 
     def __init__(self) -> None:
         cluster_utils = pytest.importorskip("ray.cluster_utils", reason=MISSING)
@@ -59,7 +61,9 @@ class Nodes:
     def add(self, own: Path) -> None:
         """own: where it keeps what it makes."""
         own.mkdir()
-        node = self.cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars={"TMPDIR": str(own)})
+        node = self.cluster.add_node(
+            num_cpus=EACH / RANKS_PER_CORE, object_store_memory=10**8, env_vars={"TMPDIR": str(own)}
+        )
         self.living[own] = node
 
     def kill(self, own: Path) -> None:
@@ -88,14 +92,15 @@ def test_a_case_larger_than_a_node_is_one_launch_on_several_and_a_node_that_dies
     """One test: to start a cluster takes longer than all its cases."""
     options = Options(out=tmp_path / "out")
     cluster = Cluster("ray", "cpu")
-    judgement = cluster.run_case(case_of("large", 8), options)
+    judgement = cluster.run_case(case_of("large", 2 * EACH, steps=10), options)
     assert judgement.verdict is Verdict.PASS, case_report(judgement)
     assert (judgement.made["launcher"], judgement.made.get("again")) == ("torchrun", None)
+    assert sum(any(own.glob("harness-node-*/joined")) for own in nodes.living) == 1  # the other is the first node
 
-    judgement = made_while_its_node_dies(nodes, lambda: cluster.run_case(case_of("long", 4, steps=10), options))
+    judgement = made_while_its_node_dies(nodes, lambda: cluster.run_case(case_of("long", EACH, steps=10), options))
     assert judgement.verdict is Verdict.PASS, case_report(judgement)
     assert judgement.made["again"].startswith("made again: Task failed because the node")
-    assert (tmp_path / "out" / "long" / "run" / "ranks" / "rank_03.npz").exists()
+    assert (tmp_path / "out" / "long" / "run" / "ranks" / f"rank_{EACH - 1:02d}.npz").exists()
     assert "    made again: Task failed because the node" in grid([judged(judgement)])
 
 
@@ -109,7 +114,9 @@ def made_while_its_node_dies(nodes: Nodes, make: Callable[[], Judgement]) -> Jud
             found.set_exception(error)
 
     def at_work() -> list[Path]:
-        return [own for own in nodes.living if any(own.glob("harness-node-*/out/long/run/logs/rank_03.log"))]
+        return [
+            own for own in nodes.living if any(own.glob(f"harness-node-*/out/long/run/logs/rank_{EACH - 1:02d}.log"))
+        ]
 
     threading.Thread(target=run, daemon=True).start()  # a test that fails must not wait for it
     eventually(lambda: found.done() or at_work())
