@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness import trainers
-from harness.bisect import own_commits
-from harness.bisect.search import BisectError
+from harness.bisect import BisectError, own_commits
 from harness.judge.judgement import Judgement
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case

@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.bisect import BisectError
 from harness.bisect.checkouts import JudgedAt, how_to_judge
-from harness.bisect.search import BisectError, Found, Judged, Tell, both_sides, line_of, read, relative
+from harness.bisect.search import Found, Judged, Tell, both_sides, line_of, read, relative
 from harness.run.folders import fresh_folder, without_source
 from harness.run.options import Options, Unsupported
 from harness.spec.case import Case

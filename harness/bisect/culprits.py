@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.bisect import commits
-from harness.bisect.search import BisectError, Found, Tell
+from harness.bisect import BisectError, commits
+from harness.bisect.search import Found, Tell
 from harness.bisect.side_by_side import bisect_report
 from harness.run.changes import Change, State, differs, state
 from harness.run.history import Night

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from harness.bisect import BisectError
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.run.rank_main import started_file
 from harness.spec.case import Case
 
 Law = tuple[str, str]  # case, law
-
-
-class BisectError(Exception):
-    """Nothing can be searched for. The message says what to change."""
 
 
 @dataclass(frozen=True)

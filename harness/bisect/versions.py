@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.bisect.search import BisectError, Found, Judged, Tell, both_sides, line_of, read, relative
+from harness.bisect import BisectError
+from harness.bisect.search import Found, Judged, Tell, both_sides, line_of, read, relative
 from harness.evidence.store import EvidenceError
 from harness.run.folders import folder_of, fresh_folder
 from harness.run.judging import judge_folder

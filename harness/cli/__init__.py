@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from harness.bisect import BisectError
 from harness.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
 from harness.cli.interrupt import one_interrupt
 from harness.cli.options import BadInput, Parser
@@ -21,10 +22,23 @@ from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
 COMMANDS = (
-    *("init", "doctor", "run", "matrix", "check", "report", "history", "nightly", "record", "show", "compare", "snapshot"),
+    *(
+        "init",
+        "doctor",
+        "run",
+        "matrix",
+        "check",
+        "report",
+        "history",
+        "nightly",
+        "record",
+        "show",
+        "compare",
+        "snapshot",
+    ),
     *("plan", "preflight", "golden", "faults", "bisect", "join", "server"),
 )
-EXPECTED = (BadInput, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
+EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.bisect import commits, versions
-from harness.bisect.search import BisectError
 from harness.bisect.side_by_side import bisect_report
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
@@ -48,12 +47,9 @@ def command(args: argparse.Namespace) -> int:
     if args.over is None:
         args.source = None  # each commit has its own
     options = options_of(args, several_nodes=False)
-    try:
-        if args.over is not None:
-            found = versions.search(versions.versions(args.over), cases, folder, options, tell)
-        else:
-            found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
-    except BisectError as error:
-        raise BadInput(str(error)) from error
+    if args.over is not None:
+        found = versions.search(versions.versions(args.over), cases, folder, options, tell)
+    else:
+        found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
     say(bisect_report(found))
     return PASSED if found.first else NOT_JUDGED

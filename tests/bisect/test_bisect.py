@@ -13,9 +13,9 @@ import pytest
 from literal import tiny_case, trial_of
 
 from harness import trainers
-from harness.bisect import checkouts, side_by_side
+from harness.bisect import BisectError, checkouts, side_by_side
 from harness.bisect.commits import bisect
-from harness.bisect.search import BisectError, Found, Judged
+from harness.bisect.search import Found, Judged
 from harness.bisect.side_by_side import facts
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict, one_cause

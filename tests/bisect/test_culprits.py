@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from harness.bisect import commits, culprits
+from harness.bisect import BisectError, commits, culprits
 from harness.bisect.culprits import Where, searched
-from harness.bisect.search import BisectError, Found, Judged
+from harness.bisect.search import Found, Judged
 from harness.cli import main
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness import cli, trainers
-from harness.bisect import versions
-from harness.bisect.search import BisectError, Found, Judged
+from harness.bisect import BisectError, versions
+from harness.bisect.search import Found, Judged
 from harness.bisect.side_by_side import bisect_report
 from harness.bisect.versions import Version, interpreter, search
 from harness.judge.judgement import Judgement
