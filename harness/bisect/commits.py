@@ -149,6 +149,8 @@ def cloned(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
 
 def left(said: str) -> str | None:
     """How much is left, as git says it; None where it has come to an end."""
+    if re.search(r"^Bisecting: a merge base must be tested", said, re.MULTILINE):
+        return "where the two branches parted comes first"
     match = re.search(
         r"^Bisecting: (\d+) revisions? left to test after this \(roughly (\d+) steps?\)", said, re.MULTILINE
     )

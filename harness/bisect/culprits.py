@@ -163,6 +163,9 @@ def _search(one: Wanted, where: Where, good: str, bad: str) -> Found:
 
 def _told(empty: Culprit, found: Found) -> Culprit:
     report = bisect_report(found)
+    if found.fixed != empty.fixed:
+        problem = "the later night is of an earlier commit, or of one on another branch"
+        return dataclasses.replace(empty, problem=problem, report=report)
     if found.first and found.before:
         return dataclasses.replace(empty, name=found.first.name, before=found.before.name, report=report)
     if found.unfinished:

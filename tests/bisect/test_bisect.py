@@ -61,7 +61,8 @@ def git(repo: Path, *arguments: str) -> str:
 
 
 def repository(folder: Path, states: list[str]) -> Path:
-    git(folder, "init", "--quiet", "-b", "main")
+    if not (folder / ".git").exists():
+        git(folder, "init", "--quiet", "-b", "main")
     for number, state in enumerate(states):
         (folder / "state").write_text(f"{number} {state}")
         (folder / "large").write_bytes(b"not needed")
@@ -192,6 +193,23 @@ def test_what_fixed_it_is_found_where_the_good_commit_is_the_later_one(
         "  it was          traffic broke one",
         f"  last bad        {found.before.name}",
     ]
+
+
+def test_commits_of_two_branches_are_searched_from_where_they_parted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkouts, "run_case", judged)
+    monkeypatch.setattr(checkouts.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
+    (tmp_path / "repo").mkdir()
+    repo = repository(tmp_path / "repo", ["", ""])
+    git(repo, "checkout", "--quiet", "-b", "other")
+    repository(repo, ["", "traffic", "traffic"])
+    git(repo, "checkout", "--quiet", "main")
+    (repo / "state").write_text("9 ")
+    git(repo, "commit", "--quiet", "-am", "commit 9")
+    found = bisect(repo, "main", "other", [CASE], Options(tmp_path / "out", "toy"), lambda line: None)
+    assert found.first is not None and not found.fixed
+    assert (found.first.subject, found.first.causes) == ("commit 1", {"one": "traffic broke one"})
 
 
 def test_where_time_is_up_it_is_said_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

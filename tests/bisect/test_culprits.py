@@ -155,6 +155,18 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
     assert "OSError('no space left')" in problems[1]
 
 
+def test_a_night_of_an_earlier_commit_blames_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went back behind what fixed it."""
+    monkeypatch.setattr(culprits, "bisect_report", lambda found: "a report")
+    monkeypatch.setattr(commits, "bisect", lambda *_, **__: found_at("w", "x", fixed=True))
+    (found,) = searched(of(run(1, case("hsdp", "PASS")), run(2, case("hsdp"))), where("hsdp"))
+    assert (found.name, found.problem, found.report) == (
+        "",
+        "the later night is of an earlier commit, or of one on another branch",
+        "a report",
+    )
+
+
 def test_commits_that_hide_it_and_time_that_was_up_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(culprits, "bisect_report", lambda found: "")
     good = Judged("a" * 40, "", "", "good")
