@@ -54,7 +54,7 @@ def disagreements(trial: Trial) -> list[Finding]:
     alike: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
     for rank, seen in (trial.plan.observed or {}).items():
         same = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in seen)
-        alike.setdefault(tuple(trial.plan.slices[rank]), {}).setdefault(same, []).append(rank)
+        alike.setdefault(_held(trial, rank), {}).setdefault(same, []).append(rank)
     findings = []
     for kinds in alike.values():
         (most, ranks), *others = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
@@ -64,6 +64,11 @@ def disagreements(trial: Trial) -> list[Finding]:
                 Finding(f"ranks {ranks_text(those)}, FSDP units", expected, _units_line(trial, units - most))
             )
     return findings
+
+
+def _held(trial: Trial, rank: int) -> tuple[str, ...]:
+    """The parameters that a rank holds as planned, or where that is not derived, as it has them."""
+    return tuple(trial.plan.slices[rank]) or tuple(sorted(tensor.fqn for tensor in trial.ranks[rank].parameters))
 
 
 def _units_line(trial: Trial, units: frozenset[Unit]) -> str:

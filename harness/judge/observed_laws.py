@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
@@ -12,9 +13,15 @@ from harness.judge.result import Finding, Result, Verdict, not_applicable, verdi
 from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
 
+NOTHING = "nothing was examined"
+
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
-    return replica_agreement(summaries), samples(summaries, dims), finite(summaries)
+    found = replica_agreement(summaries), samples(summaries, dims), finite(summaries)
+    return tuple(
+        one if one.examined or one.verdict is not Verdict.PASS else replace(one, verdict=Verdict.UNKNOWN, note=NOTHING)
+        for one in found
+    )
 
 
 def replica_agreement(summaries: Sequence[Summary]) -> Result:

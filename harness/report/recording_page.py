@@ -177,7 +177,7 @@ def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
         ("contents", _contents(summaries)),
         *_fed(summaries),
         *([("memory", _memory(summaries))] if stepped else []),
-        *_costs(summaries),
+        *costs(summaries),
         ("recorder", _own(summaries)),
         ("not judged", NOT_JUDGED),
     ]
@@ -255,7 +255,7 @@ def _contents(summaries: Sequence[Summary]) -> str:
     several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
     equal = f", equal on {groups_text(several)}" if several else ""
     claimed = (
-        f"; replicas as claimed: {len(families)} sets of {len(families[0])}"
+        f"; replicas as claimed: {len(families)} set{'s' * (len(families) != 1)} of {len(families[0])}"
         if families
         else "; none claimed to be replicas"
     )
@@ -285,7 +285,8 @@ def _range(sizes: Sequence[int]) -> str:
     return bytes_text(most) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
 
 
-def _costs(summaries: Sequence[Summary]) -> Rows:
+def costs(summaries: Sequence[Summary]) -> Rows:
+    """What takes time, and may well be meant."""
     rows: Rows = []
     waiting = [one.rank for one in summaries if one.waits]
     if waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from literal_recording import hsdp, summary
 
-from harness.judge.observed_laws import finite, replica_agreement, samples
+from harness.judge.observed_laws import finite, observed_laws, replica_agreement, samples
 from harness.judge.result import Verdict
 from harness.spec.dims import ParallelDims
 
@@ -40,3 +40,8 @@ def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_t
 def test_infinite_numbers_are_found_with_their_step() -> None:
     (finding,) = finite([summary(0, contents={1: 1}, not_finite={1: ("w",)})]).findings
     assert finding.where == "rank 0, step 1, w"
+
+
+def test_ranks_that_claim_the_same_and_of_which_no_step_is_recorded_agree_on_nothing() -> None:
+    agreement, *_ = observed_laws([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
+    assert (agreement.verdict, agreement.note) == (Verdict.UNKNOWN, "nothing was examined")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from literal import LAYOUTS, tiny_case, trial_of
 
-from harness.checks import OF_RECORDED, all_checks, run_check
+from harness.checks import OF_RECORDED, all_checks, placements, run_check
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, RecordedStep
@@ -107,6 +107,21 @@ def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
 def test_tensor_parallel_slices_are_not_derived_and_wrappers_are_judged_all_the_same() -> None:
     found = verdicts(recorded_trial(trial_of(tiny_case("fsdp_2_tp_2")), LAYOUTS["fsdp_2_tp_2"]))
     assert found == dict.fromkeys(("completed", "collective_order", "process_groups", "placements"), Verdict.PASS)
+
+
+def test_stages_of_a_pipeline_have_units_of_their_own() -> None:
+    trial = recorded_trial(trial_of(tiny_case("fsdp_2")), FSDP_2)
+    assert trial.plan.observed is not None
+    stages = dict(enumerate((trial.plan.observed[0][:1], trial.plan.observed[0][1:])))
+    held = {rank: {fqn for unit in units for fqn in unit.parameters} for rank, units in stages.items()}
+    ranks = {
+        rank: replace(evidence, parameters=tuple(t for t in evidence.parameters if t.fqn in held[rank]))
+        for rank, evidence in trial.ranks.items()
+    }
+    plan = replace(trial.plan, slices={0: {}, 1: {}}, observed=stages)
+    assert placements.disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=ranks))) == []
+    alike = {rank: trial.ranks[0] for rank in ranks}
+    assert len(placements.disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=alike)))) == 1
 
 
 def test_a_layout_is_read_from_words_and_from_torchtitans_file(tmp_path: Any) -> None:

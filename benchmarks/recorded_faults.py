@@ -1,0 +1,172 @@
+"""Which faults of the catalogue a recording with a layout notices: `python -m benchmarks.recorded_faults OUT [-k WORDS]`.
+
+OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to what a recording has of a rank: no
+values, no recipe and no reference, digests of parameters and of inputs. Those laws judge it that judge a recording, told the
+degrees of the case and nothing else. Faults count that change structure: that break, in the matrix, a law that is judged of
+recordings as well. Starts no ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.checks import OF_RECORDED
+from harness.evidence.recording import Fed, RankRecord, RecordedStep
+from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence
+from harness.evidence.store import EvidenceError, load_run, without_values
+from harness.evidence.summary import summary_of
+from harness.faults.attempt import Attempt, accepted
+from harness.judge.result import Verdict
+from harness.judge.stored_recording import Recording
+from harness.judge.stored_trial import load_case
+from harness.report.recording_page import costs, odd
+from harness.run.recorded_layout import judged_records
+from harness.spec.case import Case
+
+ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"
+
+
+def record_of(case: Case, run: Run, rank: int) -> RankRecord:
+    """As the recorder would have left it. A rank of which nothing came back has none."""
+    evidence, end = run.ranks[rank], next(one for one in run.exits if one.rank == rank)
+    ended = {"ok": "ok", "raised": "raised"}.get(end.how, "")
+    steps = tuple(_recorded(step) for step in evidence.steps)
+    text = ADAMW if case.training.optimizer == "adamw" else "SGD(momentum 0, weight_decay 0)"
+    names = tuple(tensor.fqn for tensor in evidence.parameters)
+    return RankRecord(
+        _cut(evidence), steps, ("Model",), (text,), names, ended=ended, error=end.error, steps_seen=len(steps)
+    )
+
+
+def _cut(evidence: RankEvidence) -> RankEvidence:
+    """Without what the matrix sees besides."""
+    bare = tuple(
+        dataclasses.replace(t, value=without_values(t.value.shape, str(t.value.dtype))) for t in evidence.parameters
+    )
+    steps = tuple(_step(step) for step in evidence.steps)
+    return dataclasses.replace(evidence, parameters=bare, steps=steps, held=None)
+
+
+def _step(step: StepEvidence) -> StepEvidence:
+    gone: dict[str, Any] = {
+        "gradients": {},
+        "parameters": {},
+        "optimizer_state": {},
+        "microbatches": (),
+        "changed": None,
+    }
+    return dataclasses.replace(step, **gone, reported_loss=None, grad_norm=None, kept=None, copied=None, positions=())
+
+
+def _recorded(step: StepEvidence) -> RecordedStep:
+    digests = {fqn: _digest(value) for fqn, value in step.parameters.items()}
+    bad = tuple(fqn for fqn, value in step.parameters.items() if not np.isfinite(value).all())
+    return RecordedStep(
+        step.step, digests, bad, tuple(_fed(one) for one in step.microbatches if one.tokens is not None)
+    )
+
+
+def _fed(one: Microbatch) -> Fed:
+    assert one.tokens is not None
+    return Fed(_digest(one.tokens), one.tokens.shape, str(one.tokens.dtype))
+
+
+def _digest(value: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(value).tobytes())
+
+
+@dataclasses.dataclass(frozen=True)
+class Noticed:
+    """broken: laws, and what the page calls odd. unknown: laws that could not be judged."""
+
+    broken: tuple[str, ...]
+    unknown: tuple[str, ...]
+    cause: str
+
+
+def noticed(folder: Path) -> Noticed:
+    """Of the last launch of a case that has several."""
+    case, _ = load_case(folder)
+    name, launched = list(case.launches.items())[-1]
+    run = load_run(folder / name)
+    records = {rank: record_of(launched, run, rank) for rank in sorted(run.ranks)}
+    summaries = [summary_of(record) for record in records.values()]
+    recording = Recording(folder, {one.rank: one for one in summaries}, requested=run.world_size)
+    results, diagnosis = judged_records(records, summaries, launched.dims, recording)
+    broken = [r.check for r in results if r.verdict is Verdict.FAIL]
+    unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
+    said = dict.fromkeys([*broken, *(label for label, _ in [*odd(recording), *costs(summaries)])])
+    return Noticed(tuple(said), unknown, diagnosis.cause if diagnosis else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("-k", default="", help="a part of the folder's name, or several separated by commas")
+    args = parser.parse_args()
+    began, count = time.process_time(), Counter[str]()
+    folders = [f for f in sorted(args.out.iterdir()) if any(word in f.name for word in args.k.split(","))]
+    attempts = {f"{one.case}+{one.fault}": one for one in accepted()}
+    for folder in folders:
+        if "+" not in folder.name and (folder / "case.json").exists():
+            count[_of_correct(folder)] += 1
+        elif folder.name in attempts:
+            count[_of_faulty(folder, attempts[folder.name])] += 1
+    structural = sum(count[key] for key in ("named", "in part", "noticed", "missed"))
+    whole, correct = structural - count["missed"], count["false"] + count["right"]
+    print(
+        f"{structural} faults that change structure: {whole} noticed, {count['named']} of them named as in the matrix and"
+    )
+    print(f"{count['in part']} by the first of several causes; {count['unread']} others whose ranks left nothing")
+    print(f"{count['besides']} faults that change no structure are noticed")
+    print(f"{count['false']} of {correct} correct runs with a false word; {time.process_time() - began:.0f} s of CPU")
+
+
+def _of_correct(folder: Path) -> str:
+    """Whether anything false is said, in a word."""
+    try:
+        found = noticed(folder)
+    except EvidenceError:
+        return "unread"
+    if found.broken:
+        print(f"FALSE     {folder.name}: {' '.join(found.broken)}\n    {found.cause}")
+    return "false" if found.broken else "right"
+
+
+def _of_faulty(folder: Path, attempt: Attempt) -> str:
+    """What became of a fault, in a word."""
+    try:
+        found = noticed(folder)
+    except (EvidenceError, ValueError) as error:
+        print(f"unread    {folder.name}: {error}")
+        return "unread"
+    word = _word(found, attempt)
+    if word != "neither":
+        told = " ".join(found.broken) or f"in the matrix {' '.join(attempt.broken)}"
+        print(f"{word:9} {folder.name}: {told}")
+    if word in ("noticed", "in part", "besides"):
+        print(f"    here   {found.cause}\n    matrix {attempt.cause}")
+    return word
+
+
+def _word(found: Noticed, attempt: Attempt) -> str:
+    structural = bool({*OF_RECORDED} & {*attempt.broken})
+    if not found.broken:
+        return ("unread" if "completed" in found.unknown else "missed") if structural else "neither"
+    if not structural:
+        return "besides"
+    if found.cause and found.cause == attempt.cause:
+        return "named"
+    return "in part" if found.cause and attempt.cause.startswith(f"{found.cause}; ") else "noticed"
+
+
+if __name__ == "__main__":
+    main()
