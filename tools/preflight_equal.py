@@ -85,7 +85,7 @@ def compared(case: Case, out: Path, ranks: Sequence[int] = ()) -> Counter[str]:
             found["no evidence"] += 1
             continue
         unequal = differences(real.ranks[rank], alone.run.ranks[rank])
-        found.update(unequal)
+        found.update(unequal.keys())
         for name, (one, other) in unequal.items() if rank in (0, case.dims.world_size - 1) else ():
             print(f"    rank {rank}, {name}: {first_difference(one, other)}")
     shutil.rmtree(folder, ignore_errors=True)
