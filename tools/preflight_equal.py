@@ -107,8 +107,11 @@ def first_difference(one: Any, other: Any) -> str:
 def selected(expression: str, most: int) -> Iterator[Case]:
     adapter = trainers.load("llama3")
     for case in load_all(case_files.folder_of(case_files.OURS)):
-        alone = adapter.unsupported(case) or adapter.unsupported_alone(case)
-        if 1 < case.dims.world_size <= most and not alone and holds(expression, case.name):
+        if (
+            1 < case.dims.world_size <= most
+            and adapter.unsupported_alone(case) is None
+            and holds(expression, case.name)
+        ):
             yield case
 
 

@@ -62,7 +62,7 @@ def command(args: argparse.Namespace) -> int:
     case, trainer = _case(args), _trainer(args)
     case = traits.settled(case, trainers.traits_by_launch(case, trainer))
     adapter = trainers.load(trainer)
-    if reason := adapter.unsupported(case) or adapter.unsupported_alone(case):
+    if reason := adapter.unsupported_alone(case):
         raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
     selected = _selected(args.ranks, case, args.seed)
     fault = checked_fault(args.fault) if args.fault else None

@@ -27,6 +27,7 @@ from harness.spec.case import Case
 from harness.spec.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter
+from harness.trainers.support.alone import needs_memory
 
 if TYPE_CHECKING:
     from harness.trainers.llama3.trainer import Trainer
@@ -57,7 +58,7 @@ class Llama3(Adapter):
         return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        return next(_needs_memory(case), None)
+        return self.unsupported(case) or next(needs_memory(case), None)
 
     def dry(self, case: Case) -> Trainer:
         import torch
@@ -100,20 +101,6 @@ def _obstacles(case: Case) -> Iterator[str]:
     if features.async_tp and not Path("/proc/driver/nvidia").exists():
         yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
     yield from (f"{what}: not implemented yet" for what, requested in _unfinished(case).items() if requested)
-
-
-def _needs_memory(case: Case) -> Iterator[str]:
-    """What does not run on tensors without memory."""
-    if case.wrapper in ("ddp", "replicate"):
-        yield f"wrapper {case.wrapper}: DDP's reducer lays gradients into buckets by their addresses"
-    if case.wrapper == "fsdp1":
-        yield "wrapper fsdp1: it exchanges the contents of parameters for parts of one vector"
-    if case.features.compile:
-        yield "compile: torch.compile makes code for real tensors only"
-    if case.training.quantize:
-        yield f"quantize {case.training.quantize}: scales are read from the numbers in a tensor"
-    if case.resume:
-        yield "resume: a checkpoint is contents"
 
 
 def _where_dropout_differs(case: Case) -> Iterator[str]:

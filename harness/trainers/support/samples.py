@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.probe.without_memory import is_without_memory
 from harness.reference.data import Dataset, build_dataset, sample_order, step_samples
 from harness.spec.case import Case
+
+
+class OnlyShapes:
+    """Samples of which only the shape is right, for a rank that runs alone and reads none."""
+
+    def __init__(self, case: Case) -> None:
+        self.training = case.training
+
+    def __len__(self) -> int:
+        return self.training.global_batch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        length = self.training.seq_len
+        return torch.zeros(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
+
+
+def dataset_of(case: Case) -> Dataset:
+    """The recipe's; of a rank whose tensors have no memory the shapes."""
+    return OnlyShapes(case) if is_without_memory(torch.empty(0)) else build_dataset(case.training, case.model)
 
 
 def rank_samples(
@@ -20,7 +40,10 @@ def rank_samples(
 
     Rank r reads every dp_degree-th sample from the r-th on, as torch's DistributedSampler cuts them. By default all.
     """
-    mine = step_samples(case.training, len(dataset), step)[dp_rank::dp_degree]
+    if isinstance(dataset, OnlyShapes):
+        mine: Sequence[int] = range(len(dataset))[dp_rank::dp_degree]
+    else:
+        mine = step_samples(case.training, len(dataset), step)[dp_rank::dp_degree]
     tokens, labels = (torch.stack(rows) for rows in zip(*(dataset[i] for i in mine), strict=True))
     return tokens[:, : case.seq_len(step)], labels[:, : case.seq_len(step)]
 

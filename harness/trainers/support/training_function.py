@@ -5,10 +5,12 @@ The function runs in a thread of its own. It calls `wait()` where its set-up is 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class TrainingFunction:
@@ -16,6 +18,7 @@ class TrainingFunction:
         self._ready, self._go = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._waited = False
+        self._modes = _get_current_dispatch_mode_stack()  # a thread has its own
         self._thread = threading.Thread(target=self._run, args=(function,), name="trainer", daemon=True)
 
     def set_up(self) -> None:
@@ -43,7 +46,10 @@ class TrainingFunction:
     def _run(self, function: Callable[[TrainingFunction], None]) -> None:
         torch.set_num_threads(1)  # OpenMP keeps that number per thread
         try:
-            function(self)
+            with contextlib.ExitStack() as stack:
+                for mode in self._modes:
+                    stack.enter_context(mode)
+                function(self)
         except BaseException as error:
             self._error = error
         finally:

@@ -35,6 +35,7 @@ from pathlib import Path
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
+from harness.trainers.support.alone import needs_memory
 from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.eras import TRAINER_CONFIG
 from harness.trainers.torchtitan.obstacles import obstacles
@@ -82,9 +83,23 @@ class Torchtitan(Adapter):
 
         return tuple(replaced(case, source.find(self.where), device))
 
+    def unsupported_alone(self, case: Case) -> str | None:
+        """Where no numbers are compared, any precision will do."""
+        features = dataclasses.replace(case.features, reduce_dtype=None)
+        training = dataclasses.replace(case.training, dtype="float64", compute_dtype=None)
+        if reason := self.unsupported(dataclasses.replace(case, training=training, features=features)):
+            return reason
+        return next(needs_memory(case), None)
+
+    def dry(self, case: Case) -> StartedTrainer:
+        return self._run(case, None, "cpu")
+
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
+        return self._run(case, weights, device)
+
+    def _run(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         from harness.trainers.support import cpu_attention, float64, learning_rate, process_group
         from harness.trainers.torchtitan import cpu, torch_names
 

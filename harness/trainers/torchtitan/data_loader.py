@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from harness.reference.data import build_dataset
 from harness.spec.case import Case
-from harness.trainers.support.samples import rank_samples
+from harness.trainers.support.samples import dataset_of, rank_samples
 
 
 class Samples:
@@ -18,7 +17,7 @@ class Samples:
 
     def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
         self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
-        self.dataset = build_dataset(case.training, case.model)
+        self.dataset = dataset_of(case)
         self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
