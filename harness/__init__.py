@@ -6,5 +6,5 @@ ROOT = Path(__file__).resolve().parent.parent
 """Where `harness` is imported from: the top of a checkout, or a folder of installed packages."""
 
 BUILTIN = (ROOT / "harness" / "builtin" / "cases").resolve().parent
-"""Where this project's own cases/, golden/ and upstream_bugs/ lie: the top of a checkout, to which harness/builtin/ links;
-harness/builtin/ itself where the harness is installed."""
+"""Where this project's own cases/, layouts/, golden/ and upstream_bugs/ lie: the top of a checkout, to which harness/builtin/
+links; harness/builtin/ itself where the harness is installed."""

@@ -1,4 +1,4 @@
-"""`harness plan CASE`: what must be true of a case's layout."""
+"""`harness plan CASE`: what must be true of a case's layout, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import argparse
 from typing import Any
 
 from harness.cli.exit_codes import PASSED
-from harness.cli.options import add_cases, add_command, case_of
+from harness.cli.layout_options import add_layout, layout_case
+from harness.cli.options import add_command
+from harness.plan.figures.rank_bytes import GPUS
 from harness.plan.make_plan import make_plan
 from harness.report.output import say
 from harness.report.plan_text import plan_text
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "plan", command, "show what a case's layout must look like")
-    parser.add_argument("case", metavar="CASE", help="its name; `harness matrix --list` lists them")
-    add_cases(parser)
+    parser = add_command(commands, "plan", command, "show what a case's layout must look like, and what it costs")
+    add_layout(parser)
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="whose memory is compared; default H100 of 80 GB")
 
 
 def command(args: argparse.Namespace) -> int:
-    case = case_of(args)
-    say(plan_text(case, make_plan(case)))
+    case = layout_case(args)
+    say(plan_text(case, make_plan(case), args.gpu))
     return PASSED

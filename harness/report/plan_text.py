@@ -9,10 +9,21 @@ from harness.evidence.text import bytes_text, ranks_text
 from harness.plan.grid import coordinate
 from harness.plan.plan import Plan
 from harness.plan.slices import slice_text
+from harness.reference.config import PRESETS
+from harness.report.layout_text import (
+    balance_lines,
+    groups_lines,
+    kinds_lines,
+    kinds_of,
+    memory_lines,
+    pipeline_lines,
+)
+from harness.report.text import wrapped
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 
 SHOWN_RANKS = 16
+MOST_RANKS = 64  # of more, only kinds are shown
 SHOWN_PARAMETERS = (
     "tok_embeddings.weight",
     "layers.0.attention.wq.weight",
@@ -21,10 +32,28 @@ SHOWN_PARAMETERS = (
 )  # one for each way of being cut: by rows, by columns, not by tp
 
 
-def plan_text(case: Case, plan: Plan) -> str:
-    parts = [f"{case.name}: {plan.dims} = {plan.dims.world_size} ranks", f"  {case.why}"]
-    parts += [f"  {line}" for line in _unusual(case)]
+def plan_text(case: Case, plan: Plan, gpu: str = "H100") -> str:
+    """gpu: whose memory is compared with what a rank holds."""
+    parts = wrapped(f"{case.name}: {plan.dims} = {plan.dims.world_size:,} ranks", "", "  ")
+    parts += wrapped(case.why, "  ")
+    parts += [line for text in _unusual(case) for line in wrapped(text, "  ", "    ")]
     parts += [f"  resumes what {saved.dims} saved after step {saved.after}" for saved in case.resume]
+    parts += _each_rank(plan) if plan.dims.world_size <= MOST_RANKS else ["", "groups", *groups_lines(plan)]
+    return "\n".join([*parts, *_costs(case, plan, gpu)])
+
+
+def _costs(case: Case, plan: Plan, gpu: str) -> list[str]:
+    sections = {
+        f"kinds of ranks: {len(kinds_of(plan))}; GB of each rank": kinds_lines(case, plan),
+        "memory of the rank that needs most": memory_lines(case, plan, gpu),
+        "time that the busiest rank of a pipeline waits, of what it computes": pipeline_lines(case),
+        "imbalance: the most, above the mean": balance_lines(case, plan),
+    }
+    return [line for title, lines in sections.items() if lines for line in ("", title, *lines)]
+
+
+def _each_rank(plan: Plan) -> list[str]:
+    parts: list[str] = []
     parts += ["", "rank grid", *_table(_grid(plan))]
     parts += ["", "groups", *(_table(_groups(plan)) or ["  none: one rank"])]
     parts += ["", "slices that a rank holds", *_table(_slices(plan))]
@@ -34,15 +63,16 @@ def plan_text(case: Case, plan: Plan) -> str:
         *(_table(_flows(plan)) or ["  none"]),
     ]
     least, most = plan.parameter_bytes[0]
-    return "\n".join(
-        [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]
-    )
+    return [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]
 
 
 def _unusual(case: Case) -> Iterator[str]:
     """What the case requests besides its dims."""
     for name in ("model", "features", "training"):
         record = getattr(case, name)
+        if name == "model" and record == PRESETS.get(case.model.name) != PRESETS["debug"]:
+            yield f"model: {case.model.name}, as published"
+            continue
         fields = [field for field in dataclasses.fields(record) if getattr(record, field.name) != field.default]
         if fields:
             yield f"{name}: {', '.join(f'{field.name} {getattr(record, field.name)}' for field in fields)}"
@@ -69,7 +99,8 @@ def _slices(plan: Plan) -> Iterator[list[str]]:
         yield [f"{fqn} {list(plan.shapes[fqn])}"]
         held: dict[str, list[int]] = {}
         for rank, slices in plan.slices.items():
-            held.setdefault(slice_text(slices[fqn], plan.shapes[fqn], flat=bool(plan.flat)), []).append(rank)
+            if fqn in slices:
+                held.setdefault(slice_text(slices[fqn], plan.shapes[fqn], flat=bool(plan.flat)), []).append(rank)
         yield from (["  " + ranks_text(ranks), text] for text, ranks in list(held.items())[:SHOWN_RANKS])
 
 

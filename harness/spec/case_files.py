@@ -11,6 +11,7 @@ from harness import BUILTIN
 from harness.spec.case import CaseError
 
 USUAL = "cases"
+LAYOUTS = BUILTIN / "layouts"  # for a cluster, of which no case is run
 OURS = "builtin"  # what is typed for the cases that come with the harness
 
 

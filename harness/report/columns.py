@@ -1,0 +1,17 @@
+"""Rows of cells as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], *, indent: int = 2) -> list[str]:
+    """Each column as wide as its longest cell. Below the first row all numbers, it stands to the right."""
+    padded = [_padded(column) for column in zip(*rows, strict=True)]
+    return [" " * indent + "  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _padded(cells: Sequence[str]) -> list[str]:
+    width = max(map(len, cells))
+    right = all(cell[:1].isdigit() or cell[:1] == "+" for cell in cells[1:])
+    return [cell.rjust(width) if right else cell.ljust(width) for cell in cells]

@@ -1,0 +1,175 @@
+"""A layout of thousands of ranks on a page: groups and their links, kinds of ranks and their memory, what is idle or uneven.
+
+All is computed from the plan. Nothing here was measured, and nothing is said of seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from harness.evidence.text import bytes_text
+from harness.plan.figures.activations import activation_bytes
+from harness.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
+from harness.plan.figures.links import traffic_by_axis
+from harness.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
+from harness.plan.figures.rank_bytes import GPUS, RankBytes, rank_bytes
+from harness.plan.kinds import PerRank, Place, places_of_ranks
+from harness.plan.plan import Plan
+from harness.plan.stages import layers_of_stage
+from harness.report.columns import columns
+from harness.report.text import wrapped
+from harness.spec.case import Case
+from harness.spec.features import FEATURE_CHOICES
+
+SHOWN_KINDS = 24
+BAR = 40  # letters for all of a GPU's memory
+EMBEDDING = "tok_embeddings.weight"
+
+
+def kinds_of(plan: Plan) -> list[list[int]]:
+    """Ranks of one kind, in the order of their first ones."""
+    found: dict[object, list[int]] = defaultdict(list)
+    kinds = plan.flows.kinds if isinstance(plan.flows, PerRank) else {rank: rank for rank in plan.flows}
+    for rank, kind in kinds.items():
+        found[kind].append(rank)
+    return list(found.values())
+
+
+def groups_lines(plan: Plan) -> list[str]:
+    """An axis a row: its groups, and the rank of all kinds that sends most over it in a step."""
+    traffic = [one for ranks in kinds_of(plan) for one in traffic_by_axis(plan, ranks[0])]
+    rows = [["axis", "groups", "ranks", "the first one", "a rank sends a step, at most"]]
+    for axis, groups in plan.groups.items():
+        most = max((one for one in traffic if one.axis == axis), key=lambda one: one.sent, default=None)
+        sent = f"{bytes_text(most.sent)} {most.links}" if most else "nothing"
+        rows.append([axis, f"{len(groups):,}", f"{len(groups[0]):,}", _members(groups[0]), sent])
+    return columns(rows)
+
+
+def _members(group: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, group if len(group) < 3 else (*group[:2], "..", group[-1]))) + "]"
+
+
+def kinds_lines(case: Case, plan: Plan) -> list[str]:
+    """A kind of ranks a row, and what each of its ranks has."""
+    rows = [["pp", "shards", "tp", "ranks", "layers", "stay", "gathered", "unreduced", "activations", "most"]]
+    kinds, places = kinds_of(plan), places_of_ranks(case.dims)
+    for ranks in kinds[:SHOWN_KINDS]:
+        held = rank_bytes(case, plan, ranks[0])
+        sizes = (held.stays, held.gathered, held.unreduced, held.activations, held.most)
+        rows.append([*_where(case, plan, ranks, places), *(f"{size / 1e9:.3g}" for size in sizes)])
+    rows = [
+        list(row)
+        for row in zip(*(column for column in zip(*rows, strict=True) if {*column[1:]} != {"all"}), strict=True)
+    ]
+    return [*columns(rows), *[f"  and {len(kinds) - SHOWN_KINDS} more kinds"] * (len(kinds) > SHOWN_KINDS)]
+
+
+def _where(case: Case, plan: Plan, ranks: list[int], places: dict[int, Place]) -> list[str]:
+    shards, tp = {places[rank].shard for rank in ranks}, {places[rank].tp for rank in ranks}
+    stages = plan.stages[ranks[0]]
+    layers = _spans(layer for stage in stages for layer in layers_of_stage(case, stage))
+    named = [
+        name
+        for name, is_there in (("emb", 0 in stages), (layers, layers), ("out", case.n_stages - 1 in stages))
+        if is_there
+    ]
+    cut = (
+        "all" if len(at) == degree else _spans(sorted(at))
+        for at, degree in ((shards, case.dims.dp_shard * case.dims.cp), (tp, case.dims.tp))
+    )
+    return [str(places[ranks[0]].pp), *cut, f"{len(ranks):,}", "+".join(named)]
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """0-6 or 0,2-4; of many spans the first two."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    texts = ["-".join(map(str, span)) for span in spans]
+    return ",".join(texts[:2]) + ",.." * (len(texts) > 2)
+
+
+def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
+    """Of the rank that has most: between steps exact, within a step by arithmetic, the last of it estimated."""
+    rank = max((ranks[0] for ranks in kinds_of(plan)), key=lambda rank: rank_bytes(case, plan, rank).most)
+    held, room = rank_bytes(case, plan, rank), GPUS[gpu] * 10**9
+    parts = _parts(held)
+    bar = "".join(letter * round(size / room * BAR) for _, letter, size in parts)
+    rows = [[name, letter, bytes_text(size)] for name, letter, size in parts if size]
+    end = (
+        f"leaves {bytes_text(room - held.most)} for all that is not counted"
+        if held.most <= room
+        else "more than it has"
+    )
+    return [
+        f"  rank {rank}, and the {GPUS[gpu]} GB of {gpu}",
+        *columns(rows, indent=4),
+        f"    [{bar[:BAR]:<{BAR}}]{bar[BAR:][:20]}{'..' * (len(bar) > BAR + 20)}",
+        f"    at its most {bytes_text(held.most)}: {end}",
+        *wrapped(f"activations with activation_checkpointing {_recomputed(case, plan, rank)}", "    "),
+    ]
+
+
+def _parts(held: RankBytes) -> list[tuple[str, str, int]]:
+    return [
+        ("parameters", "p", held.parameters),
+        ("gradients", "g", held.gradients),
+        ("optimizer state", "o", held.optimizer),
+        ("padding, at most", "-", held.padding),
+        ("gathered parameters", "w", held.gathered),
+        ("gradients not reduced yet", "u", held.unreduced),
+        ("activations, estimated", "a", held.activations),
+    ]
+
+
+def _recomputed(case: Case, plan: Plan, rank: int) -> str:
+    """The estimate for every setting."""
+    found = []
+    for kind in FEATURE_CHOICES["activation_checkpointing"]:
+        other = replace(case, features=replace(case.features, activation_checkpointing=str(kind)))
+        found.append(f"{kind} {bytes_text(activation_bytes(other, rank, plan.traits))}")
+    return ", ".join(found)
+
+
+def pipeline_lines(case: Case) -> list[str]:
+    """Idle time, of what the busiest rank computes."""
+    if case.dims.pp == 1:
+        return []
+    mine = pipeline_time(case, lambda stage: matmul_operations(case, stage))
+    asked = f"{case.features.schedule}, {case.microbatches} microbatches, {case.n_stages} stages"
+    others = (f"{name} {time.bubble:.1%}" for name, time in other_schedules(case) if name != case.features.schedule)
+    rows = [
+        [asked, f"{mine.bubble:.1%}", f"all together wait {mine.idle:.1%} of the time"],
+        ["were all stages equal", f"{pipeline_time(case).bubble:.1%}", ""],
+    ]
+    return [*columns(rows), *wrapped(f"other schedules, two stages a rank: {', '.join(others)}", "  ", "  ")]
+
+
+def balance_lines(case: Case, plan: Plan) -> list[str]:
+    """By how much the busiest or largest has more than the mean."""
+    return columns(list(_balance(case, plan)))
+
+
+def _balance(case: Case, plan: Plan) -> Iterator[list[str]]:
+    if case.dims.pp > 1:
+        layers = layers_by_stage(case)
+        yield [
+            "matmuls over pp",
+            f"+{matmuls_over_pp(case).excess:.1%}",
+            f"{min(layers)} to {max(layers)} layers a stage",
+        ]
+    if case.dims.cp > 1:
+        asked, plain = attention_over_cp(case), attention_over_cp(case, load_balance=False)
+        yield ["causal attention over cp", f"+{asked.excess:.1%}", f"without load balance +{plain.excess:.1%}"]
+    if plan.shards > 1 and not plan.flat and EMBEDDING in plan.shapes:
+        held = rows_over_shards(case, plan, EMBEDDING)
+        most, least, total = (
+            int(size) // case.model.dim for size in (max(held.shares), min(held.shares), sum(held.shares))
+        )
+        yield ["vocabulary over shards", f"+{held.excess:.1%}", f"{least} to {most} rows of {total:,}"]
