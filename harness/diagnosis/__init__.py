@@ -62,12 +62,15 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     scaled_gradients,
     gradients_not_zeroed,
+)
+COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
     exchanged_tensors,
-    other_gradient_flows,
     masks_drawn_again,
+    other_gradient_flows,
     other_forward,
 )
+"""Those that compute models to propose something."""
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),
     process_failed,
@@ -99,7 +102,11 @@ FACTS: tuple[Facts, ...] = (
 
 
 def diagnose(
-    trial: Trial, results: Sequence[Result], suspects: Sequence[Suspects] = SUSPECTS, facts: Sequence[Facts] = FACTS
+    trial: Trial,
+    results: Sequence[Result],
+    suspects: Sequence[Suspects] = SUSPECTS,
+    facts: Sequence[Facts] = FACTS,
+    costly: Sequence[Suspects] = COSTLY,
 ) -> Diagnosis | None:
     """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
     that one only keeps too much, which does not explain what is resumed wrongly."""
@@ -107,7 +114,7 @@ def diagnose(
     if (
         failed
         and trial.saved
-        and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), suspects, facts))
+        and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), suspects, facts, costly))
     ):
         only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
         if not (only_keeps and "resume" in {result.check for result in failed}):
@@ -115,10 +122,10 @@ def diagnose(
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
-    found = told(trial, results, explain(trial, results, suspects, facts))
+    found = told(trial, results, explain(trial, results, suspects, facts, costly))
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     return dataclasses.replace(found, evidence=(*found.evidence, *what_weaker_tests_say(results)))
 
 
-__all__ = ["FACTS", "SUSPECTS", "Diagnosis", "diagnose"]
+__all__ = ["COSTLY", "FACTS", "SUSPECTS", "Diagnosis", "diagnose"]

@@ -197,9 +197,9 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Right down to some place that backward passes, and wrong in all that it reaches later."""
     bad = set(in_order(trial, (fqn for _, fqn in wrong)))
     right = [fqn for fqn in trial.plan.shapes if fqn not in bad]
-    if not right or loss_off(trial, step) or not max(map(_depth, bad)) < min(map(_depth, right)):
+    if not right or loss_off(trial, step) or not max(map(depth, bad)) < min(map(depth, right)):
         return None
-    first = [fqn for fqn in right if _depth(fqn) == min(map(_depth, right))]
+    first = [fqn for fqn in right if depth(fqn) == min(map(depth, right))]
     cause = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}"
     text = (
         f"{cause}, and wrong in all that lies before: backward loses something there{_less_than_planned(trial, step)}"
@@ -207,7 +207,7 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
-def _depth(fqn: str) -> tuple[int, int]:
+def depth(fqn: str) -> tuple[int, int]:
     """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
     places = (("attention_norm",), ("wq", "wk", "wv"), ("wo",), ("ffn_norm",), ("w1", "w3"), ("w2",))
     layer, module = re.match(r"(?:layers\.(\d+)\.)?.*?(\w+)\.weight", fqn).groups()  # type: ignore[union-attr]

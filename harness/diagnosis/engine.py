@@ -33,10 +33,14 @@ class Explanation:
 
 
 def explain(
-    trial: Trial, results: Sequence[Result], suspects: Sequence[Suspects], facts: Sequence[Facts]
+    trial: Trial,
+    results: Sequence[Result],
+    suspects: Sequence[Suspects],
+    facts: Sequence[Facts],
+    costly: Sequence[Suspects] = (),
 ) -> Explanation:
     """Never raises: what a suspect raises is on record."""
-    search = Search(tuple(suspects))
+    search = Search(tuple(suspects), tuple(costly))
     proofs = search.proofs(trial, results)
     stated = list(search.guarded(facts, trial, broken_laws(results)))
     seen = any("gradients" in fact.laws for fact in stated)
@@ -58,7 +62,10 @@ def explain(
 
 @dataclasses.dataclass
 class Search:
+    """costly: suspects that compute models to propose something, asked where the others leave a law unexplained."""
+
     suspects: tuple[Suspects, ...]
+    costly: tuple[Suspects, ...] = ()
     tried: int = 0
     raised: list[str] = dataclasses.field(default_factory=list)
 
@@ -82,12 +89,13 @@ class Search:
     def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Equally simple ones that explain everything; and the others, those that explain most first."""
         partial: list[Proof] = []
-        proposed = sorted(self.guarded(self.suspects, trial, broken_laws(results)), key=lambda one: one.fitted)
-        for _, alike in itertools.groupby(proposed, key=lambda one: one.fitted):
-            found = [proof for hypothesis in alike if (proof := self._tested(trial, results, hypothesis))]
-            if complete := [proof for proof in found if proof.complete]:
-                return complete, []
-            partial += found
+        for suspects in (self.suspects, self.costly):
+            proposed = sorted(self.guarded(suspects, trial, broken_laws(results)), key=lambda one: one.fitted)
+            for _, alike in itertools.groupby(proposed, key=lambda one: one.fitted):
+                found = [proof for hypothesis in alike if (proof := self._tested(trial, results, hypothesis))]
+                if complete := [proof for proof in found if proof.complete]:
+                    return complete, []
+                partial += found
         return [], sorted(partial, key=lambda proof: (-len(proof.explained), proof.fitted))
 
     def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:

@@ -185,8 +185,9 @@ class Tries:
         return chosen if len(chosen) == len(self.rows) else telling
 
     def single(self) -> Iterator[Found]:
-        for variation in self.variations(self._parts(inputs_that_differ(self.trial)[1])):
-            for modules in self.modules(variation.part):
+        wrong = inputs_that_differ(self.trial)[1]
+        for variation in self.variations(self._parts(wrong)):
+            for modules in (one for one in self.modules(variation.part) if self._may_begin(one, wrong)):
                 found = self.tried(variation, modules)
                 if found is not None:
                     yield found
@@ -199,6 +200,19 @@ class Tries:
             return {"model"}  # all inputs were seen, and are right
         ends = [end for end in BEFORE if wrong and self.step == 1 and (wrong == end or wrong.endswith(f".{end}"))]
         return {"model", *BEFORE[ends[0]]} if ends else {"model", *itertools.chain(*BEFORE.values())}
+
+    def _may_begin(self, modules: list[str], wrong: str) -> bool:
+        """Whether the first of these lies in the block into which something wrong goes first, or the one before."""
+        first = modules[0].split(".")[0]
+        if not wrong or self.step > 1 or first not in ("layers", "norm", "tok_embeddings"):
+            return True
+        return self._block(wrong) - self._block(modules[0]) in (0, 1)
+
+    def _block(self, name: str) -> int:
+        first, *rest = name.split(".")
+        return (
+            int(rest[0]) if first == "layers" else -1 if first == "tok_embeddings" else self.trial.case.model.n_layers
+        )
 
     def tried(self, variation: Variation, modules: list[str], numbers: int = 1) -> Found | None:
         from harness.reference.altered import altering

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.diagnosis.assume import another_reference
+from harness.diagnosis.backward import depth
 from harness.diagnosis.differences import factor_of, first_wrong_step, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.forward import Tries
 from harness.diagnosis.hypothesis import Broken, Hypothesis
@@ -35,13 +36,21 @@ def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     from harness.reference.altered import altering
     from harness.reference.gradient_flow import gradient_flows
 
+    near = partial(_near, deepest=max(depth(fqn)[0] for _, fqn in wrong))
     counts = sorted({2, *(len(groups[0]) for groups in trial.plan.groups.values())} - {1})
     for variation in gradient_flows(counts):
-        for modules in tries.modules(variation.part):
+        for modules in filter(near, tries.modules(variation.part)):
             altered = altering(variation, modules, step)
             if _gives(trial, step, tries.bench.gradients(altered), wrong):
                 cause = tries.cause(variation, modules, list(tries.rows))
                 yield Hypothesis(cause, partial(_assuming, altered))
+
+
+def _near(modules: list[str], deepest: int) -> bool:
+    """Of one block: whether it is the last whose gradients are wrong, or the next, which sends gradients to that one. Other
+    blocks leave those right, or make later ones wrong."""
+    blocks = {int(name.split(".")[1]) for name in modules if name.startswith("layers.")}
+    return len(blocks) != 1 or len(modules) > 1 or blocks <= {deepest, deepest + 1}
 
 
 def _assuming(altered: Alter, trial: Trial) -> Trial:

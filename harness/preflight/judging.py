@@ -37,7 +37,7 @@ def judged(case: Case, flown: Flown) -> Verdicts:
     trial = trial_of(case, flown)
     laws = {name: module for name, module in all_checks().items() if name in OF_ALONE}
     results = tuple(run_check(name, module.check, trial) for name, module in laws.items())
-    return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS))
+    return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
 
 
 def trial_of(case: Case, flown: Flown) -> Trial:

@@ -10,7 +10,7 @@ from literal import with_step
 from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
 
 from harness.checks import judge
-from harness.diagnosis import SUSPECTS
+from harness.diagnosis import COSTLY, SUSPECTS
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.judge.trial import Trial
@@ -251,6 +251,6 @@ def at_random(trial: Trial, what: str) -> Trial:
 @pytest.mark.parametrize("what", ["losses", "all numbers"])
 def test_numbers_at_random_are_explained_by_no_hypothesis_no_pair_and_no_fitted_number(ran: Ran, what: str) -> None:
     trial = at_random(ran(case_of()), what)
-    found = explain(trial, judge(trial), SUSPECTS, ())
+    found = explain(trial, judge(trial), SUSPECTS, (), COSTLY)
     assert [proof.explained for proof in found.proofs if proof.explained] == []
     assert found.raised == ()

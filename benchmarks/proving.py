@@ -1,0 +1,35 @@
+"""What it costs to prove a cause, beside what judging costs: `python -m benchmarks.proving FOLDER...`.
+
+Each folder is the evidence of one case that failed. It is judged without a diagnosis, and then diagnosed, in one process:
+seconds of its CPU, for which it matters little what else the machine does, and their ratio, which other machines have as well.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from harness.checks import judge
+from harness.diagnosis import diagnose
+from harness.judge.stored_trial import load_trial
+from harness.reference import counterfactual  # noqa: F401  what proving imports is no part of what it costs
+
+
+def main() -> int:
+    print(f"{'case':48} ranks  judged  proven  ratio  cause")
+    for folder in map(Path, sys.argv[1:]):
+        trial = load_trial(folder)
+        times = [time.process_time()]
+        results = judge(trial)
+        times.append(time.process_time())
+        found = diagnose(trial, results)
+        times.append(time.process_time())
+        judged, proven = times[1] - times[0], times[2] - times[1]
+        cause = ", ".join(found.kinds) if found else ""
+        print(f"{folder.name:48} {len(trial.ranks):5} {judged:6.2f}s {proven:6.2f}s {proven / judged:6.1f}  {cause}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
