@@ -76,7 +76,7 @@ def _where(trial: Trial, mixture: Mixture) -> str:
 
 
 @dataclass(frozen=True)
-class Of:
+class Counting:
     """weights: of the pieces, on all ranks. fitted: of how many numbers or choices. mean: what each rank may then report."""
 
     cause: Cause
@@ -91,7 +91,7 @@ def _of_all_ranks(
     rules = [*_by_microbatch(trial, pieces, mixture, seen), *_averaged_locally(trial, pieces, mixture, seen)]
     if not rules and trial.case.exact:
         cause = Cause("unequal contributions", _unequal_text(trial, pieces, seen))
-        rules = [Of(cause, lambda step: seen, len(np.unique(seen.round(6))))]
+        rules = [Counting(cause, lambda step: seen, len(np.unique(seen.round(6))))]
     reported = reported_of(trial, "reported_loss") if "reported_loss" in broken else None
     for rule in rules:
         for when, steps, more in spans(trial, mixture.step):
@@ -103,7 +103,7 @@ def _of_all_ranks(
             yield one
 
 
-def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Of]:
+def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:
     """All samples of the n-th microbatches of all ranks have the same weight."""
     passes, numbers = trial.case.passes, np.array([piece.row // trial.case.local_batch for piece in pieces.all])
     counted = pieces.tokens(mixture.step) > 0
@@ -120,10 +120,10 @@ def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
         which = f"{which} {', '.join(map(str, lost))} of {passes}"
         text = f"{which} {do} not contribute to the gradient (weights {shown})"
     fitted = len(set(each.tolist()) - {0.0, 1.0}) + 1
-    yield Of(Cause("unequal contributions", text), lambda step: each[numbers], fitted)
+    yield Counting(Cause("unequal contributions", text), lambda step: each[numbers], fitted)
 
 
-def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Of]:
+def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:
     """Each divides by its own number of valid tokens, and these means are averaged."""
     found: dict[bytes, list[str]] = {}
     rules: dict[bytes, tuple[float, Rule]] = {}
@@ -144,7 +144,7 @@ def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.n
         text += ", not by the global one" if alone else more
         mean = partial(_divided_by_own, trial, units[alike[0]]) if alike[0].endswith("rank") else None
         cause = Cause("averaged locally", text)
-        yield Of(cause, partial(_times, factor, rule), 1 if alone else 2, mean)
+        yield Counting(cause, partial(_times, factor, rule), 1 if alone else 2, mean)
 
 
 def _times(factor: float, weights: Rule, step: int) -> np.ndarray:
