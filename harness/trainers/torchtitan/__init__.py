@@ -84,10 +84,11 @@ class Torchtitan(Adapter):
         return tuple(replaced(case, source.find(self.where), device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        """Where no numbers are compared, any precision will do."""
+        """Where no numbers are compared, any precision will do, and any rotary frequencies."""
         features = dataclasses.replace(case.features, reduce_dtype=None)
+        model = dataclasses.replace(case.model, rope_scaling=None)
         training = dataclasses.replace(case.training, dtype="float64", compute_dtype=None)
-        if reason := self.unsupported(dataclasses.replace(case, training=training, features=features)):
+        if reason := self.unsupported(dataclasses.replace(case, model=model, training=training, features=features)):
             return reason
         return next(needs_memory(case), None)
 
