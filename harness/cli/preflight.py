@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from harness import trainers
 from harness.cli.exit_codes import NOT_JUDGED, code_of
+from harness.cli.layout_options import add_layout, layout_case
 from harness.cli.options import (
     BadInput,
-    add_cases,
     add_command,
     add_jobs,
     add_out,
-    case_of,
     checked_fault,
     positive,
     positive_int,
@@ -24,7 +24,6 @@ from harness.evidence.store import CASE_FILE, write_text
 from harness.preflight.chosen import Chosen, chosen
 from harness.preflight.judging import judged
 from harness.preflight.launches import fly
-from harness.preflight.request import Request
 from harness.preflight.text import preflight_text
 from harness.report.output import say
 from harness.report.recording_layout import verdict_of_all
@@ -36,20 +35,11 @@ from harness.spec.case import Case, CaseError, to_json
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "preflight", command, "judge a large layout on this machine: some ranks, each alone")
-    parser.add_argument("case", metavar="CASE", nargs="?", help="a case by its name; or --dims")
-    add_cases(parser)
-    what = parser.add_argument_group("a layout that is in no file")
-    what.add_argument("--dims", metavar="DEGREES", help="pp=16,dp_shard=128,tp=8, or torchtitan's FILE.toml")
-    what.add_argument("--model", default="debug", metavar="NAME", help="a published size: 8B, 70B, 405B; default debug")
-    what.add_argument("--seq", type=positive_int, default=8192, metavar="N", help="tokens of a sample; default 8192")
-    what.add_argument("--batch", type=positive_int, metavar="N", help="samples of a step; default the fewest")
-    what.add_argument("--microbatches", type=positive_int, metavar="N", help="of a pipeline; default two a stage")
-    what.add_argument("--schedule", default="1F1B", metavar="NAME", help="of a pipeline; default 1F1B")
-    what.add_argument("--checkpointing", default="none", metavar="KIND", help="of activations: full, layer, op")
-    what.add_argument("--steps", type=positive_int, default=1, metavar="N", help="default 1")
+    add_layout(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
     how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")
+    how.add_argument("--steps", type=positive_int, default=1, metavar="N", help="default 1; what grows shows in 3")
     how.add_argument("--ranks", default="auto", metavar="LIST", help="auto, or such as 0-7,512")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of the ranks that are drawn")
     how.add_argument("--fault", metavar="NAME", help="a deliberate mistake to make")
@@ -78,12 +68,9 @@ def command(args: argparse.Namespace) -> int:
 
 def _case(args: argparse.Namespace) -> Case:
     """Raises BadInput and CaseError."""
-    if bool(args.case) == bool(args.dims):
-        raise BadInput("preflight: name a CASE, or give a layout by --dims")
-    if args.case:
-        return case_of(args)
-    keys = ("dims", "model", "seq", "batch", "microbatches", "schedule", "checkpointing", "steps")
-    return Request(**{key: getattr(args, key) for key in keys}).case()
+    case = layout_case(args)
+    steps = min(args.steps, case.training.steps) if args.case else args.steps
+    return replace(case, training=replace(case.training, steps=steps))
 
 
 def _trainer(args: argparse.Namespace) -> str:

@@ -85,11 +85,14 @@ def _verdict(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[str]:
         yield from wrapped(verdicts.diagnosis.cause, "  ")
         yield from table(verdicts.diagnosis.evidence)
     yield from table([(str(verdict), " ".join(by[verdict])) for verdict in (Verdict.FAIL, Verdict.PASS) if by[verdict]])
+    yield from table(
+        [(result.check, finding_text(result.findings[0])) for result in verdicts.results if result.findings]
+    )
+    unknown = defaultdict(list)
     for result in verdicts.results:
         if result.verdict is Verdict.UNKNOWN:
-            yield from table([("UNKNOWN", f"{result.check}: {result.note}")])
-        elif result.findings:
-            yield from table([(result.check, finding_text(result.findings[0]))])
+            unknown[result.note].append(result.check)
+    yield from table([("UNKNOWN", f"{' '.join(laws)}: {note}") for note, laws in unknown.items()])
 
 
 def _not_judged(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
