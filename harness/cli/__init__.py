@@ -22,21 +22,8 @@ from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
 COMMANDS = (
-    *(
-        "init",
-        "doctor",
-        "run",
-        "matrix",
-        "check",
-        "report",
-        "history",
-        "nightly",
-        "record",
-        "show",
-        "compare",
-        "snapshot",
-    ),
-    *("plan", "preflight", "golden", "faults", "bisect", "join", "server"),
+    *("init", "doctor", "run", "matrix", "check", "report", "history", "nightly", "record"),
+    *("show", "compare", "snapshot", "plan", "preflight", "golden", "faults", "bisect", "join", "server"),
 )
 EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
 

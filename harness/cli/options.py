@@ -16,7 +16,8 @@ from harness.reference.config import DTYPES
 from harness.run.options import Options
 from harness.spec import case_files, random_cases
 from harness.spec.case import Case
-from harness.spec.loading import find_case, load_all
+from harness.spec.loading import load_all
+from harness.spec.named_case import load_one
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -131,7 +132,7 @@ def cases_of(args: argparse.Namespace, usual: str = case_files.USUAL) -> list[Ca
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    return random_cases.named(args.case) or find_case(args.case, cases_of(args))
+    return random_cases.named(args.case) or load_one(args.case, folder_of(args))
 
 
 def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:

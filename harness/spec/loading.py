@@ -68,9 +68,15 @@ def load_cases(path: Path) -> list[Case]:
 
 def load_all(folder: Path = BUILTIN / case_files.USUAL) -> list[Case]:
     """Every case of every file. A name used in two files is refused: `pytest -k` could not tell them apart."""
-    cases = [case for path in sorted(folder.glob("*.yaml")) for case in load_cases(path)]
+    cases = of_files(sorted(folder.glob("*.yaml")))
     if not cases:
         raise CaseError(f"{case_files.recorded(folder)}: no *.yaml file with cases in it")
+    return cases
+
+
+def of_files(paths: Iterable[Path]) -> list[Case]:
+    """Raises CaseError for a name that two of them have."""
+    cases = [case for path in paths for case in load_cases(path)]
     files: dict[str, str] = {}
     for case in cases:
         if case.name in files:

@@ -16,16 +16,16 @@ import pytest
 from harness.cli import main
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.launch.machine import RANKS_PER_CORE
 from harness.report.grid import grid
 from harness.report.outcome import judged
 from harness.report.text import case_report
+from harness.run import ray_cluster
 from harness.run.options import Options, Unsupported
 from harness.run.ray_cluster import Cluster, Gang, gang_of
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 
-EACH = 2  # ranks that a node takes; each of a gang imports torch
+EACH = 2  # ranks that a node of one core takes here; each of a gang imports torch
 MISSING = "Ray is not installed: pip install 'harness[ray]'"
 
 
@@ -61,9 +61,7 @@ class Nodes:
     def add(self, own: Path) -> None:
         """own: where it keeps what it makes."""
         own.mkdir()
-        node = self.cluster.add_node(
-            num_cpus=EACH / RANKS_PER_CORE, object_store_memory=10**8, env_vars={"TMPDIR": str(own)}
-        )
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars={"TMPDIR": str(own)})
         self.living[own] = node
 
     def kill(self, own: Path) -> None:
@@ -75,6 +73,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     ray = pytest.importorskip("ray", reason=MISSING)
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
         monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(ray_cluster, "RANKS_PER_CORE", EACH)
         monkeypatch.setenv("RAY_worker_niceness", "0")  # its own is 15, which gets nothing of a busy machine
         (Path(folder) / "ray").mkdir()
         made = Nodes()

@@ -13,6 +13,7 @@ from harness.spec.case import Case, CaseError, to_json
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, from_json, load_all, load_cases
+from harness.spec.named_case import load_one
 
 
 def load(tmp_path: Path, text: str) -> list[Case]:
@@ -298,6 +299,19 @@ def test_a_folder_without_cases_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CaseError) as error:
         load_all(tmp_path)
     assert str(error.value) == f"{tmp_path}: no *.yaml file with cases in it"
+
+
+def test_one_case_is_found_in_whatever_file_and_way_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# a is not here\n" + one("dims: {tp: 2}"))
+    (tmp_path / "b.yaml").write_text(one("").replace("x:", "a:"))
+    (tmp_path / "c.yaml").write_text("matrix: [{each: {by: {cp_1: {why: all}, cp_2: {why: all, dims: {cp: 2}}}}}]")
+    found = {case.name: case for case in load_all(tmp_path)}
+    assert len(found) == 4 and all(load_one(name, tmp_path) == case for name, case in found.items())
+    with pytest.raises(CaseError, match="no case is named 'xx'; did you mean 'x'"):
+        load_one("xx", tmp_path)
+    (tmp_path / "d.yaml").write_text(one(""))
+    with pytest.raises(CaseError, match="case 'x' also exists in"):
+        load_one("x", tmp_path)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
