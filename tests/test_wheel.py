@@ -17,7 +17,7 @@ import pytest
 
 from harness import ROOT
 
-SOURCES = ("harness", "reference", "cases", "golden", "upstream_bugs", "pyproject.toml", "README.md")
+SOURCES = ("harness", "reference", "cases", "layouts", "golden", "upstream_bugs", "pyproject.toml", "README.md")
 COPY_FOLDER = functools.partial(shutil.copytree, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
 CASES = """
 defaults: {training: {seed: 77}}
@@ -84,7 +84,7 @@ def files(folder: Path) -> set[str]:
 def test_nothing_but_the_harness_is_installed_and_its_cases_and_goldens_are_in_it(installed: Path) -> None:
     top = {re.sub(r"-.*", "-info", path.name) for path in installed.iterdir()}
     assert top == {"harness", "harness-info", "bin"}
-    for folder in ("cases", "golden", "upstream_bugs"):
+    for folder in ("cases", "layouts", "golden", "upstream_bugs"):
         assert files(installed / "harness" / "builtin" / folder) == files(ROOT / folder)
     assert files(installed / "harness" / "reference") == files(ROOT / "reference")
     assert (installed / "harness" / "faults" / "results.json").is_file()
@@ -116,5 +116,6 @@ def test_the_catalogue_and_the_cases_of_this_project_are_had_in_an_empty_folder(
     assert "1 fault in " in told and "1 CAUGHT" in told
     told = done(*harness, "run", "single", cwd=tmp_path, packages=installed, code=2)
     assert "--cases builtin" in told
+    assert "16,384" in done(*harness, "plan", "llama3_405b_16384", cwd=tmp_path, packages=installed)
     told = done(*harness, "run", "single", "--cases", "builtin", cwd=tmp_path, packages=installed)
     assert told.startswith("PASS single")

@@ -38,6 +38,7 @@ COPIED = (
     "reference",
     "tests",
     "cases",
+    "layouts",
     "golden",
     "upstream_bugs",
     "conftest.py",

@@ -321,6 +321,8 @@ def test_a_plan_of_16384_ranks_is_one_page_of_kinds_of_ranks(capsys: Any) -> Non
     ):
         assert line in told
     assert len(told) < 66 and max(map(len, told)) <= 80
+    shown = (ROOT / "docs" / "preflight.md").read_text().splitlines()
+    assert [line for line in told if line and f"    {line}" not in shown] == []
 
 
 def test_a_plan_of_a_pipeline_shows_what_each_stage_holds(capsys: Any) -> None:

@@ -1,0 +1,73 @@
+"""Seconds and memory of plans of thousands of ranks: `python -m benchmarks.plan_at_scale`. Its output is in docs/preflight.md.
+
+Each layout of layouts/ in a process of its own: all fields of all ranks. Then 512 ranks side by side in one process: with kinds
+of ranks, and with each rank a kind of its own, which is what a plan costs that looks at every rank.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from unittest import mock
+
+from harness.plan import make_plan as module
+from harness.plan.kinds import PerRank
+from harness.plan.make_plan import make_plan
+from harness.plan.plan import Plan
+from harness.report.layout_text import kinds_of
+from harness.spec import case_files
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
+
+ROUNDS = 3
+SIDE_BY_SIDE = "llama3_70b_512"
+
+
+def looked_at(plan: Plan) -> int:
+    """Every field of every rank; how many there are."""
+    values = [getattr(plan, field.name) for field in fields(plan)]
+    return sum(len([value[rank] for rank in value]) for value in values if isinstance(value, PerRank))
+
+
+def one_layout(case: Case) -> None:
+    began = time.process_time()
+    plan = make_plan(case)
+    count = looked_at(plan)
+    seconds, used = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    numbers = f"{case.dims.world_size:>7,} ranks {len(kinds_of(plan)):>4} kinds {count:>8,} fields"
+    print(f"{case.name:<24}{numbers} {seconds:6.2f} s of processor {used / 1e6:6.0f} MB", flush=True)
+
+
+def seconds_of(case: Case) -> float:
+    began = time.process_time()
+    looked_at(make_plan(case))
+    return time.process_time() - began
+
+
+def of_its_own(kinds: Mapping[int, object], make: object) -> PerRank[object]:
+    return PerRank({rank: rank for rank in kinds}, make)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    layouts = load_all(case_files.LAYOUTS)
+    if sys.argv[1:]:
+        one_layout(find_case(sys.argv[1], layouts))
+        return
+    for case in layouts:
+        subprocess.run([sys.executable, "-m", "benchmarks.plan_at_scale", case.name], check=True)
+    case, shared, alone = find_case(SIDE_BY_SIDE, layouts), [], []
+    for _ in range(ROUNDS):
+        shared.append(seconds_of(case))
+        with mock.patch.object(module, "PerRank", of_its_own):
+            alone.append(seconds_of(case))
+    print(f"{case.name}: by kinds {min(shared):.3f} s, every rank {min(alone):.2f} s, ratio", end=" ")
+    print(f"{statistics.median(b / a for a, b in zip(shared, alone, strict=True)):.0f}")
+
+
+if __name__ == "__main__":
+    main()
