@@ -77,7 +77,8 @@ def _runs(one: Path, other: Path) -> int:
     """2 where nothing was compared, or something of a case was not."""
     a, b = last_runs([one, other])
     cases = compared_cases(a, b)
-    say("\n".join(compared_runs(str(one), str(other), of_runs(a, b), cases)))
+    on_gpus = all(run.begins.get("device") == "cuda" for run in (a, b))
+    say("\n".join(compared_runs(str(one), str(other), of_runs(a, b), cases, on_gpus=on_gpus)))
     if any(each.found for each in cases):
         return BROKEN
     return NOT_JUDGED if not cases or any(each.problem for each in cases) else PASSED

@@ -22,8 +22,10 @@ class ComparedCase:
     problem: str = ""
 
 
-def compared_runs(one: str, other: str, of: Sequence[tuple[str, str, str]], cases: Sequence[ComparedCase]) -> list[str]:
-    """of: what the runs themselves differ in, (name, one, other)."""
+def compared_runs(
+    one: str, other: str, of: Sequence[tuple[str, str, str]], cases: Sequence[ComparedCase], *, on_gpus: bool
+) -> list[str]:
+    """of: what the runs themselves differ in, (name, one, other). on_gpus: both of them."""
     differ = [each for each in cases if each.found]
     lines = [f"{one} -> {other}: {len(cases)} case{'s' * (len(cases) != 1)}, {len(differ) or 'none'} of them differ"]
     lines += [line for name, was, now in of for line in wrapped(f"{name}: {was} -> {now}", "  ", "    ")]
@@ -35,7 +37,7 @@ def compared_runs(one: str, other: str, of: Sequence[tuple[str, str, str]], case
             problems.setdefault(each.problem, []).append(each.case)
     for problem, names in problems.items():
         lines += ["", *wrapped(f"structure not compared: {problem}: {', '.join(names)}", "", "  ")]
-    return [*lines, *_costs(cases)]
+    return [*lines, *_costs(cases, on_gpus=on_gpus)]
 
 
 def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
@@ -46,8 +48,9 @@ def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[s
     return found
 
 
-def _costs(cases: Sequence[ComparedCase]) -> list[str]:
+def _costs(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
     texts = {each.case: ", ".join(ratios(*each.costs)) for each in cases}
     width = max(map(len, texts), default=0)
     rows = [f"  {case:<{width}}  {text}" for case, text in texts.items() if text]
-    return ["", "cost, which is no structure:", *rows] if rows else []
+    title = "cost, which is no structure" + ("" if on_gpus else "; on CPU it measures no speed")
+    return ["", f"{title}:", *rows] if rows else []

@@ -84,7 +84,7 @@ def test_two_runs_alike_have_no_difference_and_cost_is_apart(
     assert said == [
         f"{tmp_path}/a -> {tmp_path}/b: 1 case, none of them differ",
         "",
-        "cost, which is no structure:",
+        "cost, which is no structure; on CPU it measures no speed:",
         "  fsdp  step time x 1.00",
     ]
 
