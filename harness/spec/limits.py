@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 RANKS = 2**17  # of a plan
 STARTED = 4096  # of one run
-TOKENS = 2**24  # of a step
+TOKENS = 2**27  # of a step of a plan
+TRAINED = 2**24  # of a step of a run
 NAME = 100  # letters; a file's name has at most 255 bytes, and gets more words
 COMBINATIONS = 10_000  # of one cross product
 NODES = 100_000  # of a YAML file, whatever an alias stands for counted each time
@@ -47,12 +48,14 @@ def too_large(case: Case) -> str:
     return ""
 
 
-def too_many_ranks(case: Case) -> str:
-    """To start; empty if all of them can be tried."""
+def too_large_to_start(case: Case) -> str:
+    """Of a run; empty if it can be tried."""
     ranks = max(launched.dims.world_size for launched in case.launches.values())
-    return (
-        f"{ranks} ranks, more than the {STARTED} that a run starts; `harness plan` takes it" if ranks > STARTED else ""
-    )
+    tokens = case.training.global_batch * case.training.seq_len
+    for what, number, most in (("ranks", ranks, STARTED), ("tokens a step", tokens, TRAINED)):
+        if number > most:
+            return f"{number} {what}, more than the {most} of a run; `harness plan` and `harness preflight` take it"
+    return ""
 
 
 def too_much_memory(case: Case) -> str:

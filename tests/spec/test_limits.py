@@ -14,11 +14,11 @@ import pytest
 
 from harness import ROOT
 from harness.launch.job import Job
-from harness.reference.config import PRESETS
+from harness.reference.config import PRESETS, TrainingConfig
 from harness.run.folders import folder_of, trainer_label, without_source
 from harness.run.options import Options
 from harness.spec.case import Case, CaseError
-from harness.spec.limits import NODES, too_much_memory
+from harness.spec.limits import NODES, too_large_to_start, too_much_memory
 from harness.spec.loading import load_cases
 from harness.spec.variants import reseeded
 
@@ -83,6 +83,13 @@ def test_what_the_reference_keeps_of_a_large_model_must_fit_into_memory() -> Non
     large = Case("large", "a test", model=PRESETS["405B"])
     assert too_much_memory(large).startswith("the reference keeps parameters and gradients of 3 steps x 405")
     assert too_much_memory(Case("usual", "a test")) == ""
+
+
+def test_a_step_of_a_cluster_is_planned_and_not_started_here() -> None:
+    large = Case("large", "a test", training=TrainingConfig(global_batch=4096, seq_len=8192))
+    assert too_large_to_start(large).startswith(
+        "33554432 tokens a step, more than the 16777216 of a run; `harness plan`"
+    )
 
 
 def test_another_seed_than_there_is_is_refused() -> None:
