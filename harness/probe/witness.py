@@ -35,6 +35,10 @@ tensor is the result."""
 COPIES = ("copy_", "clone", "_to_copy")
 
 
+BETWEEN = ("torch._compile", "torch._dynamo.eval_frame")
+"""torch has its compiler look away from what a dispatch mode does."""
+
+
 class Witness(TorchDispatchMode):
     """Trap: it must leave DTensors to themselves, or what they do inside does not come by here."""
 
@@ -65,8 +69,8 @@ class Witness(TorchDispatchMode):
         if namespace == "_c10d_functional":
             self._functional(func, name, args, made)
         elif namespace == "aten":
-            caller = sys._getframe().f_back
-            self._computed(name, f"{name}.{func._overloadname}".removesuffix(".default"), args, made, caller)
+            full = f"{name}.{func._overloadname}".removesuffix(".default")
+            self._computed(name, full, args, made, _caller(sys._getframe().f_back))
         return made
 
     def _functional(self, func: Any, name: str, args: Any, made: Any) -> None:
@@ -91,3 +95,10 @@ class Witness(TorchDispatchMode):
             probe.copies.copied(target, source, caller)
         elif full == "cat":
             probe.copies.joined(made, args[0], caller)
+
+
+def _caller(frame: types.FrameType | None) -> types.FrameType | None:
+    """Who called the operator."""
+    while frame is not None and frame.f_globals.get("__name__") in BETWEEN:
+        frame = frame.f_back
+    return frame
