@@ -25,7 +25,7 @@ from harness.run.ray_cluster import Cluster, Gang, gang_of
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 
-EACH = 2  # ranks that a node of one core takes here; each of a gang imports torch
+EACH = 1  # ranks that a node of one core takes here; each of a gang imports torch
 MISSING = "Ray is not installed: pip install 'harness[ray]'"
 
 
@@ -59,9 +59,10 @@ class Nodes:
         self.living: dict[Path, Any] = {}
 
     def add(self, own: Path) -> None:
-        """own: where it keeps what it makes."""
+        """own: where it keeps what it makes, and its slots."""
         own.mkdir()
-        node = self.cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars={"TMPDIR": str(own)})
+        variables = {"TMPDIR": str(own), "HARNESS_SLOTS_FOLDER": str(own / "slots")}
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars=variables)
         self.living[own] = node
 
     def kill(self, own: Path) -> None:
