@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 import threading
@@ -14,12 +15,11 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
 from harness.report.grid import grid
-from harness.report.outcome import judged
-from harness.report.text import case_report
-from harness.run import ray_cluster
+from harness.report.outcome import Outcome
+from harness.report.progress import Progress
+from harness.run import ray_cluster, verdicts
+from harness.run.matrix import run_all
 from harness.run.options import Options, Unsupported
 from harness.run.ray_cluster import Cluster, Gang, gang_of
 from harness.spec.case import Case
@@ -57,6 +57,7 @@ class Nodes:
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
         self.cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
         self.living: dict[Path, Any] = {}
+        self.dead: list[Path] = []
 
     def add(self, own: Path) -> None:
         """own: where it keeps what it makes, and its slots."""
@@ -65,7 +66,12 @@ class Nodes:
         node = self.cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars=variables)
         self.living[own] = node
 
+    @property
+    def all(self) -> list[Path]:
+        return [*self.living, *self.dead]
+
     def kill(self, own: Path) -> None:
+        self.dead.append(own)
         self.cluster.remove_node(self.living.pop(own), allow_graceful=False)
 
 
@@ -91,21 +97,26 @@ def test_a_case_larger_than_a_node_is_one_launch_on_several_and_a_node_that_dies
 ) -> None:
     """One test: to start a cluster takes longer than all its cases."""
     options = Options(out=tmp_path / "out")
-    cluster = Cluster("ray", "cpu")
-    judgement = cluster.run_case(case_of("large", 2 * EACH, steps=10), options)
-    assert judgement.verdict is Verdict.PASS, case_report(judgement)
-    assert (judgement.made["launcher"], judgement.made.get("again")) == ("torchrun", None)
-    assert sum(any(own.glob("harness-node-*/joined")) for own in nodes.living) == 1  # the other is the first node
+    cases = [case_of("large", 2 * EACH, steps=10), case_of("long", EACH, steps=10)]
+    record, cluster = verdicts.begin(cases, options, ""), Cluster("ray", "cpu")
 
-    judgement = made_while_its_node_dies(nodes, lambda: cluster.run_case(case_of("long", EACH, steps=10), options))
-    assert judgement.verdict is Verdict.PASS, case_report(judgement)
-    assert judgement.made["again"].startswith("made again: Task failed because the node")
-    assert (tmp_path / "out" / "long" / "run" / "ranks" / f"rank_{EACH - 1:02d}.npz").exists()
-    assert "    made again: Task failed because the node" in grid([judged(judgement)])
+    def matrix() -> list[Outcome]:
+        progress = Progress({"large": 1.0, "long": 1.0}, io.StringIO())
+        return run_all(cases, options, jobs=1, progress=progress, ended=record.ended, how=cluster.run_case)
+
+    large, long = found = made_while_the_node_of_the_second_dies(nodes, matrix)
+    assert [one.verdict for one in found] == ["PASS", "PASS"], f"{found}"
+    assert (large.made_again, long.made_again[:41]) == ("", "made again: Task failed because the node ")
+    assert "    made again: Task failed because the node" in grid(found)
+    run, unread = verdicts.last(options.out)
+    assert (list(run.outcomes), run.twice, run.missing, unread) == (["large", "long"], [], [], [])
+    written = {path.parent.parent.parent.name: path.name for path in sorted(options.out.glob("*/run/ranks/*.npz"))}
+    assert written == {"large": f"rank_{2 * EACH - 1:02d}.npz", "long": f"rank_{EACH - 1:02d}.npz"}
+    assert sum(any(own.glob("harness-node-*/joined")) for own in nodes.all) == 1  # the other one was the first node
 
 
-def made_while_its_node_dies(nodes: Nodes, make: Callable[[], Judgement]) -> Judgement:
-    found: Future[Judgement] = Future()
+def made_while_the_node_of_the_second_dies(nodes: Nodes, make: Callable[[], list[Outcome]]) -> list[Outcome]:
+    found: Future[list[Outcome]] = Future()
 
     def run() -> None:
         try:
@@ -120,7 +131,7 @@ def made_while_its_node_dies(nodes: Nodes, make: Callable[[], Judgement]) -> Jud
 
     threading.Thread(target=run, daemon=True).start()  # a test that fails must not wait for it
     eventually(lambda: found.done() or at_work())
-    assert not found.done(), found.exception()
+    assert not found.done(), found.exception() or found.result()
     nodes.kill(at_work()[0])
     return found.result(timeout=600)
 
