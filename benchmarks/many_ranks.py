@@ -6,14 +6,16 @@ The recording is made up: HSDP of 128 ranks a replica, one of whose ranks has an
 from __future__ import annotations
 
 import dataclasses
+import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from harness.evidence.recording import RankRecord, RecordedStep, packed, record_file
+from harness.evidence.recording import RankRecord, RecordedStep, head, packed, record_file
 from harness.evidence.records import Collective, Group, RankEvidence, StepEvidence, TensorEvidence, Wrapper
 from harness.evidence.store import without_values
-from harness.evidence.summary import summary_of
+from harness.evidence.summary import Summary, number, ranks_key, summary_of
 from harness.judge.stored_recording import load_recording
 from harness.report.recording_page import page
 
@@ -62,22 +64,58 @@ def record(rank: int, world: int, mesh: list[list[int]]) -> RankRecord:
     return RankRecord(told, steps, ("Transformer",), ("AdamW(betas (0.9, 0.95))",), names, ended="ok", steps_seen=3)
 
 
-def main(world: int, folder: Path) -> None:
+def summary_like(first: Summary, rank: int, world: int) -> Summary:
+    """That of the same job's rank, without its whole record being made again: what differs between its ranks is here."""
+    start, place = rank // SHARDS * SHARDS, rank % SHARDS
+    keys = {"shard": ranks_key(tuple(range(start, start + SHARDS)))}
+    keys["replicate"] = ranks_key(tuple(range(place, world, SHARDS)))
+    theirs = {ranks_key(tuple(range(SHARDS))): "shard", ranks_key(tuple(range(0, world, SHARDS))): "replicate"}
+    held = number([(name, place + (rank == ODD)) for name in first.parts])
+    return dataclasses.replace(
+        first,
+        rank=rank,
+        uses=tuple(dataclasses.replace(use, ranks=keys[theirs[use.ranks]]) for use in first.uses),
+        issued=tuple(
+            dataclasses.replace(one, group=keys[theirs[one.ranks]], ranks=keys[theirs[one.ranks]])
+            for one in first.issued
+        ),
+        roles={keys[theirs[ranks]]: role for ranks, role in first.roles.items()},
+        slices=number([first.slices, place]),
+        contents={step: number([step, held]) for step in first.contents},
+        settings=first.settings | {"cudnn.benchmark": "on" if rank == ODD else "off"},
+    )
+
+
+def write(world: int, folder: Path) -> int:
+    """Bytes of all files."""
     mesh = [list(range(start, start + SHARDS)) for start in range(0, world, SHARDS)]
-    record_file(folder, 0).parent.mkdir(parents=True)
-    began, size = time.process_time(), 0
+    first = record(0, world, mesh)
+    summary, size = summary_of(first), 0
+    _, _, body = packed(summary, first).partition(b"\n")
     for rank in range(world):
-        one = record(rank, world, mesh)
-        file = packed(summary_of(one), one)
+        file = head(summary_like(summary, rank, world)) + body
         record_file(folder, rank).write_bytes(file)
         size += len(file)
-    print(f"{world} files of {size / world:.0f} bytes in {time.process_time() - began:.1f} s of CPU")
+    return size
+
+
+def main(world: int, folder: Path) -> None:
+    """In two processes, so that the memory is that of who reads."""
+    record_file(folder, 0).parent.mkdir(parents=True)
+    print(f"{world} files of {write(world, folder) / world:.0f} bytes")
+    subprocess.run([sys.executable, "-m", "benchmarks.many_ranks", "read", str(folder)], check=True)
+
+
+def read(folder: Path) -> None:
     began = time.process_time()
     recording = dataclasses.replace(load_recording(folder), command="torchrun train.py")
-    read = time.process_time() - began
+    loaded = time.process_time() - began
     print(page(recording))
-    print(f"read in {read:.1f} s, page in {time.process_time() - began - read:.1f} s of CPU")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        f"read in {loaded:.1f} s, page in {time.process_time() - began - loaded:.1f} s of CPU; {memory:.0f} MiB at most"
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    read(Path(sys.argv[2])) if sys.argv[1] == "read" else main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -60,19 +60,26 @@ def _of_recorded(trial: Trial) -> Result:
             for record in step.after_forward:
                 examined += len(record.bytes)
                 findings += _more_than_kept(trial, partial(Finding.at, rank, step=step.step), rank, record)
+                if step.step > 1:
+                    findings += _more_in_memory(trial, partial(Finding.at, rank, step=step.step), rank, record)
     return verdict_of("reshard", findings, examined)
 
 
 def _more_than_kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
-    """Of the memory behind all parameters nothing is said where some are in no unit: then it is not planned."""
     wanted = trial.plan.after_forward[rank]
-    findings = [
+    return [
         here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=f"{fqn} after forward")
         for fqn, held in record.bytes.items()
         if fqn in wanted and held > wanted[fqn].bytes
     ]
-    if findings or not record.bytes.keys() <= wanted.keys():
-        return findings
+
+
+def _more_in_memory(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
+    """Behind all parameters. Not planned where some are in no unit, nor in the first step, in which what they were made from
+    may be there yet."""
+    wanted = trial.plan.after_forward[rank]
+    if not record.bytes.keys() <= wanted.keys() or _more_than_kept(trial, here, rank, record):
+        return []
     most = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes) + trial.plan.padding_after_forward[rank]
     if record.storage <= most:
         return []

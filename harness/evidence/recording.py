@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from harness.evidence.format import version_of
 from harness.evidence.records import RankEvidence
@@ -90,10 +92,17 @@ def save_record(path: Path, summary: object, record: RankRecord) -> None:
 
 
 def packed(summary: object, record: RankRecord) -> bytes:
-    head = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
     meshes: list[Any] = []
-    body = json.dumps([encoded_without_values(_with_numbers(record, meshes)), meshes], separators=(",", ":")).encode()
-    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + zlib.compress(body, 1)
+    body = json.dumps(
+        [encoded_without_values(_with_numbers(record, meshes)), [*map(_short, meshes)]], separators=(",", ":")
+    ).encode()
+    return head(summary) + zlib.compress(body, 1)
+
+
+def head(summary: object) -> bytes:
+    """The line in front."""
+    told = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
+    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
 
 
 def load_summary(path: Path, kind: type[S]) -> S:
@@ -110,7 +119,7 @@ def load_record(path: Path) -> RankRecord:
     with _said(path), open(path, "rb") as file:
         file.readline()
         plain, meshes = json.loads(zlib.decompress(file.read()))
-        return _with_meshes(decoded_without_values(RankRecord, plain), meshes)
+        return _with_meshes(decoded_without_values(RankRecord, plain), [*map(_long, meshes)])
 
 
 def _with_numbers(record: RankRecord, meshes: list[Any]) -> RankRecord:
@@ -130,6 +139,23 @@ def _with_meshes(record: RankRecord, meshes: list[Any]) -> RankRecord:
     told = record.evidence.parameters
     parameters = tuple(replace(t, mesh=None if t.mesh is None else meshes[t.mesh]) for t in told)
     return replace(record, evidence=replace(record.evidence, parameters=parameters))
+
+
+def _short(mesh: Any) -> Any:
+    """Of a mesh whose ranks lie evenly along each axis its shape, first rank and steps; of another all ranks."""
+    array = np.array(mesh)
+    steps = [int(np.take(array, 1, axis).flat[0] - array.flat[0]) if n > 1 else 0 for axis, n in enumerate(array.shape)]
+    told = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}
+    return told if np.array_equal(_even(**told), array) else mesh
+
+
+def _long(kept: Any) -> Any:
+    """The inverse."""
+    return _even(**kept).tolist() if isinstance(kept, dict) else kept
+
+
+def _even(*, shape: Sequence[int], first: int, steps: Sequence[int]) -> np.ndarray:
+    return first + np.tensordot(np.array(steps, np.int64), np.indices(shape), 1)
 
 
 def _version(kind: type) -> str:

@@ -185,7 +185,7 @@ def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
 
 def _step(summaries: Sequence[Summary]) -> Rows:
     """What moved in the step that is shown."""
-    return [*_axes(axes(summaries)), *_idle(summaries)]
+    return [*_axes(axes(summaries), several=len(summaries) > 1), *_idle(summaries)]
 
 
 def _command(command: str, most: int = 150) -> str:
@@ -208,12 +208,12 @@ def _model(summaries: Sequence[Summary]) -> str:
     )
 
 
-def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
+def _axes(found: Sequence[Axis], *, several: bool) -> Iterator[tuple[str, str]]:
     for axis in found:
         yield f"over {axis.size} ranks", f"{_role(axis)}{groups_text(axis.groups)}"
         for moved in sorted(axis.moved, key=lambda moved: PHASES.index(moved.phase))[:6]:
             yield "", f"  {_moved(moved)}"
-    if not found:
+    if not found and several:
         yield "groups", "no collective ran in forward or backward: each rank trains alone"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,17 @@ def test_claims_come_back_and_values_do_not(tmp_path: Path) -> None:
         assert not np.any(after.value)
     assert load_summary(path, Summary) == summary_of(one)
     assert summary_of(read) == summary_of(one)
+
+
+def test_a_mesh_of_thousands_of_ranks_takes_little_room_and_an_uneven_one_comes_back_too(tmp_path: Path) -> None:
+    wide = np.arange(16384).reshape(128, 128).T.tolist()
+    for mesh in (wide, [[0, 5], [1, 2]], [3]):
+        one, path = record(0), record_file(tmp_path, 0)
+        tensors = tuple(replace(tensor, mesh=mesh) for tensor in one.evidence.parameters)
+        one = replace(one, evidence=replace(one.evidence, parameters=tensors))
+        save_record(path, summary_of(record(0)), one)
+        assert {str(t.mesh) for t in load_record(path).evidence.parameters} == {str(mesh)}
+        assert path.stat().st_size < 4000
 
 
 def test_replicas_claim_the_same_parts_and_others_do_not() -> None:

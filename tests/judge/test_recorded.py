@@ -179,3 +179,13 @@ def test_a_unit_that_is_freed_on_paper_only_is_in_memory() -> None:
         recorded_trial(changed_steps(ran, 1, after_forward=(replace(left, storage=2 * left.storage),)), FSDP_2)
     )
     assert [where for where, _, _ in found["reshard"]] == ["rank 1, step 2, memory of all parameters after forward"]
+
+
+def test_in_the_first_step_there_may_be_what_parameters_were_made_from() -> None:
+    ran = trial_of(tiny_case("fsdp_2"))
+    evidence = ran.ranks[1]
+    first, *rest = evidence.steps
+    (left,) = first.after_forward
+    steps = (replace(first, after_forward=(replace(left, storage=2 * left.storage),)), *rest)
+    more = replace(ran, run=replace(ran.run, ranks={**ran.ranks, 1: replace(evidence, steps=steps)}))
+    assert not broken(recorded_trial(more, FSDP_2))
