@@ -145,7 +145,7 @@ def _short(mesh: Any) -> Any:
     """Of a mesh whose ranks lie evenly along each axis its shape, first rank and steps; of another all ranks."""
     array = np.array(mesh)
     steps = [int(np.take(array, 1, axis).flat[0] - array.flat[0]) if n > 1 else 0 for axis, n in enumerate(array.shape)]
-    told = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}
+    told: dict[str, Any] = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}
     return told if np.array_equal(_even(**told), array) else mesh
 
 

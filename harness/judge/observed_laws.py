@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.evidence.summary import Summary
+from harness.evidence.summary import Summary, ranks_of
 from harness.evidence.text import ranks_text
 from harness.judge.observed import differing_replicas, replicas
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
@@ -17,11 +17,37 @@ NOTHING = "nothing was examined"
 
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
-    found = replica_agreement(summaries), samples(summaries, dims), finite(summaries)
+    found = exchange(summaries, dims), replica_agreement(summaries), samples(summaries, dims), finite(summaries)
     return tuple(
         one if one.examined or one.verdict is not Verdict.PASS else replace(one, verdict=Verdict.UNKNOWN, note=NOTHING)
         for one in found
     )
+
+
+def exchange(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
+    """Over the ranks of each tp and cp group something moves in forward or backward: neither is possible without. Of a group
+    that lies within one of FSDP's nobody can say what moves there for which of them."""
+    if dims.tp * dims.cp == 1:
+        return not_applicable("exchange", "neither tensor nor context parallelism")
+    findings, judged = [], [one for one in summaries if one.shown and one.rank < dims.world_size]
+    for axis in [axis for axis in ("tp", "cp") if getattr(dims, axis) > 1]:
+        lines = _lines(dims, axis)
+        for one in judged:
+            line = set(lines[one.rank])
+            if not any(len(line.intersection(ranks_of(use.ranks))) > 1 for use in one.uses):
+                wanted = f"collectives in forward or backward over its {axis} group {ranks_text(lines[one.rank])}"
+                findings.append(Finding.at(one.rank, wanted, "none", step=one.shown, name=axis))
+    return verdict_of("exchange", list(worst_first(findings)), len(judged))
+
+
+def _lines(dims: ParallelDims, axis: str) -> dict[int, tuple[int, ...]]:
+    """By rank, the ranks that differ from it in this axis alone."""
+    at = {rank: coordinate(dims, rank) for rank in range(dims.world_size)}
+    found: dict[tuple[int, ...], list[int]] = {}
+    places = {rank: tuple(place for name, place in where.items() if name != axis) for rank, where in at.items()}
+    for rank, place in places.items():
+        found.setdefault(place, []).append(rank)
+    return {rank: tuple(found[place]) for rank, place in places.items()}
 
 
 def replica_agreement(summaries: Sequence[Summary]) -> Result:

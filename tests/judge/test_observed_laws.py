@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from literal_recording import hsdp, summary
+from literal_recording import SUM, hsdp, summary
 
-from harness.judge.observed_laws import finite, observed_laws, replica_agreement, samples
+from harness.evidence.summary import Use
+from harness.judge.observed_laws import exchange, finite, observed_laws, replica_agreement, samples
 from harness.judge.result import Verdict
 from harness.spec.dims import ParallelDims
 
@@ -43,5 +44,17 @@ def test_infinite_numbers_are_found_with_their_step() -> None:
 
 
 def test_ranks_that_claim_the_same_and_of_which_no_step_is_recorded_agree_on_nothing() -> None:
-    agreement, *_ = observed_laws([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
+    _, agreement, *_ = observed_laws([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
     assert (agreement.verdict, agreement.note) == (Verdict.UNKNOWN, "nothing was examined")
+
+
+def test_tensor_parallelism_that_moves_nothing_over_its_ranks_is_not_there() -> None:
+    over_dp = {rank: Use("0,2" if rank % 2 == 0 else "1,3", *SUM) for rank in range(4)}
+    over_tp = {rank: Use("0,1" if rank < 2 else "2,3", *SUM) for rank in range(4)}
+    dims = ParallelDims(dp_shard=2, tp=2)
+    alone = exchange([summary(rank, shown=2, uses=(over_dp[rank],)) for rank in range(4)], dims)
+    assert [(f.rank, f.observed) for f in alone.findings] == [(rank, "none") for rank in range(4)]
+    assert "over its tp group [0,1]" in alone.findings[0].expected
+    both = [summary(rank, shown=2, uses=(over_dp[rank], over_tp[rank])) for rank in range(4)]
+    assert exchange(both, dims).verdict == Verdict.PASS
+    assert exchange(both, FOUR).verdict == Verdict.NOT_APPLICABLE
