@@ -67,5 +67,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	.venv/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	.venv/bin/pip install --quiet -c constraints.txt -e '.[dev,ray]'
 	touch $@
