@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from harness import trainers
@@ -21,6 +22,7 @@ from harness.cli.options import (
     positive_int,
 )
 from harness.evidence.store import CASE_FILE, write_text
+from harness.preflight import config_file
 from harness.preflight.chosen import Chosen, chosen
 from harness.preflight.judging import judged
 from harness.preflight.launches import fly
@@ -36,6 +38,10 @@ from harness.spec.case import Case, CaseError, to_json
 def add(commands: Any) -> None:
     parser = add_command(commands, "preflight", command, "judge a large layout on this machine: some ranks, each alone")
     add_layout(parser)
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE.toml", help="or torchtitan's own configuration, with --world"
+    )
+    parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config is for")
     how = parser.add_argument_group("how")
     how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
     how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")
@@ -49,7 +55,7 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    case, trainer = _case(args), _trainer(args)
+    (case, set_aside), trainer = _case(args), _trainer(args)
     case = traits.settled(case, trainers.traits_by_launch(case, trainer))
     adapter = trainers.load(trainer)
     if reason := adapter.unsupported_alone(case):
@@ -61,16 +67,21 @@ def command(args: argparse.Namespace) -> int:
     flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)
     began = time.monotonic()
     verdicts = judged(case, flown)
-    say(preflight_text(case, selected, flown, verdicts, time.monotonic() - began))
+    say(preflight_text(case, selected, flown, verdicts, time.monotonic() - began, set_aside))
     unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
     return NOT_JUDGED if unfired else code_of(verdict_of_all(verdicts.results))
 
 
-def _case(args: argparse.Namespace) -> Case:
-    """Raises BadInput and CaseError."""
+def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
+    """And what of a configuration is not run. Raises BadInput and CaseError."""
+    if args.config is not None:
+        if args.case or args.dims or not args.world:
+            raise BadInput("--config needs --world, and neither CASE nor --dims")
+        found = config_file.read(args.config, args.world)
+        return replace(found.case, training=replace(found.case.training, steps=args.steps)), found.set_aside
     case = layout_case(args)
     steps = min(args.steps, case.training.steps) if args.case else args.steps
-    return replace(case, training=replace(case.training, steps=steps))
+    return replace(case, training=replace(case.training, steps=steps)), ()
 
 
 def _trainer(args: argparse.Namespace) -> str:

@@ -19,13 +19,16 @@ SHOWN = 4  # ranks of a line
 NEVER = "numbers, samples, checkpoints, NCCL, what libraries keep on a GPU, time"
 
 
-def preflight_text(case: Case, chosen: Chosen, flown: Flown, verdicts: Verdicts, planned: float) -> str:
-    """planned: the seconds that the plan took."""
+def preflight_text(
+    case: Case, chosen: Chosen, flown: Flown, verdicts: Verdicts, judging: float, set_aside: tuple[str, ...] = ()
+) -> str:
+    """judging: the seconds that plan and laws took. set_aside: what of a configuration was not run."""
     world, trial = case.dims.world_size, verdicts.trial
     rows = [
-        ("plan", f"{world:,} ranks   {planned:.0f} s"),
+        ("plan and laws", f"of {world:,} ranks, {judging:.0f} s"),
         ("ran alone", f"{len(flown.ranks)} ranks: {_why(chosen)}"),
         ("", f"{_time(flown.seconds)}; one of them {flown.of_rank:.0f} s of processor time, {bytes_text(flown.bytes)}"),
+        *([("not run", ", ".join(set_aside))] if set_aside else []),
         *_of_a_rank(case, trial),
     ]
     lines = [f"preflight {case.dims}, {case.model.name}, sequence {case.training.seq_len:,}", *table(rows)]
