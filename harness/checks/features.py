@@ -217,7 +217,7 @@ def attention_is_fused(trial: Trial) -> bool:
     """
     if trial.traits.attention == "fused" and has_fused_kernel(trial):
         return True
-    return any(step.activity.attention.get(FUSED) for step in trial.own_steps())
+    return any(step.activity.attention.get(FUSED) for _, step in trial.own_steps())
 
 
 def has_fused_kernel(trial: Trial) -> bool:
@@ -258,7 +258,7 @@ def most_computed(trial: Trial, step: StepEvidence) -> int:
 
 
 def _allowances_text(trial: Trial) -> str:
-    stale = "" if any(_computed(step) for step in trial.own_steps()) else ", not used"
+    stale = "" if any(_computed(step) for _, step in trial.own_steps()) else ", not used"
     computed = (one for one in trial.allow if one.what == "computed")
     return "; ".join(f"allowed: computed {one.matmuls} ({one.reason}){stale}" for one in computed)
 

@@ -97,7 +97,7 @@ def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Collectives that move nothing, where that is all that is wrong with traffic: ranks that wait compute the right thing."""
     phases = (*INSIDE, "optimizer")
     if "traffic" in broken and all(finding.name in phases for finding in broken["traffic"].findings):
-        rank, step, (key, count) = next((r, s.step, w) for r, s, _ in trial.steps() for w in _waits(trial, r, s.step))
+        rank, step, (key, count) = next((r, s.step, w) for r, s in trial.own_steps() for w in _waits(trial, r, s.step))
         text = f"{count} x {key[1]} of no bytes over {ranks_text(key[0])} (rank {rank}, step {step})"
         yield _fact("ranks wait", f"ranks wait for each other in {key[2]}: {text}", "traffic", broken)
 

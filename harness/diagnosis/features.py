@@ -211,7 +211,7 @@ def _reduction(trial: Trial) -> str | None:
 def attended_too_often(trial: Trial) -> str | None:
     """Attention is done more or less often in forward, and recomputation is right. In context parallel that follows from
     what else is wrong there."""
-    for rank, step, _ in trial.steps():
+    for rank, step in trial.own_steps():
         seen = step.activity.attention.get(features.FUSED, 0)
         layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
         if seen not in (0, layers):
@@ -222,7 +222,7 @@ def attended_too_often(trial: Trial) -> str | None:
 
 def _fallback(trial: Trial) -> str | None:
     """Fewer fused kernels than layers, and batched matmuls in their place."""
-    for rank, step, _ in trial.steps() if features.attention_is_fused(trial) else ():
+    for rank, step in trial.own_steps() if features.attention_is_fused(trial) else ():
         seen, wanted = step.activity.attention.get(features.FUSED, 0), features.fused_in_forward(trial, rank)
         if seen < wanted and (batched := features.batched_matmuls(step)):
             text = f"{seen} fused kernels in forward, requested {wanted}, and {batched} batched matmuls"
@@ -232,7 +232,7 @@ def _fallback(trial: Trial) -> str | None:
 
 def _beside(trial: Trial) -> str | None:
     """The first rank and step in which matmuls are neither forward's nor backward's."""
-    for rank, step, _ in trial.steps():
+    for rank, step in trial.own_steps():
         if count := features.beside(trial, rank, step):
             blocks = ", some in its blocks," if features.blocks_beside(step) else ""
             text = f"{count} matmuls{blocks} outside of forward and backward (rank {rank}, step {step.step})"
@@ -241,7 +241,7 @@ def _beside(trial: Trial) -> str | None:
 
 
 def _hooks(trial: Trial) -> str | None:
-    owners = {rank: owner for rank, step, _ in trial.steps() for owner in features.foreign_hooks(step)}
+    owners = {rank: owner for rank, step in trial.own_steps() for owner in features.foreign_hooks(step)}
     who = f"{some(sorted(set(owners.values())))}, which nobody requested{on_ranks(trial, owners)}"
     return f"activations saved for backward go through {who}" if owners else None
 

@@ -151,9 +151,9 @@ class Trial:
                 if step.step in by_number:
                     yield rank, step, by_number[step.step]
 
-    def own_steps(self) -> Iterator[StepEvidence]:
+    def own_steps(self) -> Iterator[tuple[int, StepEvidence]]:
         """Every rank's record of every step."""
-        return (step for _, evidence in sorted(self.ranks.items()) for step in evidence.steps)
+        return ((rank, step) for rank, evidence in sorted(self.ranks.items()) for step in evidence.steps)
 
     def one_rank_per_share(self) -> list[int]:
         """The ranks that between them received each sample once: first stages at cp 0 and tp 0."""
