@@ -105,6 +105,8 @@ TRAINER_CONFIG = Era(
         "schedule": FEATURE_CHOICES["schedule"],
         "microbatches": tuple(range(1, 65)),
         "stages_per_rank": tuple(range(1, 65)),
+        "first_stage_less_layers": tuple(range(1, 65)),
+        "last_stage_less_layers": tuple(range(1, 65)),
         "cp_load_balance": (False,),
         "cpu_offload": (True,),
         "activation_checkpointing": ("none", "full", "op"),

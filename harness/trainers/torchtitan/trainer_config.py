@@ -110,7 +110,9 @@ def stages(case: Case) -> list[list[str]] | None:
         return None
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-    return _generate_llm_fqn_per_model_part(case.n_stages, case.model.n_layers, 0, 0)
+    features = case.features
+    less = features.first_stage_less_layers, features.last_stage_less_layers
+    return _generate_llm_fqn_per_model_part(case.n_stages, case.model.n_layers, *less)
 
 
 def given(case: Case) -> dict[str, Any]:
@@ -124,8 +126,8 @@ def given(case: Case) -> dict[str, Any]:
     pipeline = {
         "num_pp_microbatches": case.microbatches,
         "module_fqns_per_model_part": stages(case),
-        "pipeline_parallel_first_stage_less_layers": 0,
-        "pipeline_parallel_last_stage_less_layers": 0,
+        "pipeline_parallel_first_stage_less_layers": case.features.first_stage_less_layers,
+        "pipeline_parallel_last_stage_less_layers": case.features.last_stage_less_layers,
         "enable_sequence_parallel": case.features.sequence_parallel,
     }
     return {
