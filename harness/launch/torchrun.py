@@ -76,8 +76,8 @@ class TorchrunRanks:
 
     def more_may_come(self, code: int) -> bool:
         """torchrun ends here when it ends on the other nodes; what their ranks left takes its time through a shared disk."""
-        if not self.job.torchrun_args or len(self.statuses) == self.job.world_size:
-            return False
+        if not self.job.torchrun_args or not self.hosts or len(self.statuses) == self.job.world_size:
+            return False  # no other node, no rank that began, or all are known
         self.over = self.over or time.monotonic()
         return time.monotonic() - self.over < NEWS_PATIENCE[code == 0]
 
