@@ -33,13 +33,12 @@ from harness.diagnosis.forward import different_losses, masks_drawn_again, other
 from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
-from harness.diagnosis.not_zeroed import gradients_not_zeroed
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, not_trained, process_failed
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise
-from harness.diagnosis.scaled import scaled_gradients
+from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
 from harness.diagnosis.telling import broken_later, told, what_weaker_tests_say
 from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
 from harness.diagnosis.updates import changed_weights

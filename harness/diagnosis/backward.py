@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.diagnosis.consequences import consequences
 from harness.diagnosis.differences import (
     Pair,
+    consequences,
     expected_gradient,
     first_wrong_step,
     loss_off,

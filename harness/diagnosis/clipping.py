@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.checks import update
 from harness.diagnosis.algorithms import agrees, first_moves, kinds_of_parameters
-from harness.diagnosis.consequences import replicas_agree
+from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.checks import memory, settings
 from harness.checks.traffic import waits
-from harness.diagnosis.hypothesis import Broken, Fact
+from harness.diagnosis.hypothesis import Broken, Fact, stated
 from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
@@ -15,10 +15,6 @@ from harness.judge.traffic import INSIDE
 from harness.judge.trial import Trial
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
-
-
-def _fact(kind: str, text: str, law: str, broken: Broken) -> Fact:
-    return Fact(Cause(kind, text), (law,), (finding_line(law, broken[law]),))
 
 
 # ---- memory
@@ -33,7 +29,7 @@ def memory_kept(trial: Trial, broken: Broken) -> Iterator[Fact]:
         found = {rank: text for rank in ranks if (text := look(trial, rank))}
         if found:
             (first, more), kind = next(iter(found.values())), look.__name__.strip("_")
-            yield _fact(kind, f"{first}{on_ranks(trial, found)}{more}", "memory", broken)
+            yield stated(broken, "memory", kind, f"{first}{on_ranks(trial, found)}{more}")
 
 
 def _growing(trial: Trial, rank: int) -> tuple[str, str] | None:
@@ -82,12 +78,8 @@ def other_settings(trial: Trial, broken: Broken) -> Iterator[Fact]:
         first, ranks = found[0], [one.rank for one in found if one.name == found[0].name and one.rank is not None]
         verb = "are" if first.name.endswith("s") else "is"
         where = f"{on_ranks(trial, ranks)} from step {first.step} on"
-        yield _fact(
-            "another setting",
-            f"{first.name} {verb} {first.observed}{where}, requested {first.expected}",
-            "settings",
-            broken,
-        )
+        text = f"{first.name} {verb} {first.observed}{where}, requested {first.expected}"
+        yield stated(broken, "settings", "another setting", text)
 
 
 # ---- collectives
@@ -99,7 +91,7 @@ def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "traffic" in broken and all(finding.name in phases for finding in broken["traffic"].findings):
         rank, step, (key, count) = next((r, s.step, w) for r, s in trial.own_steps() for w in _waits(trial, r, s.step))
         text = f"{count} x {key[1]} of no bytes over {ranks_text(key[0])} (rank {rank}, step {step})"
-        yield _fact("ranks wait", f"ranks wait for each other in {key[2]}: {text}", "traffic", broken)
+        yield stated(broken, "traffic", "ranks wait", f"ranks wait for each other in {key[2]}: {text}")
 
 
 def _waits(trial: Trial, rank: int, step: int) -> list[tuple[tuple[tuple[int, ...], str, str], int]]:
@@ -132,7 +124,7 @@ def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "collective_order" in broken:
         first = broken["collective_order"].findings[0]
         text = f"ranks of a group do not issue the same collectives: {first.where}: {first.observed}, {first.expected}"
-        yield _fact("collectives out of order", text, "collective_order", broken)
+        yield stated(broken, "collective_order", "collectives out of order", text)
     if "replica_agreement" in broken and not NUMBERS & set(broken):
         first = broken["replica_agreement"].findings[0]
         text = f"replicas drift apart: {first.where}: {first.observed}"
@@ -141,7 +133,7 @@ def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "determinism" in broken:
         first, fed = broken["determinism"].findings[0], _fed_otherwise(trial)
         text = f"the same case run twice gives different bytes{fed}, first on {first.where}: {first.observed}"
-        yield _fact("not deterministic", text, "determinism", broken)
+        yield stated(broken, "determinism", "not deterministic", text)
 
 
 def _fed_otherwise(trial: Trial) -> str:

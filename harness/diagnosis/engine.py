@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from harness.diagnosis.consequences import OF_GRADIENTS
+from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.checks import features
 from harness.diagnosis.assume import another_case, another_recipe
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
 from harness.judge.order import as_planned
 from harness.judge.result import Cause, Finding, Verdict
@@ -166,7 +166,7 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
         None if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else attended_too_often(trial)
     ):
         others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
-        yield Fact(Cause("odd traces", text), ("features", *others), (finding_line("features", broken["features"]),))
+        yield stated(broken, "features", "odd traces", text, *others)
 
 
 def _wrapper(trial: Trial) -> str | None:
@@ -293,4 +293,4 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     text = f"the pipeline's order is not that of {asked}: {first}"
     if idle:
         text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {asked} is requested"
-    yield Fact(Cause("other actions", text), ("schedule",), (finding_line("schedule", broken["schedule"]),))
+    yield stated(broken, "schedule", "other actions", text)

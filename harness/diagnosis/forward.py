@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.diagnosis.assume import another_reference, order_of_rows
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
 from harness.diagnosis.words import finding_line, on_ranks, some, where_text
 from harness.judge.losses import losses
@@ -90,8 +90,9 @@ def different_losses(trial: Trial, broken: Broken) -> Iterator[Fact]:
         finding.rank is not None for finding in broken["loss"].findings
     ):
         first = broken["loss"].findings[0]
-        cause = Cause("losses differ", f"ranks compute different losses from the same tokens: {first.where}")
-        yield Fact(cause, ("loss",), (finding_line("loss", broken["loss"]),))
+        yield stated(
+            broken, "loss", "losses differ", f"ranks compute different losses from the same tokens: {first.where}"
+        )
 
 
 def _assumed(found: Found) -> Callable[[Trial], Trial]:

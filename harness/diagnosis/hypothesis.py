@@ -7,15 +7,13 @@ to propose one (a degree, a factor, a set of samples, a module) is fitted on par
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checks import all_checks, run_check
+from harness.diagnosis.words import Broken, finding_line
 from harness.judge.result import Cause, Lines, Result, Verdict
 from harness.judge.trial import Trial
-
-Broken = Mapping[str, Result]
-"""The results of the laws that are broken and say where, by name, in the order of display."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,11 @@ class Fact:
     cause: Cause
     laws: tuple[str, ...]
     lines: Lines = ()
+
+
+def stated(broken: Broken, law: str, kind: str, text: str, *laws: str) -> Fact:
+    """What a law saw, with its first finding. laws: others that this is the whole content of."""
+    return Fact(Cause(kind, text), (law, *laws), (finding_line(law, broken[law]),))
 
 
 Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]

@@ -20,8 +20,7 @@ from harness.diagnosis.algorithms import (
     other_numbers,
     parameters_before,
 )
-from harness.diagnosis.consequences import OF_GRADIENTS
-from harness.diagnosis.differences import loss_off, wrong_pairs
+from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.schedules import schedule_of

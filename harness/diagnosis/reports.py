@@ -17,7 +17,7 @@ import numpy as np
 from harness.checks.reported_rate import CLOSE
 from harness.checks.update import observed_norm
 from harness.diagnosis.factors import factor_text, times_text, token_factors
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.norms import axes_left_out, other_norms, peers
 from harness.diagnosis.words import finding_line, rank_words
 from harness.evidence.records import RankEvidence
@@ -94,11 +94,10 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
         if law not in broken:
             continue
         if silences(trial, "", READ[law]):
-            cause = Cause("report lacking", _silent(trial, what, READ[law]))
-            yield Fact(cause, (law,), (finding_line(law, broken[law]),))
+            yield stated(broken, law, "report lacking", _silent(trial, what, READ[law]))
         elif reported := reported_of(trial, law):
             text = f"{_what(trial, law, broken)}: {reported.who} {_another_number(reported)}"
-            yield Fact(Cause("wrong report", text), (law,), (finding_line(law, broken[law]),))
+            yield stated(broken, law, "wrong report", text)
 
 
 def _what(trial: Trial, law: str, broken: Broken) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from harness.checks import reshard
 from harness.checks.placements import disagreements
 from harness.diagnosis.assume import another_feature
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, verdict_of
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
 from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
@@ -132,13 +132,12 @@ def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
     claimed otherwise than memory and bytes are."""
     if "placements" in broken and (apart := disagreements(trial)):
         text = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
-        cause = Cause("ranks disagree on units", f"ranks wrap different {trial.case.wrapper} units: {text}")
-        yield Fact(cause, ("placements",), (finding_line("placements", broken["placements"]),))
+        wrap = f"ranks wrap different {trial.case.wrapper} units: {text}"
+        yield stated(broken, "placements", "ranks disagree on units", wrap)
     elif "placements" in broken and any(
         units_seen(trial, r) - set(map(frozenset, trial.plan.units[r])) for r in trial.ranks
     ):
-        line = finding_line("placements", broken["placements"])
-        yield Fact(Cause("other units", _units_text(trial)), ("placements",), (line,))
+        yield stated(broken, "placements", "other units", _units_text(trial))
 
 
 def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:

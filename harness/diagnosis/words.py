@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Result
@@ -10,7 +10,8 @@ from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import Flow
 
-Broken = dict[str, Result]
+Broken = Mapping[str, Result]
+"""The results of the laws that are broken and say where, by name, in the order of display."""
 Pair = tuple[int, str]  # rank, fqn
 
 

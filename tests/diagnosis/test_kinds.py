@@ -20,10 +20,11 @@ PAGE = (ROOT / "docs" / "causes.md").read_text(encoding="utf-8")
 
 
 def kinds_of(source: Path) -> set[str]:
-    """The first words of every Cause that is written out."""
+    """Of every cause that is written out."""
     calls = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    named = [call for call in calls if getattr(call.func, "id", "") == "Cause" and call.args]
-    return {call.args[0].value for call in named if isinstance(call.args[0], ast.Constant)}
+    place = {"Cause": 0, "stated": 2}
+    named = [call.args[place[call.func.id]] for call in calls if getattr(call.func, "id", "") in place and call.args]
+    return {kind.value for kind in named if isinstance(kind, ast.Constant)}
 
 
 def kinds_of_models() -> set[str]:

@@ -26,8 +26,7 @@ from harness.checks import judge
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.factors import factor_text, token_factors
 from harness.diagnosis.localise import localise
-from harness.diagnosis.not_zeroed import gradients_not_zeroed
-from harness.diagnosis.scaled import _by_stage, scaled_gradients
+from harness.diagnosis.scaled import _by_stage, gradients_not_zeroed, scaled_gradients
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
