@@ -99,6 +99,8 @@ class Search:
         return [], sorted(partial, key=lambda proof: (-len(proof.explained), proof.fitted))
 
     def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+        if hypothesis.assume is None:
+            return None
         self.tried += 1
         try:
             return tested(trial, results, hypothesis)

@@ -85,8 +85,7 @@ class Proof:
 
 def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
     """None if a law that held is broken under the assumption. One that explains nothing may still be half of what does."""
-    if hypothesis.assume is None:
-        return None
+    assert hypothesis.assume is not None
     assumed = hypothesis.assume(trial)
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
     explained = [name for name in broken if _holds(assumed, name)]
