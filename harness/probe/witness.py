@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from harness.probe.activity import ATTENTION, DRAWS, PRODUCTS
 from harness.probe.collectives import OPERATORS
@@ -40,7 +41,10 @@ BETWEEN = ("torch._compile", "torch._dynamo.eval_frame")
 
 
 class Witness(TorchDispatchMode):
-    """Trap: it must leave DTensors to themselves, or what they do inside does not come by here."""
+    """Trap: it must leave DTensors to themselves, or what they do inside does not come by here.
+
+    What is computed of real integers alone, such as a mesh's ranks, stays real.
+    """
 
     def __init__(self, probe: Probe) -> None:
         super().__init__()
@@ -60,6 +64,9 @@ class Witness(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in kinds):
             return NotImplemented
         namespace, _, name = func._schema.name.partition("::")
+        if namespace == "aten" and not kinds and name != "lift_fresh" and _of_real_integers((args, kwargs)):
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         if self._silent:
             return func(*args, **(kwargs or {}))
         if namespace == "c10d" and name in OPERATORS:
@@ -95,6 +102,11 @@ class Witness(TorchDispatchMode):
             probe.copies.copied(target, source, caller)
         elif full == "cat":
             probe.copies.joined(made, args[0], caller)
+
+
+def _of_real_integers(given: Any) -> bool:
+    tensors = [value for value in tree_leaves(given) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
 
 
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from literal import tiny_case, trial_of
 
 from harness.checks import OF_ALONE, all_checks, run_check
+from harness.evidence.text import ranks_text
 from harness.judge.recorded import NO_REFERENCE
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Alone, Trial
@@ -69,3 +70,8 @@ def test_hsdp_that_ran_as_fsdp_is_caught_on_one_rank() -> None:
     ran = replace(asked, dims=replace(asked.dims, dp_replicate=1, dp_shard=4))
     found = results(alone(asked, ran, ranks=(3,)))
     assert {name for name, result in found.items() if result.verdict is Verdict.FAIL} >= {"placements", "traffic"}
+
+
+def test_of_a_long_line_of_ranks_the_ends_are_named() -> None:
+    assert ranks_text(tuple(range(0, 1024, 8))) == "[0,8,..,1016]"
+    assert ranks_text((0, 2, 4, 6)) == "[0,2,4,6]"
