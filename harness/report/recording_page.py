@@ -149,8 +149,16 @@ def _replicas(summaries: Sequence[Summary]) -> Rows:
         most, others = families[0]
         many = f" (in {len(families)} sets of replicas)" if len(families) > 1 else ""
         text = f"{some_ranks(others)} claim the same parts as {some_ranks(most)}, and hold other bytes after step {step}{many}"
-        return [("REPLICAS DIFFER", text)]
+        return [("REPLICAS DIFFER", text + _from_the_start(summaries, (*most, *others)))]
     return []
+
+
+def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
+    """Whether they were made unlike each other, or became so."""
+    first = [one.contents.get(0) for one in summaries if one.rank in ranks]
+    if None in first:
+        return ""
+    return "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
 
 
 def _not_finite(summaries: Sequence[Summary]) -> Rows:

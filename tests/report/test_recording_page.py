@@ -35,6 +35,14 @@ def test_a_replica_that_differs_is_the_first_thing_said() -> None:
     assert first.startswith("  REPLICAS DIFFER rank 3 claim")
 
 
+def test_replicas_that_differ_from_the_start_are_told_from_those_that_became_so() -> None:
+    alike = [hsdp(rank, contents={0: rank % 2, 1: 10 * rank}) for rank in range(4)]
+    ((_, text),) = odd(recording(*alike))
+    assert text.endswith("; before the first step they held the same")
+    ((_, text),) = odd(recording(*[hsdp(rank, contents={0: rank, 1: rank}) for rank in range(4)]))
+    assert text.endswith("; they did before the first step")
+
+
 def test_who_raised_is_quoted_and_who_only_lost_a_peer_comes_after() -> None:
     lost = hsdp(0, ended="raised", error="RuntimeError: Connection reset by peer")
     rows = odd(recording(lost, hsdp(2, ended="raised", error="ValueError: no such file")))
