@@ -74,7 +74,7 @@ def run_all(repo: Path, wanted: Sequence[str], out: Path) -> dict[str, str]:
 def table(done: Mapping[str, str], row: Sequence[Night], culprits: Culprits) -> str:
     """A row for the first night, and for each in which a verdict is another one than the night before."""
     lines = [
-        f"| night | commit | {' | '.join(f'`{case}`' for case in CASES)} | since |",
+        f"| night | commit | {' | '.join(f'`{case}`' for case in CASES)} | what was found |",
         f"|{'---|' * (len(CASES) + 3)}",
     ]
     before: list[str] = []
