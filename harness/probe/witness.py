@@ -33,6 +33,8 @@ FUNCTIONAL = {
 }
 """Functional collectives, without the ends "_", "_out" and "_coalesced" -> as the recorder calls it, and whether the unsharded
 tensor is the result."""
+DRAWN = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
+"""Operators that a backend brings down to those of DRAWS, which draw into a tensor that is there."""
 COPIES = ("copy_", "clone", "_to_copy")
 
 
@@ -97,6 +99,8 @@ class Witness(TorchDispatchMode):
             probe.activity.attended(ATTENTION[full], args[0])
         elif full in DRAWS:
             probe.activity.drew(args[0])
+        elif name in DRAWN:
+            probe.activity.drew(made)
         elif name in COPIES and isinstance(args[1 if name == "copy_" else 0], torch.Tensor):
             target, source = (args[0], args[1]) if name == "copy_" else (made, args[0])
             probe.copies.copied(target, source, caller)
