@@ -53,7 +53,9 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-k", dest="expression", default="", metavar="EXPR", help='as in pytest: "hsdp and not sgd"')
+    parser.add_argument(
+        "-k", dest="expression", default="", metavar="EXPR", help='parts of names, as in pytest: "hsdp and not sgd"'
+    )
 
 
 def add_jobs(parser: argparse.ArgumentParser, what: str) -> None:

@@ -67,7 +67,7 @@ def _read(path: Path, build: Callable[[Any], T]) -> T:
     try:
         return build(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
-        raise EvidenceError(f"{path}: no such file; `harness check` wants a folder that `harness run` wrote") from error
+        raise EvidenceError(f"{path}: no such file; a folder that `harness run` wrote is wanted") from error
     except CaseError as error:
         raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:

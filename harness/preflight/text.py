@@ -26,7 +26,7 @@ def preflight_text(
     world, trial = case.dims.world_size, verdicts.trial
     rows = [
         ("plan and laws", f"of {world:,} ranks, {judging:.0f} s"),
-        ("ran alone", f"{len(flown.ranks)} ranks: {_why(chosen)}"),
+        ("ran alone", f"{len(flown.ranks)} rank{'s' * (len(flown.ranks) != 1)}: {_why(chosen)}"),
         ("", f"{_time(flown.seconds)}; one of them {flown.of_rank:.0f} s of processor time, {bytes_text(flown.bytes)}"),
         *([("not run", ", ".join(set_aside))] if set_aside else []),
         *_of_a_rank(case, trial),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def layout(text: str, world_size: int) -> ParallelDims:
     try:
         return ParallelDims(**degrees)
     except ValueError as error:
-        raise CaseError(f"--layout: {error}") from error
+        raise CaseError(f"{text!r}: {error}") from error
 
 
 def _of_words(text: str) -> dict[str, int]:
@@ -33,7 +34,9 @@ def _of_words(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         axis, _, degree = part.strip().partition("=")
         if axis not in AXES or not degree.isdigit():
-            raise CaseError(f"--layout {part!r}: write AXIS=DEGREE; the axes are {', '.join(AXES)}")
+            near = difflib.get_close_matches(axis, AXES, 1)
+            meant = f"; did you mean {near[0]}?" if near and axis not in AXES else ""
+            raise CaseError(f"{part!r}: write AXIS=DEGREE, such as dp_shard=8; the axes are {', '.join(AXES)}{meant}")
         degrees[axis] = int(degree)
     return degrees
 
@@ -43,7 +46,7 @@ def _of_toml(path: Path, world_size: int) -> dict[str, int]:
     try:
         told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get("parallelism", {})
     except (OSError, ValueError) as error:
-        raise CaseError(f"--layout {path}: {error}") from error
+        raise CaseError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     degrees = {axis: int(told[word]) for word, axis in TITAN.items() if word in told}
     if degrees.get("dp_shard", -1) == -1:
         others = [degree for axis, degree in degrees.items() if axis != "dp_shard"]

@@ -347,7 +347,8 @@ def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
     for kind in wanted:
         if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
             return
-    hint = " (YAML reads 1e-3 as text: write 1.0e-3)" if isinstance(given, str) and "float" in wanted else ""
+    as_text = isinstance(given, str) and "float" in wanted and given[:1].isdigit()
+    hint = " (YAML reads 1e-3 as text: write 1.0e-3)" if as_text else ""
     raise CaseError(f"{where}: expected {annotation}, got {limits.shown(given)}{hint}; the default is {default!r}")
 
 

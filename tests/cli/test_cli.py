@@ -80,7 +80,7 @@ def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
         (["matrix", "-k", "tp and"], "-k 'tp and': expected words joined by and, or, not and parentheses"),
         (
             ["check", "nowhere"],
-            "nowhere/case.json: no such file; `harness check` wants a folder that `harness run` wrote",
+            "nowhere/case.json: no such file; a folder that `harness run` wrote is wanted",
         ),
     ],
 )
