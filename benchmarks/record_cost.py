@@ -1,8 +1,8 @@
 """What recording costs a training step that is not recorded: `python -m benchmarks.record_cost`.
 
-One process trains the same network with and without the recorder, by turns, and CPU time is counted, which other work on the
-machine changes little. A step makes some hundreds of calls of modules and a dozen collectives, of a group of one rank, so
-that nothing is waited for.
+One process trains the same network with and without the recorder, by turns, and CPU time is counted. It wants a machine that
+does nothing else: under other work the same step takes a third more or less of CPU time, and the ratio says nothing. A step
+makes some hundreds of calls of modules and a dozen collectives, of a group of one rank, so that nothing is waited for.
 """
 
 from __future__ import annotations
