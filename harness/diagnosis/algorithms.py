@@ -52,20 +52,20 @@ def _with_few_parameters(evidence: RankEvidence) -> RankEvidence:
 
 def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
     """As they are by mistake: a default, another common value, two exchanged; of all parameters, or of a kind of them."""
-    asked = trial.case.training
-    for changes in _changes(asked):
-        training = replace(asked, **changes)
-        if training != asked and agrees(trial, AssumedOptimizer(), training):
-            yield Hypothesis(_changed(asked, changes), partial(_by_recipe, training), 1 + len(changes))
-    alone = [changes for changes in _changes(asked) if len(changes) == 1 and "max_norm" not in changes]
+    requested = trial.case.training
+    for changes in _changes(requested):
+        training = replace(requested, **changes)
+        if training != requested and agrees(trial, AssumedOptimizer(), training):
+            yield Hypothesis(_changed(requested, changes), partial(_by_recipe, training), 1 + len(changes))
+    alone = [changes for changes in _changes(requested) if len(changes) == 1 and "max_norm" not in changes]
     for (name, kind), changes in itertools.product(kinds_of_parameters(trial).items(), alone):
         recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
         recipes |= {fqn: replace(recipe, **changes) for fqn, recipe in recipes.items() if fqn in kind}
         if agrees(trial, AssumedOptimizer(recipe=recipes.__getitem__)):
-            yield Hypothesis(_changed(asked, changes, f" of {name}"), partial(by_recipes, recipes.__getitem__), 3)
-    if asked.decay == "matrices" and asked.weight_decay:
+            yield Hypothesis(_changed(requested, changes, f" of {name}"), partial(by_recipes, recipes.__getitem__), 3)
+    if requested.decay == "matrices" and requested.weight_decay:
         vectors = kinds_of_parameters(trial)["norm weights"]
-        only = {True: asked, False: replace(asked, weight_decay=0.0)}
+        only = {True: requested, False: replace(requested, weight_decay=0.0)}
         if agrees(trial, AssumedOptimizer(recipe=lambda fqn: only[fqn in vectors])):
             cause = Cause("weight decay", "weight decay is applied to norm weights only", "", "matrices only")
             yield Hypothesis(cause, partial(by_recipes, lambda fqn: only[fqn in vectors]), 1)
@@ -75,28 +75,28 @@ def _by_recipe(training: TrainingConfig, trial: Trial) -> Trial:
     return assume.another_recipe(trial, training)
 
 
-def _changes(asked: TrainingConfig) -> Iterator[dict[str, Any]]:
+def _changes(requested: TrainingConfig) -> Iterator[dict[str, Any]]:
     """One number, then two."""
     values: dict[str, tuple[float, ...]] = {}
-    if asked.optimizer == "adamw":
+    if requested.optimizer == "adamw":
         values |= {"beta1": BETAS, "beta2": BETAS, "eps": EPSILONS}
-    if asked.max_norm is not None:
-        values |= {"max_norm": (1.0, 0.1, 0.5, 2.0, 5.0, 10.0, 2 * asked.max_norm, asked.max_norm / 2)}
-    others = {name: [v for v in dict.fromkeys(own) if v != getattr(asked, name)] for name, own in values.items()}
+    if requested.max_norm is not None:
+        values |= {"max_norm": (1.0, 0.1, 0.5, 2.0, 5.0, 10.0, 2 * requested.max_norm, requested.max_norm / 2)}
+    others = {name: [v for v in dict.fromkeys(own) if v != getattr(requested, name)] for name, own in values.items()}
     yield from ({name: value} for name, own in others.items() for value in own)
-    if asked.optimizer == "adamw":
-        pairs = [(asked.beta2, asked.beta1), *itertools.product((0.9, 0.95), (0.95, 0.99, 0.999))]
+    if requested.optimizer == "adamw":
+        pairs = [(requested.beta2, requested.beta1), *itertools.product((0.9, 0.95), (0.95, 0.99, 0.999))]
         for beta1, beta2 in dict.fromkeys(pairs):
-            if beta1 != asked.beta1 and beta2 != asked.beta2:
+            if beta1 != requested.beta1 and beta2 != requested.beta2:
                 yield {"beta1": beta1, "beta2": beta2}
 
 
-def _changed(asked: TrainingConfig, changes: Mapping[str, float], of: str = "") -> Cause:
+def _changed(requested: TrainingConfig, changes: Mapping[str, float], of: str = "") -> Cause:
     """Of one number it is the kind."""
     seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
-    wanted = " and ".join(f"{getattr(asked, name):g}" for name in changes)
+    wanted = " and ".join(f"{getattr(requested, name):g}" for name in changes)
     exchanged = ": these two are exchanged" * (
-        [*changes.values()] == [getattr(asked, name) for name in [*changes][::-1]]
+        [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
     )
     return Cause(next(iter(changes)), f"{seen} in the optimizer{of}", "", wanted, exchanged * (len(changes) > 1))
 

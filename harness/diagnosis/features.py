@@ -74,10 +74,10 @@ def _noise(trial: Trial, assumed: Trial) -> Any:
 def _other_features(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[Choice]:
     for key, law, values in choices:
         chosen = {"wrapper": case.wrapper, "reduce_dtype": _reduced_in(case)}
-        asked = chosen.get(key, getattr(case.features, key))
+        requested = chosen.get(key, getattr(case.features, key))
         for value in values:
-            if value != asked and (other := _changed(case, **{key: value})):
-                yield Choice(law, _in_words(case, key, asked, value), other)
+            if value != requested and (other := _changed(case, **{key: value})):
+                yield Choice(law, _in_words(case, key, requested, value), other)
 
 
 def _reduced_in(case: Case) -> str:
@@ -92,21 +92,21 @@ def _changed(case: Case, **features: Any) -> Case | None:
         return None
 
 
-def _in_words(case: Case, key: str, asked: Any, value: Any) -> str:
-    if key == "defer_sync" and asked:
+def _in_words(case: Case, key: str, requested: Any, value: Any) -> str:
+    if key == "defer_sync" and requested:
         times = f"{case.features.accumulation} times a step"
         return f"gradients are reduced after every microbatch ({times}), once a step is requested"
     if key == "reduce_dtype":
-        return f"gradients are reduced in {value}, requested {asked}"
+        return f"gradients are reduced in {value}, requested {requested}"
     name = "activation checkpointing" if key == "activation_checkpointing" else key
-    return f"{name} {asked} is requested, {'none took place' if value == 'none' else f'{value} is observed'}"
+    return f"{name} {requested} is requested, {'none took place' if value == 'none' else f'{value} is observed'}"
 
 
 def _other_recipes(case: Case) -> Iterator[Choice]:
     training = case.training
     for dtype in DTYPES:
-        if (dtype or training.dtype) != (asked := training.compute_dtype or training.dtype):
-            text = f"compute_dtype {asked} is requested, {dtype or training.dtype} is observed"
+        if (dtype or training.dtype) != (requested := training.compute_dtype or training.dtype):
+            text = f"compute_dtype {requested} is requested, {dtype or training.dtype} is observed"
             yield Choice("features", text, replace(case, training=replace(training, compute_dtype=dtype)))
     for recipe in (None, *features.QUANTIZED_PRODUCTS):
         if training.quantize and recipe != training.quantize:
@@ -134,11 +134,13 @@ def _actions(case: Case, rank: int) -> tuple[str, ...]:
     return tuple(map(str, actions_of_rank(case, rank))) * case.features.accumulation
 
 
-def _schedule_text(asked: Case, ran: Case) -> str:
-    other = ran.features.schedule != asked.features.schedule
-    found = [f"schedule {ran.features.schedule} ran, {asked.features.schedule} is requested"] if other else []
-    if ran.microbatches != asked.microbatches:
-        found.append(f"{ran.microbatches} microbatches went through the pipeline, {asked.microbatches} are requested")
+def _schedule_text(requested: Case, ran: Case) -> str:
+    other = ran.features.schedule != requested.features.schedule
+    found = [f"schedule {ran.features.schedule} ran, {requested.features.schedule} is requested"] if other else []
+    if ran.microbatches != requested.microbatches:
+        found.append(
+            f"{ran.microbatches} microbatches went through the pipeline, {requested.microbatches} are requested"
+        )
     return "; ".join(found)
 
 
@@ -171,10 +173,10 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _wrapper(trial: Trial) -> str | None:
     kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
-    asked = trial.case.wrapper
-    if kinds == ({asked} if asked else set()):
+    requested = trial.case.wrapper
+    if kinds == ({requested} if requested else set()):
         return None
-    return f"wrapper {asked or 'none'} is requested, {' and '.join(sorted(kinds)) or 'none'} is observed"
+    return f"wrapper {requested or 'none'} is requested, {' and '.join(sorted(kinds)) or 'none'} is observed"
 
 
 def _first(findings: Iterator[Finding | None]) -> Finding | None:
@@ -198,8 +200,8 @@ def _quantization(trial: Trial) -> str | None:
 def _buckets(trial: Trial) -> str | None:
     """Larger ones than requested, or all gradients at once."""
     found = _first(one for rank in sorted(trial.ranks) for one in features.buckets_in_force(trial, rank))
-    asked = f"bucket_mb {trial.case.features.bucket_mb} is requested"
-    return None if found is None else f"{asked}, {found.observed} bytes are reduced at once"
+    requested = f"bucket_mb {trial.case.features.bucket_mb} is requested"
+    return None if found is None else f"{requested}, {found.observed} bytes are reduced at once"
 
 
 def _reduction(trial: Trial) -> str | None:
@@ -254,17 +256,17 @@ def _compiled_again(trial: Trial) -> str | None:
 
 
 def _compile(trial: Trial) -> str | None:
-    asked = trial.case.features.compile
+    requested = trial.case.features.compile
     breaks = {key for evidence in trial.ranks.values() for key in evidence.compiler if key.startswith("graph break")}
     compiled = [rank for rank, evidence in trial.ranks.items() if evidence.compiler.get("graphs")]
     if breaks:
         return f"compiled blocks break into pieces: {some(sorted(breaks))}"
     if limits := {reason for rank in trial.ranks for reason in features.gave_up(trial, rank)}:
         return f"torch.compile gave up and leaves blocks to run eagerly: {some(sorted(limits))}"
-    if asked and len(compiled) < len(trial.ranks):
+    if requested and len(compiled) < len(trial.ranks):
         without = [rank for rank in trial.ranks if rank not in compiled]
         return f"compile is requested, no block ran compiled{on_ranks(trial, without)}"
-    if compiled and not asked:
+    if compiled and not requested:
         return f"compiled code ran{on_ranks(trial, compiled)}, compile is not requested"
     return None
 
@@ -288,9 +290,9 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """A pipeline that did what no schedule prescribes."""
     if "schedule" not in broken:
         return
-    asked, first = trial.case.features.schedule, finding_line("schedule", broken["schedule"])[1]
+    requested, first = trial.case.features.schedule, finding_line("schedule", broken["schedule"])[1]
     idle = [rank for rank, evidence in sorted(trial.ranks.items()) if not evidence.steps[0].actions]
-    text = f"the pipeline's order is not that of {asked}: {first}"
+    text = f"the pipeline's order is not that of {requested}: {first}"
     if idle:
-        text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {asked} is requested"
+        text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {requested} is requested"
     yield stated(broken, "schedule", "other actions", text)

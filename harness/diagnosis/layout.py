@@ -240,7 +240,7 @@ def _differences(layout: Layout, dims: ParallelDims) -> Iterator[str]:
         yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
     if exchanged and min(replicate, shard) > 1:
         held = f"parameters are sharded over {shard * dims.cp} ranks and replicated {replicate} times"
-        yield f"dp_replicate and dp_shard exchanged: {held}, requested {_asked(dims)}"
+        yield f"dp_replicate and dp_shard exchanged: {held}, requested {_requested(dims)}"
     elif _shards(layout.known) != _shards(dims):
         yield _other_strategy(layout, dims)
 
@@ -249,7 +249,7 @@ def _shards(dims: ParallelDims) -> int:
     return dims.dp_shard * dims.cp
 
 
-def _asked(dims: ParallelDims) -> str:
+def _requested(dims: ParallelDims) -> str:
     if _shards(dims) == 1:
         return f"whole parameters on each of {dims.dp_replicate} ranks"
     return f"{_shards(dims)}" + (f", replicated {dims.dp_replicate} times" if dims.dp_replicate > 1 else "")
@@ -257,9 +257,9 @@ def _asked(dims: ParallelDims) -> str:
 
 def _fsdp_over_tp(layout: Layout, dims: ParallelDims) -> str:
     axes = " x ".join(axis for axis in ("dp_shard", "cp", "tp") if getattr(layout.dims, axis) > 1)
-    asked = f"{_asked(dims)} and tp {dims.tp}" if dims.dp * dims.cp > 1 else f"tp {dims.tp}"
+    requested = f"{_requested(dims)} and tp {dims.tp}" if dims.dp * dims.cp > 1 else f"tp {dims.tp}"
     held = f"parameters are sharded over {_shards(layout.known)} ranks"
-    return f"TP not applied, FSDP over {axes} in its place: {held}, requested {asked}"
+    return f"TP not applied, FSDP over {axes} in its place: {held}, requested {requested}"
 
 
 def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
@@ -271,8 +271,8 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     if degree == 1:
         kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
         held = f"every {kind} rank holds whole parameters"
-    asked, ran = (_strategy(ranks, n) for n in (_shards(dims), degree))
-    return f"{asked} ran as {ran}: {held}, requested {_asked(dims)}"
+    requested, ran = (_strategy(ranks, n) for n in (_shards(dims), degree))
+    return f"{requested} ran as {ran}: {held}, requested {_requested(dims)}"
 
 
 def _strategy(dp: int, shard_degree: int) -> str:

@@ -158,9 +158,9 @@ def _by_rate(rate: Callable[[int, str], float], trial: Trial) -> Trial:
 
 
 def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> Hypothesis:
-    asked, matrices = trial.case.training.weight_decay, trial.case.training.decay == "matrices"
+    requested, matrices = trial.case.training.weight_decay, trial.case.training.decay == "matrices"
     vectors = {fqn for fqn in trial.plan.shapes if len(trial.case.model.parameter_shapes()[fqn]) == 1}
-    if matrices and set(fqns) == vectors and math.isclose(decay, asked):
+    if matrices and set(fqns) == vectors and math.isclose(decay, requested):
         text, expected = "weight decay is applied to norm weights as well", "matrices only"
     elif not matrices and set(fqns) == vectors and not decay:
         text, expected = "weight decay is applied to matrices only", "all parameters"

@@ -130,8 +130,8 @@ def _missing_steps(trial: Trial) -> str:
         return ""
     steps = seen[odd[0]]
     text = f"took {len(steps)} optimizer step{'s' * (len(steps) > 1)}" if steps else "trained no step"
-    asked = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
-    return f"{rank_words(odd)} {text}, requested {asked}"
+    requested = f"steps {wanted[0]} to {wanted[-1]}" if trial.saved else f"{len(wanted)} steps"
+    return f"{rank_words(odd)} {text}, requested {requested}"
 
 
 def missing_parameters(trial: Trial) -> str:

@@ -100,18 +100,20 @@ def _elsewhere(trial: Trial, wrong: Wrong) -> Cause | None:
     """All parameters are those of another moment: the checkpoint was not read at all, or another one was."""
     if not any(name == PARAMETER for keys in wrong.values() for name, _ in keys):
         return None
-    asked = trial.case.steps.start - 1
+    requested = trial.case.steps.start - 1
     if _is_all(trial, _seed(trial)):
         if _optimizer_arrived(trial, wrong):
-            text = f"resumed parameters are the seed's, although the optimizer's state is that of step {asked}"
+            text = f"resumed parameters are the seed's, although the optimizer's state is that of step {requested}"
             return Cause("resumed elsewhere", f"{text}: stale ones were saved, or they were not loaded")
-        text = f"the checkpoint of step {asked} was ignored: training starts from scratch, parameters are the seed's"
+        text = (
+            f"the checkpoint of step {requested} was ignored: training starts from scratch, parameters are the seed's"
+        )
         return Cause("resumed elsewhere", text)
     for step, state in _moments(trial):
         if _is_all(trial, state):
             hint = "an older one was read, or a stale one written"
             observed = f"resumed from the state after step {step}"
-            return Cause("resumed elsewhere", observed, "", f"the checkpoint of step {asked}", hint)
+            return Cause("resumed elsewhere", observed, "", f"the checkpoint of step {requested}", hint)
     return None
 
 

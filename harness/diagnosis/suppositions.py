@@ -155,8 +155,8 @@ def _close(trial: Trial) -> float:
 def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
     """With the rates that the optimizer took, whatever they are: they are no mistake of the model."""
     words = {key: value for each in chosen for key, value in each.otherwise.items()}
-    asked = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
-    assumed = another_reference(asked, altered=altered_by(chosen), **words)
+    requested = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
+    assumed = another_reference(requested, altered=altered_by(chosen), **words)
     return Supposed(chosen, assumed, judge(assumed))
 
 

@@ -63,14 +63,14 @@ def _units_text(trial: Trial) -> str:
     wrong = [rank for rank in sorted(trial.ranks) if units_seen(trial, rank) != set(wanted[rank])]
     if not wrong:
         return _with_the_root(trial) or _kept_text(trial)
-    seen, asked, ranks = units_seen(trial, wrong[0]), wanted[wrong[0]], on_ranks(trial, wrong)
-    counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(asked)}{ranks}"
-    if len(seen) == 1 < len(asked):
+    seen, requested, ranks = units_seen(trial, wrong[0]), wanted[wrong[0]], on_ranks(trial, wrong)
+    counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(requested)}{ranks}"
+    if len(seen) == 1 < len(requested):
         return f"the whole model is one {wrapper} unit, no block is one of its own{ranks}: {counts}"
-    if all(any(unit <= whole for whole in asked) for unit in seen):
+    if all(any(unit <= whole for whole in requested) for unit in seen):
         return f"{wrapper} units are finer than requested: {counts}"
     together = next(
-        (modules_text(fqn for fqn in trial.plan.shapes if fqn in unit) for unit in seen if unit not in asked), ""
+        (modules_text(fqn for fqn in trial.plan.shapes if fqn in unit) for unit in seen if unit not in requested), ""
     )
     return f"{wrapper} units are others than requested: {together} are gathered together, {counts}"
 
