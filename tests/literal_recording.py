@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from harness.evidence.summary import Summary, Use
+from harness.evidence.summary import Outside, Summary, Use
 
 GATHER = ("all_gather", "forward", "float32", 3, 1000)
 SUM = ("all_reduce", "backward", "float32", 1, 250)
@@ -26,9 +26,16 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "seconds",
     )
     plain |= {name: {} for name in tables}
-    plain |= {name: () for name in ("parts", "optimizers", "uses", "issued", "idle", "argv", "left_out")}
+    plain |= {
+        name: () for name in ("parts", "optimizers", "uses", "issued", "idle", "argv", "left_out", "outside", "whole")
+    }
     plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "steps_seen": 3}
     return Summary(**plain | changes)
+
+
+def outside(ranks: str, calls: int, size: int, steps: str, *, dtype: str = "float32", phase: str = "other") -> Outside:
+    """An all_reduce."""
+    return Outside(ranks, "all_reduce", phase, dtype, calls, size, steps)
 
 
 def hsdp(rank: int, **changes: Any) -> Summary:

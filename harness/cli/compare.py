@@ -16,7 +16,7 @@ from harness.cli.snapshot import load_snapshot
 from harness.evidence.store import CASE_FILE, load_run
 from harness.judge.run_as_recording import as_recording
 from harness.judge.stored_recording import Recording, load_recording
-from harness.judge.structure import costs, differences, structure
+from harness.judge.structure import compared_outside, costs, differences, structure
 from harness.report.compared import compared
 from harness.report.compared_runs import compared_runs
 from harness.report.output import complain, say
@@ -87,7 +87,7 @@ def _runs(one: Path, other: Path) -> int:
 def _said(one: Path, other: Path) -> int:
     (a, a_costs), (b, b_costs) = _read(one), _read(other)
     found = differences(a, b)
-    say("\n".join(compared(str(one), str(other), found, (a_costs, b_costs))))
+    say("\n".join(compared(str(one), str(other), found, (a_costs, b_costs), compared_outside(a, b))))
     if not (a and b):
         print("harness: nothing to compare", file=sys.stderr)
         return NOT_JUDGED

@@ -12,8 +12,9 @@ import yaml
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.cli.options import add_command
 from harness.evidence.store import EvidenceError, write_text
+from harness.judge.outside_passes import SECTION
 from harness.judge.stored_recording import load_recording
-from harness.judge.structure import differences, structure
+from harness.judge.structure import compared_outside, differences, structure
 from harness.report.compared import compared
 from harness.report.output import say
 
@@ -39,8 +40,9 @@ def command(args: argparse.Namespace) -> int:
     if not args.file.exists():
         say(text.rstrip(), f"{args.file}: no such file; --accept writes it")
         return NOT_JUDGED
-    changed = differences(load_snapshot(args.file), found)
-    say("\n".join(compared(str(args.file), str(args.directory), changed, ({}, {}))))
+    kept = load_snapshot(args.file)
+    changed = differences(kept, found)
+    say("\n".join(compared(str(args.file), str(args.directory), changed, ({}, {}), compared_outside(kept, found))))
     return BROKEN if changed else PASSED
 
 
@@ -52,4 +54,7 @@ def load_snapshot(path: Path) -> Mapping[str, Any]:
         raise EvidenceError(f"{path}: not a snapshot ({error})") from error
     if not isinstance(found, dict) or "ranks" not in found:
         raise EvidenceError(f"{path}: not a snapshot; `harness snapshot DIR {path} --accept` makes one")
+    if SECTION not in found:
+        remedy = f"look at it again, and keep it by `harness snapshot DIR {path} --accept`"
+        raise EvidenceError(f"{path}: of a version that kept nothing of collectives {SECTION}; {remedy}")
     return found

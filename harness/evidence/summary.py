@@ -21,6 +21,7 @@ from harness.evidence.records import Collective, RankEvidence, TensorEvidence
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
+Kind = tuple[str, str, str, str]  # ranks, op, phase, dtype
 UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
 
 
@@ -34,6 +35,20 @@ class Use:
     dtype: str
     calls: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a rank moved outside of forward and backward, over one group, by one collective: the same in each of these steps.
+    phase: "optimizer", "evaluation" or "other". steps: in the words of ranks_key."""
+
+    ranks: str
+    op: str
+    phase: str
+    dtype: str
+    calls: int
+    bytes: int
+    steps: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,8 @@ class Summary:
     of them it claims to hold, 0 where something claims nothing. contents, fed: by step. shown: the step of `uses`. idle:
     groups over which nothing ran. waits: barriers inside of forward and backward. kept: bytes of parameters that are in
     memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. unstepped: parameters that no
-    optimizer has. digests of parameters, in `contents`, are of those that `slices` are of, where there are any.
+    optimizer has. digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the
+    steps that `outside` is of.
     """
 
     rank: int
@@ -89,6 +105,8 @@ class Summary:
     seconds: dict[int, float]
     peak: int
     own: float
+    outside: tuple[Outside, ...] = ()
+    whole: tuple[int, ...] = ()
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
@@ -107,6 +125,8 @@ def summary_of(record: RankRecord) -> Summary:
         versions=evidence.environment,
         wrappers=dict(Counter(wrapper.kind for wrapper in evidence.structure.values())),
         roles=roles(evidence),
+        outside=outside(evidence, whole_steps(record)),
+        whole=whole_steps(record),
         **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
     )
 
@@ -156,13 +176,35 @@ def step_shown(evidence: RankEvidence) -> int:
 
 
 def uses(evidence: RankEvidence, step: int) -> tuple[Use, ...]:
-    calls, moved = Counter[tuple[str, str, str, str]](), Counter[tuple[str, str, str, str]]()
+    calls, moved = Counter[Kind](), Counter[Kind]()
     for call in evidence.collectives:
         if call.step == step and call.phase in INSIDE and len(call.ranks) > 1 and call.op != "barrier":
             key = (ranks_key(call.ranks), call.op, call.phase, call.dtype)
             calls[key] += 1
             moved[key] += call.bytes
     return tuple(Use(*key, calls[key], moved[key]) for key in sorted(calls))
+
+
+def whole_steps(record: RankRecord) -> tuple[int, ...]:
+    """Those that another step followed, for what comes after a job's last step, a checkpoint, is on the account of that step.
+    Of a job of one step that one."""
+    steps = tuple(sorted(step.step for step in record.evidence.steps))
+    return tuple(step for step in steps if step < max(record.steps_seen, steps[-1]) or len(steps) == 1)
+
+
+def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
+    """Losses, norms and the like: a correct job may do so in some steps only, so each step is looked at."""
+    calls, moved = Counter[tuple[int, Kind]](), Counter[tuple[int, Kind]]()
+    for call in evidence.collectives:
+        if call.step in steps and call.phase not in INSIDE and len(call.ranks) > 1:
+            kind = (ranks_key(call.ranks), call.op, call.phase, call.dtype)
+            calls[call.step, kind] += 1
+            moved[call.step, kind] += call.bytes
+    alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
+    for step, kind in sorted(calls):
+        alike[kind, calls[step, kind], moved[step, kind]].append(step)
+    listed = sorted(alike.items())
+    return tuple(Outside(*kind, count, size, steps=ranks_key(tuple(at))) for (kind, count, size), at in listed)
 
 
 def issued(evidence: RankEvidence) -> tuple[Issued, ...]:

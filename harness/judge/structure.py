@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.evidence.summary import Summary
+from harness.judge import outside_passes
 from harness.judge.observed import Axis, axes, replicas, together
 from harness.judge.stored_recording import Recording
 
@@ -30,6 +31,7 @@ def structure(recording: Recording) -> dict[str, Any]:
         "wrappers": _per_kind(summaries, lambda one: ", ".join(f"{n} {kind}" for kind, n in one.wrappers.items())),
         "optimizers": _per_kind(summaries, lambda one: ", ".join(one.optimizers)),
         "axes": {_name(axis, number): _axis(axis) for number, axis in _numbered(axes(summaries))},
+        outside_passes.SECTION: outside_passes.section(summaries),
         "idle groups": sorted({key for one in summaries for key in one.idle}),
         "memory": _memory(summaries),
         "replicas": ", ".join(dict.fromkeys(f"sets of {len(family)}" for family in replicas(summaries)))
@@ -95,10 +97,25 @@ class Difference:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
     """Of jobs on other numbers of ranks, what that number does not change: degrees, placements' kinds, collectives, types."""
-    found = [Difference(where, a, b) for where, a, b in _pairs(one, other, ()) if a != b]
+    found = [Difference(where, a, b) for where, a, b in _pairs(*_comparable(one, other), ()) if a != b]
     if one.get("ranks") == other.get("ranks"):
         return found
     return [each for each in found if not set(each.where) & {*BY_DEGREE, "parameters", "ended"}]
+
+
+def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Outside of passes the steps that both have on record."""
+    name = outside_passes.SECTION
+    if name not in one or name not in other:
+        return one, other
+    mine, theirs = outside_passes.in_common(one[name], other[name])
+    return {**one, name: mine}, {**other, name: theirs}
+
+
+def compared_outside(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Which steps that was. Empty where either is no structure."""
+    name = outside_passes.SECTION
+    return outside_passes.steps_compared(one[name], other[name]) if name in one and name in other else ""
 
 
 def _pairs(one: Any, other: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:

@@ -12,9 +12,15 @@ MOST = 40
 
 
 def compared(
-    one: str, other: str, found: Sequence[Difference], cost: tuple[Mapping[str, float], Mapping[str, float]]
+    one: str,
+    other: str,
+    found: Sequence[Difference],
+    cost: tuple[Mapping[str, float], Mapping[str, float]],
+    outside: str = "",
 ) -> list[str]:
-    return [f"{one} -> {other}: {counted(found)}", *listed(found), *_costs(*cost)]
+    """outside: in which steps collectives outside of passes were compared."""
+    said = wrapped(f"outside of forward and backward: {outside}", "  ", "    ") if outside else []
+    return [f"{one} -> {other}: {counted(found)}", *listed(found), *said, *_costs(*cost)]
 
 
 def counted(found: Sequence[Difference]) -> str:

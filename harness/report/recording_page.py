@@ -22,6 +22,7 @@ from harness.judge.observed import (
     together,
 )
 from harness.judge.stored_recording import Recording
+from harness.report.recording_outside import outside_rows
 from harness.report.text import WIDTH, wrapped
 
 LINES = 40
@@ -193,7 +194,8 @@ def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
 
 def _step(summaries: Sequence[Summary]) -> Rows:
     """What moved in the step that is shown."""
-    return [*_axes(axes(summaries), several=len(summaries) > 1), *_idle(summaries)]
+    inside = _axes(axes(summaries), several=len(summaries) > 1)
+    return [*inside, *outside_rows(summaries, groups_text), *_idle(summaries)]
 
 
 def _command(command: str, most: int = 150) -> str:

@@ -1,0 +1,161 @@
+"""What ranks moved outside of forward and backward: norms of gradients, losses, checkpoints, validation.
+
+A correct job may do so in some steps only, so nothing is said of a step at large: each step is looked at, and of two jobs the
+steps are compared that both have on record.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.evidence.summary import Summary, ranks_key, ranks_of
+
+SECTION = "outside of forward and backward"
+PHASES = {"optimizer": " in an optimizer's step", "evaluation": " in evaluation"}
+OBJECTS = "not compared, for they may be of pickled objects"
+NONE = "none"
+Kind = tuple[str, str, str, str]  # op, dtype, phase, whose groups
+Range = tuple[int, int]
+Section = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One collective over groups of which the same is claimed. calls, bytes: by step, least and most of a rank in a group."""
+
+    op: str
+    dtype: str
+    phase: str
+    role: str
+    groups: tuple[str, ...]
+    calls: dict[int, Range]
+    bytes: dict[int, Range]
+
+    @property
+    def what(self) -> str:
+        return f"{self.op} of {self.dtype}{PHASES.get(self.phase, '')}"
+
+
+def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
+    """Those that every rank has on record."""
+    known = [set(one.whole) for one in summaries if one.whole]
+    return tuple(sorted(set.intersection(*known))) if known else ()
+
+
+def lines(summaries: Sequence[Summary]) -> tuple[Line, ...]:
+    steps, moved = whole_steps(summaries), _moved(summaries)
+    return tuple(
+        Line(
+            *kind,
+            groups=tuple(sorted({group for _, group in ranks}, key=ranks_of)),
+            calls={step: _range(done.get(step, (0, 0))[0] for done in ranks.values()) for step in steps},
+            bytes={step: _range(done.get(step, (0, 0))[1] for done in ranks.values()) for step in steps},
+        )
+        for kind, ranks in sorted(moved.items())
+        if any(step in done for done in ranks.values() for step in steps)
+    )
+
+
+def _moved(summaries: Iterable[Summary]) -> dict[Kind, dict[tuple[int, str], dict[int, Range]]]:
+    """By kind, by rank and group, by step: calls and bytes."""
+    found: dict[Kind, dict[tuple[int, str], dict[int, Range]]] = defaultdict(lambda: defaultdict(dict))
+    for one in summaries:
+        for use in one.outside:
+            for step in ranks_of(use.steps):
+                found[use.op, use.dtype, use.phase, _whose(one, use.ranks)][one.rank, use.ranks][step] = (
+                    use.calls,
+                    use.bytes,
+                )
+    return found
+
+
+def _whose(one: Summary, group: str) -> str:
+    """In words that another number of ranks does not change."""
+    if group in one.roles:
+        return f"ranks {one.roles[group]}"
+    return "all ranks" if len(ranks_of(group)) == one.world else "part of the ranks"
+
+
+def _range(numbers: Iterable[int]) -> Range:
+    listed = list(numbers)
+    return min(listed), max(listed)
+
+
+# ---- as structure
+
+
+def section(summaries: Sequence[Summary]) -> dict[str, Any]:
+    told: dict[str, Any] = {"steps": ranks_key(whole_steps(summaries)) or NONE}
+    for line in lines(summaries):
+        sizes = OBJECTS if line.dtype == "uint8" else _by_steps(line.bytes)
+        told[f"{line.what} over {line.role}"] = {
+            "groups": list(line.groups),
+            "calls": _by_steps(line.calls),
+            "bytes": sizes,
+        }
+    return told
+
+
+def _by_steps(ranges: Mapping[int, Range]) -> Any:
+    """One amount where it is that in every step; else amounts by steps."""
+    amounts = {step: least if least == most else f"{least} to {most}" for step, (least, most) in ranges.items()}
+    found = {ranks_key(tuple(steps)): amount for amount, steps in _alike(amounts)}
+    return next(iter(found.values())) if len(found) == 1 else found
+
+
+def _alike(amounts: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    found: dict[Any, list[int]] = {}
+    for step, amount in amounts.items():
+        found.setdefault(amount, []).append(step)
+    return list(found.items())
+
+
+def in_common(one: Section, other: Section) -> tuple[Section, Section]:
+    """Both, of the steps alone that both have; where they have none in common, which steps they have."""
+    steps = _common(one, other)
+    if not steps:
+        return {"steps": one["steps"]}, {"steps": other["steps"]}
+    return _within(one, steps), _within(other, steps)
+
+
+def steps_compared(one: Section, other: Section) -> str:
+    steps = _common(one, other)
+    if not steps:
+        return "not compared: no step that another followed is on record in both"
+    return f"compared in step{'s' * (len(steps) > 1)} {ranks_key(steps)}, which both have on record"
+
+
+def _common(one: Section, other: Section) -> tuple[int, ...]:
+    return tuple(sorted(set(_steps(one)) & set(_steps(other))))
+
+
+def _steps(told: Section) -> tuple[int, ...]:
+    text = str(told["steps"])
+    return () if text == NONE else ranks_of(text)
+
+
+def _within(told: Section, steps: tuple[int, ...]) -> dict[str, Any]:
+    """What is moved in none of these steps is not there."""
+    found = {}
+    for name, line in told.items():
+        if name != "steps" and set((calls := _of_steps(line["calls"], steps)).values()) != {0}:
+            sizes = _of_steps(line["bytes"], steps)
+            found[name] = {**line, "calls": _amounts_text(calls), "bytes": _amounts_text(sizes)}
+    return found
+
+
+def _of_steps(amounts: Any, steps: tuple[int, ...]) -> dict[int, Any]:
+    if not isinstance(amounts, Mapping):
+        return dict.fromkeys(steps, amounts)
+    each = {step: amount for at, amount in amounts.items() for step in ranks_of(str(at))}
+    return {step: each[step] for step in steps}
+
+
+def _amounts_text(amounts: Mapping[int, Any]) -> Any:
+    alike = _alike(amounts)
+    if len(alike) == 1:
+        return alike[0][0]
+    return ", ".join(f"{amount} in step{'s' * (len(steps) > 1)} {ranks_key(tuple(steps))}" for amount, steps in alike)

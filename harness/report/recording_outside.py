@@ -1,0 +1,39 @@
+"""The rows of a recording's page on what moved outside of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from harness.evidence.summary import Summary, ranks_key
+from harness.evidence.text import bytes_text
+from harness.judge.outside_passes import Line, lines, whole_steps
+
+LABEL = "outside passes"
+
+
+def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
+    """Where there is nothing that is said too: clipping that was forgotten looks like that."""
+    steps = whole_steps(summaries)
+    if not steps or len(summaries) == 1:
+        return []
+    found = [f"{line.what} over {groups_text(line.groups)}: {_amount(line)}" for line in lines(summaries)]
+    none = f"no collective ran outside of forward and backward, in steps {ranks_key(steps)}"
+    return [(LABEL if number == 0 else "", text) for number, text in enumerate(found or [none])]
+
+
+def _amount(line: Line) -> str:
+    alike: dict[str, list[int]] = {}
+    for step in line.calls:
+        alike.setdefault(_once(line, step), []).append(step)
+    if len(alike) == 1:
+        return f"{next(iter(alike))} a step"
+    return "; ".join(f"{text} in step{'s' * (len(at) > 1)} {ranks_key(tuple(at))}" for text, at in alike.items())
+
+
+def _once(line: Line, step: int) -> str:
+    (few, many), (least, most) = line.calls[step], line.bytes[step]
+    if not many:
+        return "none"
+    size = bytes_text(most) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
+    calls = str(many) if few == many else f"{few} to {many}"
+    return f"{size} in {calls} call{'s' * (many > 1)}"
