@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
-from harness.cli.exit_codes import BROKEN
+from harness.cli.exit_codes import BROKEN, INTERRUPTED
 from harness.cli.options import BadInput, add_command
 from harness.cli.show import add_layout, shown
 from harness.evidence.store import write_text
 from harness.judge.stored_recording import STARTED
 from harness.record import injection
 from harness.record.chosen import Chosen
+from harness.spec import layout
+
+MANY = 1 << 40  # ranks: any layout has room on them
 
 
 def add(commands: Any) -> None:
@@ -35,9 +39,14 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """The command's own exit code where that is not 0, for what fails has not become another job by being recorded."""
+    """The command's own exit code where that is not 0, for what fails has not become another job by being recorded. A layout
+    that cannot be read is refused before the command trains to its end. Raises CaseError."""
+    if args.layout is not None:
+        layout.layout(args.layout, injection.requested_ranks(args.words) or MANY)
     code = record(args, args.out)
     found = shown(args.out, args.layout)
+    if code in (-signal.SIGINT, INTERRUPTED):
+        return INTERRUPTED
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
 
 
@@ -57,9 +66,9 @@ def record(args: argparse.Namespace, directory: Path) -> int:
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     told = {"command": shlex.join(words), "code": code, "steps": steps, "ranks": injection.requested_ranks(words)}
-    write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words)}, indent=1))
+    write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))
     return code
 
 
-def _why(directory: Path, words: list[str]) -> str:
-    return "" if any((directory / "ranks").glob("*.record")) else injection.why_nothing(directory, words)
+def _why(directory: Path, words: list[str], code: int) -> str:
+    return "" if any((directory / "ranks").glob("*.record")) else injection.why_nothing(directory, words, code)

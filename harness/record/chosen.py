@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 USUAL = "1-3"
+WANTED = "{!r}: steps are numbers from 1, and spans of them, such as 1-3,100"
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,22 @@ class Chosen:
     def parse(cls, text: str) -> Chosen:
         """ "1-3,100,/500": of three parts, the last says every 500th. Raises ValueError."""
         parts = [part.strip() for part in (text or USUAL).split(",") if part.strip()]
-        every = max((int(part[1:]) for part in parts if part.startswith("/")), default=0)
+        every = max((_number(text, part[1:]) for part in parts if part.startswith("/")), default=0)
         spans = []
         for part in (part for part in parts if not part.startswith("/")):
             first, _, last = part.partition("-")
-            spans.append((int(first), int(last or first)))
-        if any(not 1 <= first <= last for first, last in spans) or every < 0:
-            raise ValueError(f"{text!r}: steps are numbers from 1, and spans of them, such as 1-3,100")
+            spans.append((_number(text, first), _number(text, last or first)))
+        if any(not 1 <= first <= last for first, last in spans):
+            raise ValueError(WANTED.format(text))
         return cls(tuple(spans), every)
 
     def __contains__(self, step: object) -> bool:
         if not isinstance(step, int) or step == 0:
             return step == 0
         return any(first <= step <= last for first, last in self.spans) or bool(self.every and step % self.every == 0)
+
+
+def _number(text: str, part: str) -> int:
+    if not part.strip().isdecimal():
+        raise ValueError(WANTED.format(text))
+    return int(part)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness import ROOT
@@ -50,25 +50,33 @@ def fresh(directory: Path) -> None:
 
 
 def run(command: Sequence[str], directory: Path, steps: str) -> int:
-    """Its exit code, or minus the signal that ended it. Raises CommandError where there is no such command."""
+    """Its exit code, or minus the signal that ended it: that of Ctrl-C where it failed after one, as torchrun does. Raises
+    CommandError where it cannot be started."""
+    if missing := missing_script(command):
+        raise CommandError(f"{missing}: no such file")
     try:
         process = subprocess.Popen(list(command), env=environment(directory, steps))
     except OSError as error:
         raise CommandError(f"{command[0]}: cannot be run: {error.strerror}") from error
-    with _signals_for(process):
-        return process.wait()
+    with _signals_for(process) as interrupted:
+        code = process.wait()
+    return -signal.SIGINT if code and interrupted else code
 
 
 @contextlib.contextmanager
-def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Who ends a recording means the job, and the page on what it was is still written. A terminal's Ctrl-C reaches every
-    process by itself; other signals are handed on."""
-    told = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda number, _: process.send_signal(number)}
+    process by itself, and is noted; other signals are handed on."""
+    interrupted: list[int] = []
+    told = {
+        signal.SIGINT: lambda number, _: interrupted.append(number),
+        signal.SIGTERM: lambda number, _: process.send_signal(number),
+    }
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, act) for number, act in told.items()}
     try:
-        yield
+        yield interrupted
     finally:
         for number, act in before.items():
             signal.signal(number, act)
@@ -84,12 +92,30 @@ def requested_ranks(command: Sequence[str]) -> int | None:
     return int(ranks.group(1) or ranks.group(2)) * (int(nodes.group(1)) if nodes and ranks.group(1) else 1)
 
 
-def why_nothing(directory: Path, command: Sequence[str]) -> str:
+def missing_script(command: Sequence[str]) -> str:
+    """The script that Python or torchrun is told to run, where there is none. What is run in a container or elsewhere is not
+    looked for, nor a module."""
+    words = list(command)
+    if not re.fullmatch(r"python[\d.]*|torchrun", os.path.basename(words[0])):
+        return ""
+    of_launcher = words[1:3] == ["-m", "torch.distributed.run"]
+    rest = words[3:] if of_launcher else words[1:]
+    script = next((number for number, word in enumerate(rest) if word.endswith(".py")), None)
+    if script is None or {"-m", "-c", "--module"} & set(rest[:script]):
+        return ""
+    return "" if os.path.exists(rest[script]) else rest[script]
+
+
+def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
     """The likely reason why no rank left evidence, from how far the command's processes got."""
     files = list((directory / PROCESSES).glob("*"))
     states = {state: [file for file in files if file.suffix == f".{state}"] for state in STATES}
     if states["failed"]:
         return f"the recorder failed: {states['failed'][0].read_text().strip()[:300]}"
+    if code < 0:
+        return (
+            f"it was ended by {signal.Signals(-code).name} before a forward pass of a model was over; {_got_to(states)}"
+        )
     if not states["started"]:
         kept = [word for word in command if word in ("-I", "-E", "-S")]
         why = f"`python {kept[0]}` ignores it" if kept else "python -I, -E or -S, a container, another machine"
@@ -104,6 +130,15 @@ def why_nothing(directory: Path, command: Sequence[str]) -> str:
         f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
         "were recorded: nothing was trained, or the job ended before its first forward pass"
     )
+
+
+def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
+    """Of what was ended by a signal, which says nothing of why."""
+    if not states["started"]:
+        return "no rank's Python process had started"
+    if not states["torch"]:
+        return f"{_processes(states['started'])} had started, and none had imported torch"
+    return f"{_processes(states['torch'])} had imported torch"
 
 
 def _processes(files: Sequence[Path]) -> str:

@@ -36,10 +36,8 @@ ROLES = {
     "cut": "DTensors are cut",
     "copied": "DTensors are copied",
 }
-NOT_JUDGED = (
-    "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md); "
-    "what groups are for, --layout"
-)
+NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md)"
+NO_LAYOUT = "; what groups are for, --layout"
 WAITED = re.compile("onnection reset|onnection closed|imed out|imeout|peer")
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 PHASES = ("forward", "pipeline", "backward")
@@ -49,7 +47,7 @@ Rows = list[tuple[str, str]]
 def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = False) -> str:
     """judged: what laws say of a layout that was declared; the rest is said without one."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
-    rows = [*odd(recording), *facts(recording, summaries)] if summaries else odd(recording)
+    rows = [*odd(recording), *facts(recording, summaries, with_layout=bool(judged))] if summaries else odd(recording)
     lines = [*judged, "", _title(recording), *_table(rows)] if judged else [_title(recording), *_table(rows)]
     return "\n".join(lines if whole else _cut(lines))
 
@@ -176,7 +174,7 @@ def _not_finite(summaries: Sequence[Summary]) -> Rows:
 # ---- what ran
 
 
-def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
+def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bool = False) -> Rows:
     stepped = any(one.shown for one in summaries)
     return [
         ("command", _command(recording.command or " ".join(summaries[0].argv))),
@@ -188,7 +186,7 @@ def facts(recording: Recording, summaries: Sequence[Summary]) -> Rows:
         *([("memory", _memory(summaries))] if stepped else []),
         *costs(summaries),
         ("recorder", _own(summaries)),
-        ("not judged", NOT_JUDGED),
+        ("not judged", NOT_JUDGED + ("" if with_layout else NO_LAYOUT)),
     ]
 
 

@@ -18,6 +18,7 @@ TITAN = {
     "pipeline_parallel_degree": "pp",
 }
 """torchtitan's words for the degrees, in the section [parallelism] of its configuration."""
+REST = "dp_shard"  # what -1 may be written for
 
 
 def layout(text: str, world_size: int) -> ParallelDims:
@@ -47,11 +48,17 @@ def _of_toml(path: Path, world_size: int) -> dict[str, int]:
         told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get("parallelism", {})
     except (OSError, ValueError) as error:
         raise CaseError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    degrees = {axis: int(told[word]) for word, axis in TITAN.items() if word in told}
-    if degrees.get("dp_shard", -1) == -1:
-        others = [degree for axis, degree in degrees.items() if axis != "dp_shard"]
+    degrees = {axis: _degree(path, word, told[word]) for word, axis in TITAN.items() if word in told}
+    if degrees.get(REST, -1) == -1:
+        others = [degree for axis, degree in degrees.items() if axis != REST]
         rest = world_size
         for degree in others:
-            rest //= degree
-        degrees["dp_shard"] = rest
+            rest //= max(degree, 1)
+        degrees[REST] = rest
     return degrees
+
+
+def _degree(path: Path, word: str, given: object) -> int:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise CaseError(f"{path}: {word} is {given!r}, and no number of ranks")
+    return given

@@ -12,7 +12,7 @@ from harness.cli import main
 from harness.evidence.recording import load_record, record_file
 from harness.judge.observed import axes
 from harness.judge.stored_recording import load_recording
-from harness.record.injection import requested_ranks
+from harness.record.injection import missing_script, requested_ranks, why_nothing
 
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -87,6 +87,69 @@ def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: p
     assert record(tmp_path / "one", sys.executable, "-c", "import torch, no_such_package") == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 raised before training anything: ModuleNotFoundError: No module named 'no_such_package'" in printed
+
+
+MARKS = "open('started', 'w').close()"
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2,tp=x", "dp_shard=0", "no.toml", "bad.toml"])
+def test_a_layout_that_cannot_be_read_is_refused_before_the_job_starts(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text("[parallelism]\ntensor_parallel_degree = 'x'\n")
+    assert main(["record", "-o", "one", "--layout", layout, "--", sys.executable, "-c", MARKS]) == 2
+    assert not Path("started").exists() and not Path("one").exists()
+    said = capsys.readouterr().err
+    assert (layout if layout.endswith("toml") else "dp_shard=0" if "0" in layout else "'tp=x'") in said
+    assert "Errno" not in said
+
+
+def test_steps_that_are_no_numbers_are_told_what_they_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in ("x", "1-y", "/z"):
+        words = ["record", "-o", str(tmp_path / "one"), "--steps", steps, "--", sys.executable, "-c", "pass"]
+        assert main(words) == 2
+        assert "--steps: " in (said := capsys.readouterr().err) and "such as 1-3,100" in said
+
+
+INTERRUPTED = """
+import os, signal, sys
+os.kill(os.getppid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGINT)", "sys.exit(1)"])
+def test_ctrl_c_before_anything_is_trained_is_the_cause_and_no_other_is_said(
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert record(tmp_path / "one", sys.executable, "-c", INTERRUPTED.replace("END", end)) == 130
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0 of ? ranks left evidence, ended by SIGINT" in printed
+    assert "it was ended by SIGINT before a forward pass" in printed and "none had imported torch" in printed
+
+
+def test_where_a_signal_came_before_a_rank_started_pythonpath_is_not_blamed(tmp_path: Path) -> None:
+    (tmp_path / "processes").mkdir()
+    told = why_nothing(tmp_path, ["torchrun", "train.py"], -signal.SIGINT)
+    assert told.endswith("no rank's Python process had started") and "PYTHONPATH" not in told
+
+
+def test_a_script_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(tmp_path / "one", sys.executable, "nope.py") == 2
+    assert "nope.py: no such file" in capsys.readouterr().err
+
+
+def test_a_script_is_looked_for_only_where_python_or_torchrun_is_to_run_it_here() -> None:
+    assert missing_script(["torchrun", "--nproc-per-node", "2", "nope.py", "--config", "x"]) == "nope.py"
+    assert missing_script([*TORCHRUN, "2", "nope.py"]) == "nope.py"
+    elsewhere = ["docker run image python nope.py", "bash -c nope.py", "srun --chdir /there torchrun nope.py"]
+    modules = ["python -m pkg.train --config nope.py", "torchrun -m pkg.train nope.py", "python -c 1 nope.py"]
+    assert [missing_script(text.split()) for text in (*elsewhere, *modules)] == [""] * 6
+    assert missing_script(["torchrun", SCRIPT, "nope.py"]) == ""
 
 
 def test_the_users_own_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

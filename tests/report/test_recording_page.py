@@ -84,3 +84,7 @@ def test_where_no_step_was_recorded_nothing_is_said_of_what_ran() -> None:
     text = page(recording(*ranks))
     assert "none was recorded from its beginning to its end" in text
     assert "trains alone" not in text and "memory" not in text
+
+
+def test_a_page_with_a_layout_does_not_say_that_a_layout_is_missing() -> None:
+    assert "--layout" in page(recording()) and "--layout" not in page(recording(), ["PASS layout dp_shard 4"])
