@@ -16,7 +16,7 @@ matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
 test: $(INSTALLED)
-	.venv/bin/python -m pytest -n 2 $(SELECT)
+	.venv/bin/python -m pytest -n 3 $(SELECT)
 
 faults: $(INSTALLED)
 	.venv/bin/harness faults --laws-only $(SELECT)

@@ -95,7 +95,7 @@ def test_in_somebodys_repository_every_command_is_about_its_own_cases(installed:
     where = done(sys.executable, "-c", "import harness; print(harness.__file__)", cwd=repository, packages=installed)
     assert where.strip() == str(installed / "harness" / "__init__.py")
     told = done(harness, "run", "fsdp_2", "--trainer", "adapter.py", cwd=repository, packages=installed, code=2)
-    assert f"{repository}/golden/" in told and "make it with `harness golden --accept`" in told
+    assert f"{repository}/golden/" in told and "make it with `harness golden --accept -k fsdp_2`" in told
     done(harness, "golden", "--accept", cwd=repository, packages=installed, code=2)
     assert len(list((repository / "golden").iterdir())) == 1
     told = done(harness, "matrix", "--trainer", "adapter.py", "-k", "fsdp", cwd=repository, packages=installed)

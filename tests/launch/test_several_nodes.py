@@ -87,7 +87,7 @@ def run_on_both(
     hosts: list[str], folder: Path, case: str, cases: str, meanwhile: Callable[[], None] = lambda: None
 ) -> list[str]:
     """What the first node and the one that joined it print."""
-    how = ("--cases", cases, "--launcher", "torchrun", "--torchrun-args", SPANNING, "--timeout", "90")
+    how = ("--cases", cases, "--launcher", "torchrun", "--torchrun-args", SPANNING, "--timeout", "60")
     nodes = [on(hosts[0], "run", case, *how, cwd=folder), on(hosts[1], "join", f"out/{case}", cwd=folder)]
     try:
         meanwhile()
@@ -95,12 +95,6 @@ def run_on_both(
     finally:
         for node in nodes:
             node.kill()
-
-
-def test_a_case_runs_over_two_hosts_and_the_first_judges(hosts: list[str], tmp_path: Path) -> None:
-    told, joined = run_on_both(hosts, tmp_path, "fsdp_2", "builtin")
-    assert "\nPASS fsdp_2\n" in told, told
-    assert "ended with code" not in joined
 
 
 def test_a_link_that_goes_down_is_told_as_that_and_both_nodes_end(hosts: list[str], tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,20 +30,18 @@ def record(stage: str, case: str, verdict: str, **more: Any) -> dict[str, Any]:
     return {"stage": stage, "case": case, "verdict": verdict, "backend": "nccl", "cause": "", "reason": "", **more}
 
 
-def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *more: str) -> int:
     where = ["--folder", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
-    selected = ["--device", "cpu", "--stage", "float64", "-k", "single and not accum and not sgd"]
-    command = [sys.executable, "-m", "tools.gpu", *selected, *where, *more]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return gpu.main(["--device", "cpu", "--stage", "float64", "-k", "single and not accum and not sgd", *where, *more])
 
 
-def test_on_cpu_it_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    none = run(tmp_path, "--minutes", "0")
-    assert (none.returncode, "1 left, the same command runs them" in none.stdout) == (2, True), none.stderr
-    done = run(tmp_path)
-    assert (done.returncode, "1 of 1  PASS     float64: single" in done.stdout) == (0, True), done.stdout + done.stderr
-    again = run(tmp_path)
-    assert (again.returncode, "of 1" in again.stdout) == (0, False)
+def test_on_cpu_it_runs_and_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (run(tmp_path, "--minutes", "0"), "1 left, the same command runs them" in capsys.readouterr().out) == (
+        2,
+        True,
+    )
+    assert (run(tmp_path), "1 of 1  PASS     float64: single" in capsys.readouterr().out) == (0, True)
+    assert (run(tmp_path), "of 1" in capsys.readouterr().out) == (0, False)
     (kept,) = gpu.records(tmp_path / "results")
     assert (kept["stage"], kept["case"], kept["verdict"], kept["backend"]) == ("float64", "single", "PASS", "gloo")
     assert kept["step"] > 0
