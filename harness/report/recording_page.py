@@ -21,6 +21,7 @@ from harness.judge.observed import (
     replicas,
     together,
 )
+from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording
 from harness.report.recording_outside import outside_rows
 from harness.report.text import WIDTH, wrapped
@@ -82,6 +83,7 @@ def odd(recording: Recording) -> Rows:
         *_not_recorded(summaries),
         *_ended(recording),
         *_order(summaries),
+        *_separate(summaries),
         *_replicas(summaries),
         *_not_finite(summaries),
         *[
@@ -141,6 +143,21 @@ def _order(summaries: Sequence[Summary]) -> Rows:
     wrong = out_of_order(summaries)
     shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
     return [("ORDER", f"members of {shown} issued different collectives, or in another order")] if wrong else []
+
+
+def _separate(summaries: Sequence[Summary]) -> Rows:
+    """By far the worst that a wrong mesh does, and no law of a layout says it."""
+    found = separate_models(summaries)
+    if found is None:
+        return []
+    more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
+    sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
+    text = (
+        f"nothing reduces gradients between {sets}: no collective joins them in forward or backward of step "
+        f"{summaries[0].shown}, and none outside moves as much"
+    )
+    held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
+    return [("SEPARATE MODELS", f"{text}; {held}")]
 
 
 def _replicas(summaries: Sequence[Summary]) -> Rows:

@@ -1,0 +1,69 @@
+"""Ranks that begin with the same parameters, train them apart and never meet: nothing reduces gradients between them.
+
+It is said where all of it was seen: equal bytes before the first step, other bytes after a later one, and no collective that
+joins them. In forward and backward any collective joins; outside of them one that moves as much as parameters or gradients
+may need, which a norm and a loss do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.evidence.summary import Summary, ranks_of
+
+LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
+
+
+@dataclass(frozen=True)
+class Separate:
+    """sets: of ranks, joined within and not with each other. ranks: of several sets, alike before the first step and not after
+    `step`."""
+
+    sets: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    step: int
+
+
+def separate_models(summaries: Sequence[Summary]) -> Separate | None:
+    """None as well where some rank left no step, for nobody knows what it did."""
+    if any(not one.shown for one in summaries) or len(summaries) < max((one.world for one in summaries), default=0):
+        return None
+    sets = _joined(summaries)
+    home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
+    for family in _alike_at_first(summaries):
+        steps = set.intersection(*({step for step in one.contents if step} for one in family))
+        last = max(steps, default=0)
+        if last and len({home[one.rank] for one in family}) > 1 and len({one.contents[last] for one in family}) > 1:
+            return Separate(sets, tuple(one.rank for one in family), last)
+    return None
+
+
+def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
+    """Ranks whose parts of one model had the same bytes."""
+    found: dict[tuple[int, int], list[Summary]] = defaultdict(list)
+    for one in summaries:
+        if 0 in one.contents:
+            found[one.model, one.contents[0]].append(one)
+    yield from (family for family in found.values() if len(family) > 1)
+
+
+def _joined(summaries: Iterable[Summary]) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks between which there is a way over groups in use."""
+    at: dict[int, set[int]] = {one.rank: {one.rank} for one in summaries}
+    for group in {group for one in summaries for group in _groups(one)}:
+        members = [rank for rank in ranks_of(group) if rank in at]
+        whole = set().union(*_each_once(at[rank] for rank in members))
+        at |= dict.fromkeys(whole, whole)
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in _each_once(at.values())))
+
+
+def _each_once(sets: Iterable[set[int]]) -> list[set[int]]:
+    """Thousands of ranks have the very same set."""
+    return list({id(one): one for one in sets}.values())
+
+
+def _groups(one: Summary) -> Iterator[str]:
+    yield from (use.ranks for use in one.uses)
+    yield from (use.ranks for use in one.outside if use.bytes * LEAST >= one.memory.get("parameters", 0))
