@@ -54,5 +54,6 @@ def told(facts: ScriptFacts) -> list[str]:
         f"  model      {', '.join(facts.models[:3]) or 'no class of it was found'}",
         f"  wrappers   {wrappers}",
         f"  flags      {len(facts.flags)}, of which {len(skeleton.passed_on(facts))} mean something to a case",
+        f"  written    {', '.join(f'{k} {v}' for k, v in skeleton.written(facts).items()) or 'nothing that a case must say'}",
         f"  data set   {', '.join(name for _, name, _ in facts.data_sets) or 'none was found'}",
     ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from harness import trainers
 from harness.diagnosis import diagnose
@@ -17,11 +18,12 @@ from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
-from harness.onboarding import names
-from harness.run.options import Options
+from harness.onboarding import names, sample_orders
+from harness.run.options import Options, Unsupported
 from harness.run.rank_main import SHAPES_FILE
 from harness.run.run_case import run_case
 from harness.spec.case import Case
+from harness.trainers.support.requests import NOT_PASSED_ON
 
 Tell = Callable[[str, str], None]
 """A label, and a sentence."""
@@ -41,13 +43,26 @@ def examine(cases: Sequence[Case], options: Options, tell: Tell) -> Examination:
     """One rank first, then the others; after a case that is wrong, none. Raises what `run_case` raises."""
     judged: dict[str, Verdict] = {}
     for case in sorted(cases, key=lambda case: case.dims.world_size):
-        judgement = run_case(case, options)
+        judgement = _run(case, options, tell)
         judged[case.name] = verdict = without_golden(judgement)
         tell(case.name, f"{verdict}: {_ran(judgement)}")
         if verdict is not Verdict.PASS:
             explain(judgement, options, tell)
             return Examination(judged, stopped=len(judged) < len(cases))
     return Examination(judged)
+
+
+def _run(case: Case, options: Options, tell: Tell) -> Judgement:
+    """Raises what `run_case` raises. What an adapter is not known to pass on is said with the line to write."""
+    try:
+        return run_case(case, options)
+    except Unsupported as reason:
+        field = str(reason).partition(" ")[0]
+        records = (case.dims, case.features, case.training, case.model)
+        values = [getattr(record, field) for record in records if hasattr(record, field)]
+        if NOT_PASSED_ON in str(reason) and values:
+            tell(case.name, names.to_known({field: values[0]}, options.trainer))
+        raise
 
 
 def without_golden(judgement: Judgement) -> Verdict:
@@ -69,7 +84,7 @@ def explain(judgement: Judgement, options: Options, tell: Tell) -> None:
     _ = (
         _died(judgement, options, tell)
         or _another_dtype(judgement, tell)
-        or _other_samples(judgement, tell)
+        or _other_samples(judgement, options, tell)
         or _another_model(judgement, tell)
         or _diagnosed(judgement, tell)
         or _unknown(judgement, tell)
@@ -87,6 +102,8 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
         shapes = {name: tuple(shape) for name, shape in json.loads(path.read_text(encoding="utf-8")).items()}
         for sentence in names.unfit(shapes, judgement.case, adapter.fqn):
             tell("names", sentence)
+        for label, text in names.remedies(shapes, judgement.case, adapter.fqn, adapter.unsupported, options.trainer):
+            tell(label, text)
         tell("", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}")
         return True
     for finding in completed.findings[:2]:
@@ -107,18 +124,23 @@ def _another_dtype(judgement: Judgement, tell: Tell) -> bool:
     return True
 
 
-def _other_samples(judgement: Judgement, tell: Tell) -> bool:
+def _other_samples(judgement: Judgement, options: Options, tell: Tell) -> bool:
     """Tokens that are not the recipe's: no number can be the reference's then."""
     samples = next(result for result in judgement.results if result.check == "samples")
     for finding in samples.findings[:2]:
         tell("samples", f"{finding.where}: expected {finding.expected}, observed {finding.observed}")
     if samples.findings:
-        tell(
-            "",
-            "adapter: put RecipeSamples in the place of its data set, RecipeStream of its stream, or recipe_batches of",
-        )
-        tell("", "what makes its batches: self.script.replace(NAME, ..); shuffled=True if its sampler shuffles")
+        for line in sample_orders.advice(load_trial(judgement.folder), *_of_adapter(judgement.case, options)):
+            tell("", line)
     return bool(samples.findings)
+
+
+def _of_adapter(case: Case, options: Options) -> tuple[str | None, str, str]:
+    """Why it runs no case of another seed, its text, and its file."""
+    other = replace(case, training=replace(case.training, seed=case.training.seed + 1))
+    file = Path(options.trainer)
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return trainers.load(options.trainer).unsupported(other), text, options.trainer
 
 
 def _another_model(judgement: Judgement, tell: Tell) -> bool:

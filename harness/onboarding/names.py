@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
+from harness.onboarding import name_table
 from harness.onboarding.spellings import PARAMETERS, by_spelling
 from harness.spec.case import Case
 from harness.trainers.support.names import renamed
+from harness.trainers.support.requests import NOT_PASSED_ON
 
 Shape = tuple[int, ...]
 
 
 def unfit(shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str]) -> list[str]:
-    """A sentence for each parameter that is none of the reference's, or of another shape, and one for those that lack."""
+    """A sentence for each parameter that is none of the reference's, or of another shape, and one for those that lack.
+    What is said of one layer is said once for all of them."""
     wanted = case.model.parameter_shapes()
-    said = list(_unfit(shapes, wanted, case, fqn))
+    said = _once(list(_unfit(shapes, wanted, case, fqn)))
     if missing := [name for name in wanted if name not in {fqn(theirs) for theirs in shapes}]:
         said.append(f"of the reference's {len(wanted)} parameters {len(missing)} are nobody's: {_some(missing)}")
     return said
+
+
+def remedies(
+    shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str], refused: Callable[[Case], str | None], file: str
+) -> Iterator[tuple[str, str]]:
+    """Lines to write, each with its label: names, and sizes of the model. refused: why the adapter runs no such case."""
+    if line := name_table.proposed(shapes, case, fqn):
+        yield "write", f'NAMES = pairs("""{line[0]}""")'
+        yield "", line[1]
+    found = name_table.targets(shapes, case.model, fqn)
+    told = name_table.sizes(found, shapes, case.model) if case.dims.world_size == 1 else {}
+    if not told:
+        return
+    has = " and ".join(f"{field} {size}, requested {getattr(case.model, field)}" for field, size in told.items())
+    yield "sizes", f"its model has {has}; if a flag of the script tells, pass it on in `arguments`, else"
+    yield "", f"case: model: {{{', '.join(f'{field}: {size}' for field, size in told.items())}}}"
+    model = name_table.of_sizes(case.model, told)
+    if model and (reason := refused(replace(case, model=model))) and NOT_PASSED_ON in reason:
+        yield "", to_known(told, file)
+
+
+def to_known(values: Mapping[str, object], file: str) -> str:
+    """What to write where a case requests these, and the adapter is not known to pass them on."""
+    pairs = ", ".join(f'"{field}": ({value!r},)' for field, value in values.items())
+    return (
+        f"adapter: add {' and '.join(values)} to KNOWN in {file}: {pairs}; or ... for any value, if it passes that on"
+    )
 
 
 def _unfit(
@@ -29,10 +61,19 @@ def _unfit(
         if ours not in wanted:
             yield f"{theirs} {list(shape)} is mapped to {ours}, which there is not: {_instead(theirs, shape, wanted, case)}"
         elif shape != wanted[ours]:
-            yield f"{theirs} {list(shape)} is mapped to {ours} {list(wanted[ours])}: {_otherwise(shape, wanted[ours], case)}"
+            otherwise = _otherwise(theirs, ours, shape, case)
+            yield f"{theirs} {list(shape)} is mapped to {ours} {list(wanted[ours])}: {otherwise}"
 
 
-def _otherwise(shape: Shape, wanted: Shape, case: Case) -> str:
+def _once(said: list[str]) -> list[str]:
+    layers: dict[str, list[str]] = {}
+    for sentence in said:
+        layers.setdefault(re.sub(r"\.\d+\.", ".N.", sentence), []).append(sentence)
+    return [first + (f"; alike in {len(more)} more" if more else "") for first, *more in layers.values()]
+
+
+def _otherwise(theirs: str, ours: str, shape: Shape, case: Case) -> str:
+    wanted = case.model.parameter_shapes()[ours]
     if shape == wanted[::-1]:
         return "it is the transpose; no law knows transposed slices"
     if len(shape) == 1 and shape[0] * 1 < _numel(wanted):
@@ -40,11 +81,15 @@ def _otherwise(shape: Shape, wanted: Shape, case: Case) -> str:
     parts = [dim for dim, (has, whole) in enumerate(zip(shape, wanted, strict=False)) if whole == has * case.dims.tp]
     if len(shape) == len(wanted) and case.dims.tp > 1 and parts:
         return "the tp rank's part: give load_weights(.., cut=tensor_parallel(rank, degree))"
-    return f"is it {' or '.join(_of_shape(shape, case)) or 'of another size: pass it on in `arguments`'}?"
+    alike = [] if name_table.says_a_part(theirs, case.model) else _of_shape(shape, case)
+    return f"is it {' or '.join(alike)}?" if alike else "it is of another size"
 
 
 def _instead(theirs: str, shape: Shape, wanted: Mapping[str, Shape], case: Case) -> str:
     """Of this shape, that whose spelling is nearest first."""
+    if own := name_table.says_a_part(theirs, case.model):
+        same = wanted[own] == shape
+        return f"by its name{' and shape' * same} it is {own}" + ("" if same else f", which is {list(wanted[own])}")
     attention = case.model.parameter_shapes()
     rows = [attention[f"layers.0.attention.{name}.weight"][0] for name in ("wq", "wk", "wv")]
     if len(shape) == 2 and shape[0] == sum(rows) and shape[0] != case.model.vocab_size:

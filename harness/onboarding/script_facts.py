@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness.onboarding import constructors
 
 MADE = {
     "optimizer": r"(Adam|AdamW|SGD|Adafactor|Lion)$|optimizer$",
@@ -45,7 +47,8 @@ class Place:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """models: classes of modules that are part of no other, with an embedding first. names: what modules call their parts.
+    """models: classes of modules that are part of no other, with an embedding first. names: what each class of
+    modules calls its parts. sizes: of the model, and sampler: its shuffle and seed, that are written into it.
     data_sets: their classes, each with the module that has it and what its `__getitem__` answers. optimizer: literal
     keywords of the optimizer's call; None where no call was seen. spares_vectors: it has groups by the number of dims.
     is_program: it can be imported without training.
@@ -54,13 +57,15 @@ class ScriptFacts:
     path: Path
     flags: tuple[Flag, ...]
     models: tuple[str, ...]
-    names: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]
     data_sets: tuple[tuple[str, str, str], ...]
     places: tuple[Place, ...]
     optimizer: dict[str, object] | None
     turns_halves: bool
     spares_vectors: bool
     is_program: bool
+    sizes: Mapping[str, int]
+    sampler: Mapping[str, object] | None
 
     def at(self, what: str) -> list[Place]:
         return [place for place in self.places if place.what == what]
@@ -75,18 +80,21 @@ def read(path: Path) -> ScriptFacts:
     trees = {file: ast.parse(text, str(file)) for file, text in sources.items()}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     modules = [node for node in classes if _extends(node, {"Module"}, classes)]
+    models = _models(modules)
     places = tuple(place for file, tree in trees.items() for place in _places(file, tree))
     return ScriptFacts(
         path,
         flags=tuple(flag for tree in trees.values() for flag in _flags(tree)),
-        models=_models(modules),
-        names=tuple(dict.fromkeys(name for module in modules for name in _attributes(module))),
+        models=models,
+        names=tuple(tuple(dict.fromkeys(_attributes(module))) for module in modules),
         data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, classes)),
         places=places,
         optimizer=_optimizer(trees.values()),
         turns_halves=any(re.search(HALVES, text) for text in sources.values()),
         spares_vectors=any("weight_decay" in text and re.search(SPARED, text) for text in sources.values()),
         is_program=any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in trees[path].body),
+        sizes=constructors.sizes(list(trees.values()), models),
+        sampler=constructors.sampler(trees.values()),
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from harness.onboarding.constructors import SIZES
 from harness.onboarding.script_facts import Flag, ScriptFacts
 from harness.onboarding.spellings import FLAGS, PARAMETERS, by_spelling
+from harness.reference.config import ModelConfig
 
 SWITCHES = ("loss_parallel", "async_tp", "compile")  # as a case's features are called
 
@@ -18,6 +20,9 @@ WRAPPERS = {
     "FullyShardedDataParallel": ("fsdp1", "fsdp_2", "{dp_shard: 2}"),
 }
 """What is called -> the case's word for the wrapper, the name of the first case of two ranks, and its dims."""
+
+MODULES = dict.fromkeys(("wq", "wk", "wv", "wo"), "attention.") | dict.fromkeys(("w1", "w2", "w3"), "feed_forward.")
+"""Where in a layer the reference has them."""
 
 USUAL = """name data all_valid global_batch seq_len steps optimizer beta1 beta2 eps weight_decay decay norm_eps rope_theta rates
     accumulation"""
@@ -46,7 +51,7 @@ NAMES = pairs("""{names}""")
 KNOWN = dict.fromkeys(
     """{known}""".split(),
     ...,
-) | {{"wrapper": {wrappers}}}
+) | {{"wrapper": {wrappers}{written}}}
 
 
 def arguments(case: Case) -> list[str]:
@@ -113,13 +118,45 @@ def adapter(facts: ScriptFacts) -> str:
         rows=ROWS if facts.turns_halves else "",
         names=_folded(names),
         unknown_names="" if names else " No other than the reference's was found.",
-        known=_folded(list(dict.fromkeys([*USUAL.split(), *sorted(passed), *_dims(facts)]))),
+        known=_folded(list(dict.fromkeys([*USUAL.split(), *_seed(facts), *sorted(passed), *_dims(facts)]))),
         wrappers=repr(wrappers),
+        written="".join(f', "{key}": ({value},)' for key, value in written(facts).items()),
         arguments="\n".join(_arguments(facts)),
         replaced=_replaced(facts),
         data="\n".join(_data(facts)),
         import_data=_import_data(facts),
     )
+
+
+def written(facts: ScriptFacts) -> dict[str, int]:
+    """What a case has to request just so: sizes of the model that no flag tells, and the seed of a sampler that shuffles."""
+    seed = facts.sampler["seed"] if _shuffles(facts) and facts.sampler else None
+    return sizes(facts) | ({"seed": seed} if isinstance(seed, int) else {})
+
+
+def sizes(facts: ScriptFacts) -> dict[str, int]:
+    """Of the model, that no flag tells; none where there is no such model."""
+    found = {field: size for field, size in facts.sizes.items() if not _is_passed(facts, field)}
+    try:
+        usual, own = ModelConfig(), ModelConfig(**found)  # type: ignore[arg-type]
+    except ValueError:
+        return {}
+    return {field: found[field] for field in SIZES if getattr(own, field) != getattr(usual, field)}
+
+
+def _is_passed(facts: ScriptFacts, field: str) -> bool:
+    return field in {_key(by_spelling(FLAGS)[word]) for word in passed_on(facts)}
+
+
+def _seed(facts: ScriptFacts) -> list[str]:
+    """Of the samples alone, which are handed over, where its sampler does not shuffle them by a seed of its own."""
+    return [] if _shuffles(facts) else ["seed"]
+
+
+def _shuffles(facts: ScriptFacts) -> bool:
+    if facts.sampler is not None:
+        return facts.sampler["shuffle"] is not False
+    return any("shuffle=False" not in place.text for place in facts.at("sampler"))
 
 
 def passed_on(facts: ScriptFacts) -> list[str]:
@@ -130,12 +167,15 @@ def passed_on(facts: ScriptFacts) -> list[str]:
 def cases(facts: ScriptFacts) -> str:
     """One device, and the smallest case for each wrapper that the script uses."""
     recipe = ", ".join(f"{key}: {value}" for key, value in _recipe(facts).items())
+    has = ", ".join(f"{key}: {value}" for key, value in sizes(facts).items())
+    usual = "# model: {norm_eps: 1.0e-5, rope_theta: 500000.0}   what the script's model has, if it is another"
+    model = f"model: {{{has}}}  # and norm_eps, rope_theta, if the script's model has others" if has else usual
     lines = [
         "# Begun by `harness init`. What the script has written into it, rather than as a flag, is requested here.",
         "",
         "defaults:",
         f"  training: {{{recipe}}}",
-        "  # model: {norm_eps: 1.0e-5, rope_theta: 500000.0}   what the script's model has, if it is another",
+        f"  {model}",
         "",
         "cases:",
         "  single: {why: On one rank it must train as the reference does.}",
@@ -150,10 +190,22 @@ def cases(facts: ScriptFacts) -> str:
 
 
 def _names(facts: ScriptFacts) -> Iterator[tuple[str, str]]:
-    known = by_spelling(PARAMETERS)
-    for name in facts.names:
-        if name in known:
-            yield name, known[name]
+    """Projections that lie in the block itself, beside its norms or other modules, have the reference's module before them."""
+    known, ours = by_spelling(PARAMETERS), dict[str, str]()
+    for names in facts.names:
+        spelled = {name: known.get(name, name) for name in names}
+        flat = _is_block(set(spelled.values()))
+        for name, part in spelled.items():
+            module = MODULES.get(part, "") if flat else ""
+            if f"{module}{part}" != name:
+                ours.setdefault(name, f"{module}{part}")
+    yield from ((name, part) for name, part in ours.items() if part.rpartition(".")[2] in PARAMETERS)
+
+
+def _is_block(parts: set[str]) -> bool:
+    """A class whose parts are those of a layer, not of its attention or feed-forward alone."""
+    both = all(any(MODULES.get(part) == module for part in parts) for module in ("attention.", "feed_forward."))
+    return both or bool(parts & {"attention", "feed_forward", "attention_norm", "ffn_norm"})
 
 
 def _folded(words: list[str], indent: str = "    ", width: int = 100) -> str:
@@ -248,8 +300,7 @@ def _data(facts: ScriptFacts) -> Iterator[str]:
         yield f"{indent}# TODO with the data-parallel rank and degree as it is given them"
         yield f'{indent}self.script.replace("{name}", lambda *_, **__: RecipeStream(case, dp_rank, dp_degree))'
         return
-    kept = [place for place in facts.at("sampler") if "shuffle=False" in place.text]
-    shuffled = "" if kept or not facts.at("sampler") else ", shuffled=True"
+    shuffled = ", shuffled=True" if _shuffles(facts) else ""
     yield f'{indent}self.script.replace("{name}", lambda *_, **__: RecipeSamples(case{shuffled}{_form(answers)}))'
 
 
@@ -266,6 +317,7 @@ def _form(answers: str) -> str:
 def _recipe(facts: ScriptFacts) -> dict[str, object]:
     """Literals of the optimizer's call, torch's own where it is left out, and a mean over all tokens."""
     found, recipe = facts.optimizer, dict[str, object](all_valid="true")
+    recipe |= {"seed": seed} if (seed := written(facts).get("seed")) is not None else {}
     recipe |= {"decay": "matrices"} if facts.spares_vectors else {}
     if found is None or found["optimizer"] != "adamw":
         return recipe | ({"optimizer": "sgd"} if found else {})

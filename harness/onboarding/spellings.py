@@ -42,7 +42,7 @@ FLAGS = {
     "model.dim": "dim d_model hidden_size n_embd hidden width embed_dim",
     "model.n_layers": "n_layers n_layer layers num_layers depth num_hidden_layers",
     "model.n_heads": "n_heads heads num_heads n_head num_attention_heads",
-    "model.n_kv_heads": "n_kv_heads kv_heads num_kv_heads n_kv num_key_value_heads n_kv_head",
+    "model.n_kv_heads": "n_kv_heads kv_heads num_kv_heads n_kv num_key_value_heads n_kv_head kv",
     "model.vocab_size": "vocab_size vocab n_vocab",
     "model.ffn_dim": "ffn_dim ffn hidden_dim intermediate_size d_ff mlp_dim ffn_hidden ffn_hidden_size inner_dim d_ffn",
     "model.rope_theta": "rope_theta theta rope_base rotary_base",

@@ -9,6 +9,8 @@ from typing import Any
 from harness.spec.case import Case
 from harness.spec.traits import OBSERVED
 
+NOT_PASSED_ON = "has no such option, or this adapter does not pass it on"
+
 
 def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
     """A reason for everything that a case requests and a trainer is not known to do: what `unsupported` may begin with.
@@ -19,6 +21,6 @@ def beyond(case: Case, known: Mapping[str, Any], who: str) -> Iterator[str]:
         for field in dataclasses.fields(record):
             value, values = getattr(record, field.name), known.get(field.name, ())
             if value not in (field.default, OBSERVED) and values is not ... and value not in values:
-                yield f"{field.name} {value}: {who} has no such option, or this adapter does not pass it on"
+                yield f"{field.name} {value}: {who} {NOT_PASSED_ON}"
     if case.resume or case.last_step:
         yield f"resume: this adapter does not let {who} write checkpoints"
