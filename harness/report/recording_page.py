@@ -38,6 +38,7 @@ ROLES = {
     "copied": "DTensors are copied",
 }
 NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md)"
+SEPARATE = "SEPARATE MODELS"
 NO_LAYOUT = "; what groups are for, --layout"
 WAITED = re.compile("onnection reset|onnection closed|imed out|imeout|peer")
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
@@ -49,7 +50,11 @@ def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = Fals
     """judged: what laws say of a layout that was declared; the rest is said without one."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
     rows = [*odd(recording), *facts(recording, summaries, with_layout=bool(judged))] if summaries else odd(recording)
-    lines = [*judged, "", _title(recording), *_table(rows)] if judged else [_title(recording), *_table(rows)]
+    lines = [_title(recording), *_table(rows)]
+    if judged:
+        worst = [row for row in rows if row[0] == SEPARATE]  # no law says it, and others follow from it
+        below = [row for row in rows if row not in worst]
+        lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
     return "\n".join(lines if whole else _cut(lines))
 
 
@@ -157,7 +162,7 @@ def _separate(summaries: Sequence[Summary]) -> Rows:
         f"{summaries[0].shown}, and none outside moves as much"
     )
     held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
-    return [("SEPARATE MODELS", f"{text}; {held}")]
+    return [(SEPARATE, f"{text}; {held}")]
 
 
 def _replicas(summaries: Sequence[Summary]) -> Rows:

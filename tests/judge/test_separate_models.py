@@ -10,7 +10,7 @@ from literal_recording import GATHER, SUM, hsdp, outside, summary
 from harness.evidence.summary import Outside, Summary, Use
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording
-from harness.report.recording_page import odd
+from harness.report.recording_page import odd, page
 
 HELD = {"parameters": 1000}
 
@@ -29,6 +29,13 @@ def test_two_models_that_a_wrong_mesh_makes_of_one_are_named_with_their_ranks() 
     assert label == "SEPARATE MODELS"
     assert text.startswith("nothing reduces gradients between [0,2] and [1,3]: no collective joins them")
     assert text.endswith("ranks 0-1 held the same before the first step, and other bytes after step 3")
+
+
+def test_beside_a_layout_they_are_said_first_and_once() -> None:
+    ranks = {rank: over_replicas(rank, parts=("M",)) for rank in range(4)}
+    first, second, *rest = page(Recording(Path("run"), ranks), ["FAIL layout dp_replicate 2", "  traffic"]).splitlines()
+    assert first == "FAIL layout dp_replicate 2" and second.startswith("  SEPARATE MODELS nothing reduces gradients")
+    assert not any("SEPARATE" in line for line in rest)
 
 
 def test_replicas_that_a_sum_in_backward_joins_are_one_model() -> None:
