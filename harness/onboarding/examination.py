@@ -18,7 +18,7 @@ from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
-from harness.onboarding import names, sample_orders
+from harness.onboarding import names
 from harness.run.options import Options, Unsupported
 from harness.run.rank_main import SHAPES_FILE
 from harness.run.run_case import run_case
@@ -130,6 +130,8 @@ def _other_samples(judgement: Judgement, options: Options, tell: Tell) -> bool:
     for finding in samples.findings[:2]:
         tell("samples", f"{finding.where}: expected {finding.expected}, observed {finding.observed}")
     if samples.findings:
+        from harness.onboarding import sample_orders  # with torch, which `harness --help` can do without
+
         for line in sample_orders.advice(load_trial(judgement.folder), *_of_adapter(judgement.case, options)):
             tell("", line)
     return bool(samples.findings)
