@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from literal_nights import nights, run
 
 from harness.bisect import BisectError, commits, culprits
 from harness.bisect.culprits import Where, searched
@@ -19,7 +20,6 @@ from harness.bisect.search import Found, Judged
 from harness.cli import main
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
-from harness.run.history import Night, series
 from harness.run.history_text import Told, lines, told
 from harness.run.nights import by_case
 from harness.run.options import Options
@@ -33,17 +33,6 @@ GUILTY = "d7cabfb6c  2024-10-31  replace _flatten (#667)"
 
 def case(name: str, verdict: str = "FAIL", cause: str = CAUSE, ranks: int = 4, **more: Any) -> Outcome:
     return Outcome(name, verdict, ranks, cause=cause if verdict == "FAIL" else "", laws={"loss": "PASS"}, **more)
-
-
-def run(number: int, *done: Outcome, **begins: Any) -> RecordedRun:
-    usual = {"trainer": "torchtitan@/titan", "device": "cpu", "launcher": "local", "torch": "2.13.0", "sources": "aa"}
-    said = {"began": f"night {number}", "commit": f"c{number}", "cases": {one.case: "" for one in done}} | usual
-    return RecordedRun(f"{number:03}", Path("verdicts.jsonl"), said | begins, {one.case: one for one in done})
-
-
-def nights(*runs: RecordedRun) -> list[Night]:
-    (found,) = series(runs).values()
-    return found
 
 
 def where(*names: str, **changes: Any) -> Where:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from literal_nights import nights, run
 
 from harness.cli import main
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
 from harness.run.changes import State, changes, grown
-from harness.run.history import Night, runs_in, series
+from harness.run.history import runs_in, series
 from harness.run.history_text import bisect_command, lapsed, lines, told
 from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
@@ -28,18 +29,6 @@ BROKEN = "HSDP ran as FSDP"
 def case(verdict: str, name: str = "hsdp", **more: Any) -> Outcome:
     cause = BROKEN if verdict == "FAIL" else ""
     return Outcome(name, verdict, **({"cause": cause, "laws": {"loss": "PASS"}} | more))
-
-
-def run(number: int, *done: Outcome, **begins: Any) -> RecordedRun:
-    """The night of that number."""
-    usual = {"trainer": "torchtitan@/titan", "device": "cpu", "launcher": "local", "torch": "2.13.0", "sources": "aa"}
-    said = {"began": f"night {number}", "commit": f"c{number}", "cases": {one.case: "" for one in done}} | usual
-    return RecordedRun(f"{number:03}", Path("verdicts.jsonl"), said | begins, {one.case: one for one in done})
-
-
-def nights(*runs: RecordedRun) -> list[Night]:
-    (found,) = series(runs).values()
-    return found
 
 
 def said(*runs: RecordedRun) -> list[tuple[str, str, bool, str, str]]:

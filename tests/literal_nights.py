@@ -1,0 +1,22 @@
+"""Nights made of literal outcomes, and what a series of them is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.report.outcome import Outcome
+from harness.run.history import Night, series
+from harness.run.verdicts import RecordedRun
+
+
+def run(number: int, *done: Outcome, **begins: Any) -> RecordedRun:
+    """The night of that number."""
+    usual = {"trainer": "torchtitan@/titan", "device": "cpu", "launcher": "local", "torch": "2.13.0", "sources": "aa"}
+    said = {"began": f"night {number}", "commit": f"c{number}", "cases": {one.case: "" for one in done}} | usual
+    return RecordedRun(f"{number:03}", Path("verdicts.jsonl"), said | begins, {one.case: one for one in done})
+
+
+def nights(*runs: RecordedRun) -> list[Night]:
+    (found,) = series(runs).values()
+    return found
