@@ -193,3 +193,8 @@ def test_a_browser_shows_it_no_wider_than_its_window_by_day_and_in_the_dark(
     found = re.search(r"<title>wide (\d+) on (.+)</title>", done.stdout)
     assert found and int(found[1]) <= width, done.stderr[-2000:]
     assert found[2] == paper
+
+
+def test_a_table_wider_than_the_window_scrolls_by_itself() -> None:
+    page = html(a_page())
+    assert page.count("<table") == page.count('<div class="wide"><table') > 0
