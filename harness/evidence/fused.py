@@ -1,21 +1,51 @@
-"""Weights that a trainer has fused into one tensor, taken apart: each part under its own name, as if it had been alone."""
+"""Weights that a trainer has fused into one tensor, taken apart: each part under its own name, as if it had been alone.
+
+A part is one block of the fused tensor's rows (wq, wk, wv), or several: one for each group of heads (wq, wk, wv, wq, wk, wv,
+..), or one for each tensor-parallel rank (w1, w3, w1, w3). A rank that holds every n-th part of the rows holds as many whole
+blocks as the fused tensor has, divided by n, and they are the same parts in the same order whichever rank it is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from harness.evidence.records import RankEvidence, TensorEvidence
 
-Fused = Mapping[str, Mapping[str, int]]
-"""By the name of a fused tensor: its parts, one below the other, each with its number of rows."""
+Block = tuple[str, int]
+"""A part, and how many of its rows lie there together."""
+Fused = Mapping[str, Sequence[Block]]
+"""By the name of a fused tensor: its blocks, one below the other."""
 Arrays = dict[str, np.ndarray]
 
 
+def blocks(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
+    """Of a fused tensor whose parts lie in this order. rows: of each part; one that comes n times is n equal blocks."""
+    return tuple((part, rows[part] // parts.count(part)) for part in parts)
+
+
+def held_blocks(whole: Sequence[Block], length: int) -> Sequence[Block]:
+    """Those that a rank holds which has this many rows; none where the rows are cut otherwise than between alike blocks."""
+    rows = sum(size for _, size in whole)
+    degree = rows // length if length and rows % length == 0 else 0
+    held = whole[: len(whole) // degree] if degree and len(whole) % degree == 0 else ()
+    return held if list(held) * degree == list(whole) else ()
+
+
+def places(held: Sequence[Block]) -> dict[str, np.ndarray]:
+    """By part: int64, the rows of the fused tensor that are the part's, in the part's own order."""
+    found: dict[str, list[np.ndarray]] = {}
+    start = 0
+    for part, size in held:
+        found.setdefault(part, []).append(np.arange(start, start + size))
+        start += size
+    return {part: np.concatenate(rows) for part, rows in found.items()}
+
+
 def apart(evidence: RankEvidence, fused: Fused) -> RankEvidence:
-    """Fused tensors that the rank holds whole. A slice of one is left as it is, for no law knows what is in it."""
+    """Fused tensors of which the rank holds whole blocks. Any other slice is left as it is, for no law knows what is in it."""
     if not fused:
         return evidence
     steps = tuple(
@@ -32,18 +62,14 @@ def apart(evidence: RankEvidence, fused: Fused) -> RankEvidence:
     return dataclasses.replace(evidence, steps=steps, parameters=parameters)
 
 
-def _rows(array: np.ndarray, parts: Mapping[str, int]) -> Iterator[tuple[str, slice]]:
-    """Nothing of a tensor that is not all of them."""
-    start = 0
-    for name, rows in parts.items() if array.ndim and len(array) == sum(parts.values()) else ():
-        yield name, slice(start, start + rows)
-        start += rows
+def _rows(array: np.ndarray, whole: Sequence[Block]) -> dict[str, np.ndarray]:
+    return places(held_blocks(whole, len(array))) if array.ndim else {}
 
 
 def _arrays(arrays: Arrays, fused: Fused) -> Arrays:
     found: Arrays = {}
     for name, array in arrays.items():
-        found |= {part: array[rows].copy() for part, rows in _rows(array, fused.get(name, {}))} or {name: array}
+        found |= {part: array[rows] for part, rows in _rows(array, fused.get(name, ())).items()} or {name: array}
     return found
 
 
@@ -51,19 +77,22 @@ def _states(states: dict[str, Arrays], fused: Fused) -> dict[str, Arrays]:
     """An optimizer's counter of steps is each part's."""
     found: dict[str, Arrays] = {}
     for name, state in states.items():
-        places = next((cut for array in state.values() if (cut := dict(_rows(array, fused.get(name, {}))))), {})
+        cut = next((cut for array in state.values() if (cut := _rows(array, fused.get(name, ())))), {})
         parts = {
-            part: {key: array[rows].copy() if array.ndim else array for key, array in state.items()}
-            for part, rows in places.items()
+            part: {key: array[rows] if array.ndim else array for key, array in state.items()}
+            for part, rows in cut.items()
         }
         found |= parts or {name: state}
     return found
 
 
 def _tensors(tensor: TensorEvidence, fused: Fused) -> Iterator[TensorEvidence]:
-    parts = dict(_rows(tensor.value, fused.get(tensor.fqn, {})))
+    """What is claimed of the fused tensor is claimed of each part."""
+    parts = _rows(tensor.value, fused.get(tensor.fqn, ()))
     for name, rows in parts.items():
-        value = tensor.value[rows].copy()
-        yield dataclasses.replace(tensor, fqn=name, value=value, global_shape=value.shape)
+        value = tensor.value[rows]
+        times = tensor.global_shape[0] // len(tensor.value)
+        shape = (times * len(value), *tensor.global_shape[1:])
+        yield dataclasses.replace(tensor, fqn=name, value=value, global_shape=shape)
     if not parts:
         yield tensor

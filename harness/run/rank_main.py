@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness import trainers
-from harness.evidence.fused import apart
+from harness.evidence.fused import apart, blocks
 from harness.evidence.names import renamed
 from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
@@ -78,8 +78,8 @@ def in_the_references_words(evidence: RankEvidence, adapter: trainers.Adapter, c
         rows=adapter.rows(case),
         settings=evidence.settings | dict(adapter.settings),
     )
-    shapes = case.model.parameter_shapes()
-    fused = {name: {part: shapes[part][0] for part in parts} for name, parts in adapter.fused(case).items()}
+    rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
+    fused = {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
     return apart(renamed(told, adapter.fqn), fused)
 
 

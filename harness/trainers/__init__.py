@@ -45,7 +45,8 @@ The mapping is data, and is itself judged: the laws `initial_weights` and `shard
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
 turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
 before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) are taken apart as `fused`
-says, where ranks hold them whole. Sharded they cannot be mapped: the slices are others than the plan's, which cuts each alone.
+says, where ranks hold them whole, or whole blocks of them. Cut otherwise they cannot be mapped: the slices are others than the
+plan's, which cuts each alone.
 
 Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
@@ -171,8 +172,10 @@ class Adapter(Protocol):
         return name
 
     def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
-        """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other.
-        Only where each rank holds it whole: whoever shards a fused one holds other slices than the plan."""
+        """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other. One
+        that comes n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads, w1 and w3 of each tp
+        rank. A rank holds it whole, or as many whole blocks as its share; whoever shards one otherwise holds other slices than
+        the plan."""
         return {}
 
     def rows(self, case: Case) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from literal import tiny_case, trial_of
 from torch import nn
 
 from harness.checks import placements
-from harness.evidence.fused import apart
+from harness.evidence.fused import apart, blocks
 from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig
@@ -20,7 +20,7 @@ from harness.spec.dims import ParallelDims
 from harness.trainers.support.weights import DoNotFit, load_weights, tensor_parallel
 
 WHOLE = np.arange(12.0).reshape(6, 2)
-FUSED = {"qkv": {"q": 3, "k": 2, "v": 1}}
+FUSED = {"qkv": (("q", 3), ("k", 2), ("v", 1))}
 MODEL = ModelConfig(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=16, ffn_dim=4)
 CASE = Case("any", "a test", ParallelDims(), model=MODEL)
 
@@ -50,6 +50,26 @@ def test_a_slice_of_a_fused_weight_stays_what_it_is() -> None:
     assert list(found.steps[0].optimizer_state) == ["qkv"]
 
 
+def test_groups_of_heads_are_taken_apart_block_by_block_on_a_rank_that_holds_whole_ones() -> None:
+    fused = {"qkv": blocks(("q", "k", "v") * 2, {"q": 4, "k": 2, "v": 2})}
+    held = np.arange(4.0).reshape(4, 1)
+    whole = apart(evidence_of(np.concatenate([held, held + 4])), fused)
+    assert {t.fqn: t.value[:, 0].tolist() for t in whole.parameters} == {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]}
+    part = apart(evidence_of(held), fused)
+    assert {t.fqn: t.value[:, 0].tolist() for t in part.parameters} == {"q": [0, 1], "k": [2], "v": [3]}
+    assert part.steps[0].optimizer_state["v"]["exp_avg"].tolist() == [[3.0]]
+
+
+def test_what_is_claimed_of_a_cut_fused_weight_is_claimed_of_each_part() -> None:
+    fused = {"w13": blocks(("w1", "w3") * 2, {"w1": 4, "w3": 4})}
+    held = TensorEvidence("w13", (8, 1), "float64", [0, 1], ("Shard(0)",), np.arange(4.0).reshape(4, 1))
+    found = apart(replace(evidence_of(WHOLE), parameters=(held,)), fused).parameters
+    assert [(t.fqn, t.global_shape, t.placements, t.value[:, 0].tolist()) for t in found] == [
+        ("w1", (4, 1), ("Shard(0)",), [0, 1]),
+        ("w3", (4, 1), ("Shard(0)",), [2, 3]),
+    ]
+
+
 class OnlyAttention(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -65,6 +85,16 @@ def test_seed_weights_are_copied_one_below_the_other_into_a_fused_one() -> None:
     load_weights([model], CASE, None, fqn, fused={fqn("wqkv"): names})
     seed = initial_weights(MODEL, CASE.training.seed)
     assert model.wqkv.detach().numpy().tolist() == np.concatenate([seed[name] for name in names]).tolist()
+
+
+def test_each_tp_rank_has_its_groups_of_heads_of_a_fused_one() -> None:
+    model = ModelConfig(dim=8, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=16, ffn_dim=4)
+    case, names = Case("any", "a test", ParallelDims(tp=2), model=model), tuple(map(fqn, ("wq", "wk", "wv")))
+    held = nn.Module()
+    held.wqkv = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+    load_weights([held], case, None, fqn, cut=tensor_parallel(1, 2), fused={fqn("wqkv"): names * 2})
+    q, k, v = (initial_weights(model, case.training.seed)[name] for name in names)
+    assert held.wqkv.detach().numpy().tolist() == np.concatenate([q[4:], k[2:], v[2:]]).tolist()
 
 
 def test_all_parameters_that_do_not_fit_are_told() -> None:

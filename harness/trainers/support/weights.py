@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from harness.evidence.fused import Block, blocks, held_blocks
 from harness.plan.slices import TP_DIM
 from harness.probe.structure import local
 from harness.probe.without_memory import is_without_memory
@@ -77,7 +79,8 @@ def load_weights(
                 f"{name} {list(parameter.shape)}: fqn gives {fqn(name)!r}, which is none of the reference's"
             )
             continue
-        whole = torch.cat([cut(part, torch.as_tensor(full[part][rows.get(part, slice(None))])) for part in parts])
+        held = {part: cut(part, torch.as_tensor(full[part][rows.get(part, slice(None))])) for part in parts}
+        whole = _fused(held, blocks(parts, {part: full[part].shape[0] for part in held}))
         if whole.shape != parameter.shape:
             problems.append(f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}")
             continue
@@ -85,6 +88,17 @@ def load_weights(
         mine.copy_(local_slice(whole, parameter))
     if problems:
         raise DoNotFit(problems, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+
+
+def _fused(held: Mapping[str, Tensor], whole: Sequence[Block]) -> Tensor:
+    """held: of each part what this rank has. whole: the blocks of the fused tensor, of which it has its share."""
+    length, used, pieces = sum(len(part) for part in held.values()), Counter[str](), []
+    for part, size in held_blocks(whole, length):
+        pieces.append(held[part][used[part] : used[part] + size])
+        used[part] += size
+    if not pieces:
+        raise ValueError(f"{', '.join(held)} are cut otherwise than between the blocks that they are fused in")
+    return torch.cat(pieces)
 
 
 def plain(name: str) -> str:
