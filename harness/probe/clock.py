@@ -45,7 +45,7 @@ class Clock:
     def __init__(self) -> None:
         self.start = self.step = 0
         self.passes = self.forward_depth = 0
-        self.in_optimizer = self.in_pipeline = self.in_schedule = False
+        self.in_optimizer = self.in_pipeline = self.in_schedule = self.reducing = False
         self.evaluated = False
         self._step_is_over, self._certain = True, False
         self.account = self.of_last_pass = self.of_step = Account(0)
@@ -64,7 +64,7 @@ class Clock:
         return self.account.step, self.phase()
 
     def phase(self) -> str:
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 or self.reducing:
             return "backward"
         if self.account.kind == "evaluation":
             return "evaluation"
@@ -159,6 +159,15 @@ class Clock:
             yield
         finally:
             self.in_pipeline = before
+
+    @contextlib.contextmanager
+    def reducing_gradients(self) -> Iterator[None]:
+        """Outside of autograd's engine, and part of backward all the same."""
+        before, self.reducing = self.reducing, True
+        try:
+            yield
+        finally:
+            self.reducing = before
 
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:

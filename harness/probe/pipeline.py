@@ -4,20 +4,40 @@ Every schedule, whatever made it, calls these methods of its stages (torch 2.11 
 pass of a schedule is one step to the clock: receiving comes before a rank's first forward, and still belongs to it. The
 loss is computed outside of the last stage's forward, as it is without a pipeline, and loss parallel's sums with it. Before
 its first pass a schedule runs its stages once forward and backward, on made-up data, if it was not told the shapes between
-them: that belongs to no step.
+them: that belongs to no step. A trainer whose stages and schedules are its own has an adapter that says the same
+(`note_action`, `pass_of_schedule`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from harness.probe.clock import Clock
+
+_installed: list[PipelineRecorder] = []
+
+
+def note_action(stage: int, kind: str, microbatch: int) -> None:
+    """For the adapter of a trainer with stages of its own, just before one does this. kind: "F" forward, "B" backward."""
+    for recorder in _installed:
+        recorder.note(stage, kind, microbatch)
+
+
+@contextlib.contextmanager
+def pass_of_schedule() -> Iterator[None]:
+    """For the adapter of a trainer with a schedule of its own, around one pass that trains: what is sent and received in it,
+    before the first forward and between passes of the model, belongs to the pass. Reducing gradients comes after it."""
+    with contextlib.ExitStack() as stack:
+        for recorder in _installed:
+            stack.enter_context(recorder._clock.schedule(training=True))
+        yield
 
 
 class PipelineRecorder:
@@ -27,6 +47,7 @@ class PipelineRecorder:
         self._patched: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
+        _installed.append(self)
         try:
             from torch.distributed.pipelining import schedules, stage
         except ImportError:  # a torch built without distributed
@@ -42,9 +63,16 @@ class PipelineRecorder:
             self._bracket(schedules._PipelineSchedule, "_initialize_pp_stages", lambda _: self._clock.set_up())
 
     def remove(self) -> None:
+        if self in _installed:
+            _installed.remove(self)
         for owner, name, original in reversed(self._patched):
             setattr(owner, name, original)
         self._patched = []
+
+    def note(self, stage: int, kind: str, microbatch: int) -> None:
+        account = self._clock.account
+        if account.kind == "training":
+            self.actions.setdefault(account.step, []).append(f"{stage}{kind}{microbatch}")
 
     def _watch(self, owner: Any, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
         """Notes an action written as torch writes it: stage, kind, microbatch."""
@@ -54,10 +82,7 @@ class PipelineRecorder:
         @functools.wraps(original)
         def seen(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(stage, microbatch, *args, **kwargs).arguments
-            account = self._clock.account
-            if account.kind == "training":
-                done = self.actions.setdefault(account.step, [])
-                done.append(f"{stage.stage_index}{kind(arguments)}{microbatch}")
+            self.note(stage.stage_index, kind(arguments), microbatch)
             return original(stage, microbatch, *args, **kwargs)
 
         self._replace(owner, name, seen)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,12 +13,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.evidence.records import Group, TensorEvidence, Wrapper
 from harness.probe.collectives import members
 from harness.probe.without_memory import is_without_memory
 
+Ranks = Sequence[int]
 WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+
+
+_wrappers: WeakKeyDictionary[nn.Module, Wrapper] = WeakKeyDictionary()
+_meshes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), replicate_ranks: Ranks = ()) -> None:
+    """For the adapter of a trainer with a data-parallel wrapper of its own: what that says of itself. kind: a case's word."""
+    _wrappers[module] = Wrapper(kind, tuple(shard_ranks), tuple(replicate_ranks))
+
+
+def note_placement(parameter: nn.Parameter, ranks: Ranks, dim: int | None) -> None:
+    """For the adapter of a trainer whose parallel layers mark parameters by themselves: these ranks hold parts of its dim, or
+    None, all of it each."""
+    _meshes[parameter] = tuple(ranks), dim
 
 
 def plain_fqn(name: str) -> str:
@@ -79,6 +97,8 @@ def parameter_evidence(
 
 
 def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
+    if tensor in _meshes:
+        return _as_noted(fqn, tensor, value)
     return TensorEvidence(
         fqn=fqn,
         global_shape=tuple(tensor.shape),
@@ -87,6 +107,14 @@ def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEviden
         placements=placements(tensor),
         value=value,
     )
+
+
+def _as_noted(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
+    ranks, dim = _meshes[tensor]
+    shape = tuple(size * (len(ranks) if at == dim else 1) for at, size in enumerate(tensor.shape))
+    placement = "Replicate" if dim is None else f"Shard({dim})"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEvidence(fqn, shape, dtype, list(ranks), (placement,), value)
 
 
 def placements(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -119,7 +147,7 @@ def wrappers(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
     found: dict[str, Wrapper] = {}
     for part in parts:
         for name, module in part.named_modules():
-            wrapper = _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
+            wrapper = _wrappers.get(module) or _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
             if wrapper:
                 together = _gathered_together(module, part)
                 found[plain_fqn(name)] = dataclasses.replace(wrapper, parameters=together)

@@ -7,8 +7,9 @@ included, is judged by what it does to the parameters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,16 @@ def note_gradients() -> None:
     its own: to be called in between."""
     for recorder in _installed:
         recorder.copy_gradients(clipped_next=True)
+
+
+@contextlib.contextmanager
+def reducing_gradients() -> Iterator[None]:
+    """For the adapter of a trainer that reduces gradients over the data ranks when backward has ended, by functions of its own:
+    around these. What is moved meanwhile is judged as DDP's and FSDP's reductions are, which torch issues inside backward."""
+    with contextlib.ExitStack() as stack:
+        for recorder in _installed:
+            stack.enter_context(recorder._clock.reducing_gradients())
+        yield
 
 
 @dataclass

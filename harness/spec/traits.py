@@ -28,7 +28,9 @@ class TrainerTraits:
     "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
     parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
     last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
-    the next forward pass.
+    the next forward pass. loss_in_forward: the model computes the loss itself, and with it what tensor parallel sums for it.
+    gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
+    gradient of its weight, rather than to keep it.
     rates: the learning rate of each step, of a trainer that keeps its own schedule, which then is not under test.
     allow: what it keeps, copies, moves or computes besides what the plan knows, in every case, each with its reason.
     """
@@ -41,6 +43,8 @@ class TrainerTraits:
     attention: str | None = None
     loss_chunks: int = 1
     keeps_loss_unit: bool = False
+    loss_in_forward: bool = False
+    gathers_input_again: bool = False
     rates: tuple[float, ...] | None = None
     allow: tuple[Allowance, ...] = ()
 

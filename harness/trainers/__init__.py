@@ -172,10 +172,10 @@ class Adapter(Protocol):
         return name
 
     def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
-        """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other. One
-        that comes n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads, w1 and w3 of each tp
-        rank. A rank holds it whole, or as many whole blocks as its share; whoever shards one otherwise holds other slices than
-        the plan."""
+        """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other.
+        One that comes n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads, w1 and w3 of each
+        tp rank. A rank holds it whole, or as many whole blocks as its share; cut otherwise it is other slices than the plan's.
+        """
         return {}
 
     def rows(self, case: Case) -> dict[str, np.ndarray]:

@@ -120,6 +120,25 @@ def test_logits_that_are_not_kept_in_parts_are_gathered() -> None:
     assert flows("tp_2", loss_parallel=False, model=replace(TINY, vocab_size=7))[-1][-1] == 2048
 
 
+def test_an_input_that_is_not_kept_is_gathered_again_for_its_weights_gradient() -> None:
+    # of the layers that are column parallel: wq, wk and wv together, w1 and w3 together, the output
+    again = Flow("tp", "activations again", "all_gather", "backward", 3072)
+    traits = TrainerTraits(gathers_input_again=True)
+    assert set(make_plan(tiny_case("tp_2"), traits).flows[0]) - set(make_plan(tiny_case("tp_2")).flows[0]) == {again}
+    whole = tiny_case("tp_2", sequence_parallel=False)
+    assert make_plan(whole, traits).flows[0] == make_plan(whole).flows[0]
+
+
+def test_a_loss_within_the_models_forward_is_summed_over_tp_there_and_not_outside() -> None:
+    # 8 samples x 4 positions x 8 bytes, three times: the largest logit, the sum of exponentials, the label's logit
+    case, traits = tiny_case("tp_2"), TrainerTraits(loss_in_forward=True)
+    usual, inside = make_plan(case), make_plan(case, traits)
+    assert set(inside.flows[0]) - set(usual.flows[0]) == {Flow("tp", "loss", "all_reduce", "forward", 768)}
+    assert usual.outside_bytes[0] - inside.outside_bytes[0] == 768
+    gathered = tiny_case("tp_2", loss_parallel=False)
+    assert make_plan(gathered, traits).flows[0] == make_plan(gathered).flows[0]
+
+
 def test_fsdp_over_tensor_parallel_moves_this_tp_ranks_part() -> None:
     # half of all but the norms: (236 - 12) / 2 + 12 = 124 elements; without the last unit (4 + 16): 104
     # 4 samples x 4 x 4 x 8 = 512 a crossing

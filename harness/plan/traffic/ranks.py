@@ -12,7 +12,7 @@ from harness.plan.traffic.data_parallel import data_parallel_flows, pipelined_da
 from harness.plan.traffic.flow import Flow
 from harness.plan.traffic.pipeline import pipeline_flows
 from harness.plan.traffic.recomputation import recomputed_flows
-from harness.plan.traffic.tensor_parallel import scale_flows, tensor_parallel_flows
+from harness.plan.traffic.tensor_parallel import loss_bytes, scale_flows, tensor_parallel_flows
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.traits import TrainerTraits
@@ -29,7 +29,7 @@ def flows_of_rank(
     flows = (
         *(pipelined_data_parallel_flows(case, rank, units) if pipelined else ()),
         *(data_parallel_flows(case, traits, rank, units) if not pipelined else ()),
-        *tensor_parallel_flows(case, stages_of_rank(case, rank), length, torch),
+        *tensor_parallel_flows(case, traits, stages_of_rank(case, rank), length, torch),
         *scale_flows(case, rank, length),
         *context_parallel_flows(case, traits, rank, length),
         *recomputed_flows(case, traits, rank, length),
@@ -38,17 +38,15 @@ def flows_of_rank(
     return tuple(flow for flow in flows if flow.bytes)
 
 
-def outside_bytes(case: Case, rank: int, flows: Iterable[Flow]) -> int:
-    """A norm for each parameter on each axis, eight numbers of each rank (losses, counts), and what is optional inside.
-
-    With loss parallel the largest logit of a token, the sum of their exponentials, and the logit of its label go over tp.
-    """
+def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[Flow]) -> int:
+    """A norm for each parameter on each axis, eight numbers of each rank (losses, counts), the sums of a loss over tp that is
+    not computed in forward, and what is optional inside."""
     dims, training = case.dims, case.training
     axes = sum(getattr(dims, axis) > 1 for axis in AXES)
     numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size
     last = case.n_stages - 1 in stages_of_rank(case, rank)
-    tokens = case.local_batch * case.passes * (training.seq_len // dims.cp)
-    losses = 3 * tokens * BYTES[training.dtype] if dims.tp > 1 and case.features.loss_parallel and last else 0
+    apart = dims.tp > 1 and case.features.loss_parallel and last and not traits.loss_in_forward
+    losses = loss_bytes(case, training.seq_len) if apart else 0
     return numbers * BYTES["float64"] + losses + sum(flow.bytes for flow in flows if flow.optional)
 
 

@@ -10,13 +10,17 @@ from harness.plan.traffic.data_parallel import reductions_per_step
 from harness.plan.traffic.flow import Flow
 from harness.spec import releases
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 
 
-def tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int, torch: str) -> Iterable[Flow]:
+def tensor_parallel_flows(
+    case: Case, traits: TrainerTraits, stages: tuple[int, ...], length: int, torch: str
+) -> Iterable[Flow]:
     """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
-    is an all_reduce, forward of what comes out, backward of what went in.
+    is an all_reduce, forward of what comes out, backward of what went in. A trainer that does not keep what a column-parallel
+    layer gathered, gathers it again for the weight's gradient.
     """
     dims, model, training = case.dims, case.model, case.training
     if dims.tp == 1:
@@ -30,6 +34,8 @@ def tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int, torc
         yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last) * activation)
+        if traits.gathers_input_again:
+            yield Flow("tp", "activations again", "all_gather", "backward", (2 * layers + last) * activation)
         norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
         phase = "pipeline" if dims.pp > 1 else "backward"
         size_of_sums = _bytes_of_norm_gradients(case, torch)
@@ -40,6 +46,13 @@ def tensor_parallel_flows(case: Case, stages: tuple[int, ...], length: int, torc
     if not case.features.loss_parallel and last:
         vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+    elif traits.loss_in_forward and last:
+        yield Flow("tp", "loss", "all_reduce", "forward", loss_bytes(case, length))
+
+
+def loss_bytes(case: Case, length: int) -> int:
+    """With loss parallel the largest logit of a token, the sum of their exponentials, and the logit of its label go over tp."""
+    return 3 * case.local_batch * case.passes * (length // case.dims.cp) * BYTES[case.training.dtype]
 
 
 def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
