@@ -29,6 +29,7 @@ from harness.evidence.records import (
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import tp_dim
 from harness.plan.stages import positions as positions_of
+from harness.plan.traffic.flow import OUTSIDE
 from harness.plan.units import units_of_rank
 from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
@@ -43,14 +44,16 @@ SETTINGS = {
 
 
 def rank_evidence(requested: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
-    part = {fqn: held_part(part) for fqn, part in make_plan(ran).slices[rank].items()}
+    plan = make_plan(ran)
+    part = {fqn: held_part(part) for fqn, part in plan.slices[rank].items()}
+    cut = {fqn: held_part(part) for fqn, part in (plan.gradient_slices or plan.slices)[rank].items()}
     return RankEvidence(
         rank=rank,
         world_size=ran.dims.world_size,
         parameters=tuple(_tensor(ran, fqn, full, full[part[fqn]]) for fqn, full in reference.weights.items()),
         groups=_groups(requested, ran, rank),
         collectives=_collectives(ran, rank),
-        steps=tuple(_step(ran, rank, step, reference, part) for step in reference.steps if step.step in ran.steps),
+        steps=tuple(_step(ran, rank, step, reference, part, cut) for step in reference.steps if step.step in ran.steps),
         structure=_structure(ran, rank),
         compiler={"graphs": 2} if ran.features.compile else {},
         held=(),
@@ -129,7 +132,8 @@ def _collectives(case: Case, rank: int) -> tuple[Collective, ...]:
         for flow in plan.flows_of(rank, step):
             ranks = plan.group_of(rank, flow.axis)
             for count in (8, flow.bytes - 8):
-                found.append(Collective(flow.op, ranks, str(ranks), "float64", count, flow.phase, step, 0))
+                phase = "other" if flow.phase == OUTSIDE else flow.phase
+                found.append(Collective(flow.op, ranks, str(ranks), "float64", count, phase, step, 0))
         found.append(Collective("all_reduce", world, str(world), "float64", 8, "other", step, 0))
     return tuple(replace(call, seq=index) for index, call in enumerate(found))
 
@@ -144,10 +148,13 @@ def after_forward_of(case: Case, rank: int) -> AfterForward:
     return AfterForward(held, sum(held.values()) + sum(own[fqn] for fqn in beside))
 
 
-def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, part: Any) -> StepEvidence:
+def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, part: Any, cut: Any) -> StepEvidence:
+    """part: what the rank holds of parameters; cut: of their gradients and optimizer state."""
     parameters = {fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}
-    kept, state = step.step in (case.steps[-1], case.saved_step), _state(step, part)
+    kept, state = step.step in (case.steps[-1], case.saved_step), _state(step, cut)
     held = sum(value.nbytes for value in parameters.values())
+    gradients = {fqn: full[cut[fqn]].copy() for fqn, full in step.gradients.items()}
+    reduced = sum(value.nbytes for value in gradients.values())
     return StepEvidence(
         step=step.step,
         microbatches=_microbatches(case, rank, step.step, reference),
@@ -155,11 +162,15 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         grad_norm=step.grad_norm,
         lr=step.lr,
         reported_lr=step.lr,
-        gradients={fqn: full[part[fqn]].copy() for fqn, full in step.gradients.items()},
+        gradients=gradients,
         parameters=parameters,
         optimizer_state=state if kept else {},
         changed={},
-        memory={"parameters": held, "gradients": held, "optimizer_state": 2 * held if any(state.values()) else 0},
+        memory={
+            "parameters": held,
+            "gradients": reduced,
+            "optimizer_state": 2 * reduced if any(state.values()) else 0,
+        },
         activity=_activity(case),
         graphs=2 if case.features.compile else 0,
         settings={name: (value,) for name, value in SETTINGS.items()},

@@ -14,6 +14,7 @@ from harness.evidence.records import Exit, RankEvidence, Run
 from harness.evidence.store import EvidenceError
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
+from harness.plan.slices import numel
 
 STAGE = "process"
 
@@ -84,6 +85,7 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
     findings += _inventory(partial(Finding.at, evidence.rank, name="parameters"), wanted_here, held)
     empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
+    empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
     for step in evidence.steps:
         for what, seen in (("gradients", set(step.gradients) | empty), ("updated parameters", set(step.parameters))):
             findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, name=what), held, seen)

@@ -48,10 +48,12 @@ def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that a rank holds between steps, by kind."""
     least, most = trial.plan.parameter_bytes[rank]
     copies = COPIES[trial.case.training.optimizer] + trial.assumed.copies
+    _, gradients = trial.plan.gradient_bytes.get(rank, (least, most))
+    of_state = trial.plan.state_bytes.get(rank, (least, most))
     return {
         "parameters": (least, most),
-        "gradients": (0, most + trial.plan.gradient_spare.get(rank, 0)),
-        "optimizer_state": (copies * least, copies * most),
+        "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
+        "optimizer_state": (copies * of_state[0], copies * of_state[1]),
     }
 
 

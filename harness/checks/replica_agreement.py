@@ -28,8 +28,8 @@ def check(trial: Trial) -> Result:
         return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
     findings, examined = [], 0
     for step in trial.case.steps:
-        for what in ("gradients", "parameters"):
-            for (fqn, _), ranks in families.items():
+        for what, alike in (("gradients", gradient_families(trial, families)), ("parameters", families)):
+            for (fqn, _), ranks in alike.items():
                 examined += len(ranks) - 1
                 findings += _differing(trial, step, what, fqn, ranks)
     apart = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
@@ -52,6 +52,12 @@ def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
         held = {rank: {fqn: trial.slice_of(rank, fqn) for fqn in trial.holdings[rank]} for rank in together}
         found |= {key: ranks for key, ranks in _shared(held).items() if key not in found}
     return found
+
+
+def gradient_families(trial: Trial, families: dict[Replicated, list[int]]) -> dict[Replicated, list[int]]:
+    """Those of parameters, unless ZeRO cuts gradients apart: then as planned, for nothing else tells them."""
+    apart = trial.plan.gradient_slices
+    return _shared({rank: apart[rank] for rank in sorted(trial.ranks)}) if apart else families
 
 
 def _together(trial: Trial) -> list[list[int]]:

@@ -108,6 +108,8 @@ def _why_not(trial: Trial) -> str:
     wrapper = trial.case.wrapper
     if wrapper is None:
         return "no data parallelism"
+    if wrapper in ("zero1", "zero2"):
+        return f"wrapper {wrapper} leaves parameters whole"
     return f"wrapper {wrapper}" + (" with one rank a shard group" if wrapper.startswith("fsdp") else " shards nothing")
 
 

@@ -2,7 +2,7 @@
 
 Bytes are counted of unsharded tensors, so bucketing does not matter. Of what is moved outside forward and backward (losses,
 norms, counts), and of integers inside (DDP's agreement on parameters and buckets in the first two steps, and with
-find_unused_parameters which were used in all), there is a most.
+find_unused_parameters which were used in all), there is a most; of what ZeRO gathers there, a least.
 Inside of a pass no rank waits at a barrier.
 """
 
@@ -20,7 +20,9 @@ from harness.judge.traffic import (
     axis_text,
     is_traffic,
     observed,
+    observed_outside,
     planned,
+    planned_outside,
 )
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
@@ -51,7 +53,8 @@ def check(trial: Trial) -> Result:
             within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
             seen |= {key: wanted.get(key, 0) for key in within}
             findings += _compare(trial, rank, step, wanted, seen)
-            findings += _outside(trial, rank, step) + _integers(trial, rank, step)
+            findings += _outside(trial, rank, step) + _lacking_outside(trial, rank, step)
+            findings += _integers(trial, rank, step)
             findings += _waiting(evidence, step)
     return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
 
@@ -109,6 +112,22 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     if moved <= most:
         return []
     return [Finding.at(rank, f"at most {amount(most)}", amount(moved), step=step, name="outside forward and backward")]
+
+
+def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
+    """What ZeRO gathers behind its optimizer is moved there, whatever else is."""
+    seen = observed_outside(trial.ranks[rank], step)
+    return [
+        Finding.at(
+            rank,
+            f"at least {amount(least)}",
+            amount(seen.get(key, 0)),
+            step=step,
+            name=f"{key[1]} behind the optimizer over {axis_text(trial, key[0])}",
+        )
+        for key, least in planned_outside(trial, rank, step).items()
+        if seen.get(key, 0) < least
+    ]
 
 
 def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:

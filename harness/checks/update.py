@@ -88,7 +88,7 @@ def observed_norm(trial: Trial, step: int, ranks: Sequence[int] | None = None) -
         evidence = trial.ranks[rank]
         for record in evidence.steps:
             for fqn, gradient in record.gradients.items() if record.step == step else ():
-                part = trial.slice_of(rank, fqn)
+                part = trial.gradient_slice_of(rank, fqn)
                 if (fqn, part) not in counted:
                     counted.add((fqn, part))
                     total.append(float(np.sum(np.square(gradient, dtype=np.float64))))
@@ -130,13 +130,14 @@ def _replay(
         expected, magnitude = _advance(state, counted, gradient, rate, recipe, amsgrad=trial.assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude)
         here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
-        finding = _compare(here, step.parameters[fqn], expected, bound, state.value)
+        left = trial.stepped_part(evidence.rank, fqn, step.parameters[fqn])
+        finding = _compare(here, left, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
             finding = finding or _compare_moments(here, trial, fqn, step.optimizer_state.get(fqn, {}), state)
         finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
         if finding:
             return [finding]
-        state.value = step.parameters[fqn].astype(np.float64)  # go on from what is there: one mistake, one finding
+        state.value = left.astype(np.float64)  # go on from what is there: one mistake, one finding
     return []
 
 
@@ -154,7 +155,7 @@ def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -
 
 def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
     """Averages begin at zero, or where the checkpoint left them, whatever that is: the law `resume` judges that."""
-    value = trial.start_of(evidence.rank)[fqn]
+    value = trial.stepped_part(evidence.rank, fqn, trial.start_of(evidence.rank)[fqn])
     held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)
     first, second = (held.get(key, np.zeros_like(value)).astype(np.float64) for key in ("exp_avg", "exp_avg_sq"))
@@ -167,7 +168,7 @@ def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEviden
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
     expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
-    left = first.parameters[tensor.fqn]
+    left = trial.stepped_part(evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
     return left.shape == expected.shape and bool((np.abs(left - expected) <= bound).all())
 
 

@@ -156,7 +156,7 @@ def whole(trial: Trial, by: Coefficient, ranks: Sequence[int]) -> Callable[..., 
         scaled = {fqn: gradient.copy() for fqn, gradient in gradients.items()}
         for rank in ranks:
             for fqn in trial.holdings[rank]:
-                if part := trial.slice_of(rank, fqn):
+                if part := trial.gradient_slice_of(rank, fqn):
                     place = tuple(slice(*interval) for interval in part)
                     scaled[fqn][place] = gradients[fqn][place] * by(rank, step, fqn)
         return scaled

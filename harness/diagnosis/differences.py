@@ -26,7 +26,7 @@ def seen_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
 
 
 def expected_gradient(trial: Trial, rank: int, fqn: str, step: int = 1) -> np.ndarray | None:
-    part = trial.slice_of(rank, fqn)
+    part = trial.gradient_slice_of(rank, fqn)
     full = trial.reference.steps[step - 1].gradients.get(fqn)
     return None if part is None or full is None else take(full, part)
 

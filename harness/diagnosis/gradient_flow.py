@@ -61,7 +61,7 @@ def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> boo
     """Gradients that are not there are zero."""
     bound, usual, odd = trial.bounds.gradient[step], trial.reference_step(step).gradients, {fqn for _, fqn in wrong}
     for rank, fqn in wrong:
-        part = trial.slice_of(rank, fqn)
+        part = trial.gradient_slice_of(rank, fqn)
         other = gradients.get(fqn, np.zeros_like(usual[fqn])).reshape(usual[fqn].shape)
         seen, largest = seen_gradients(trial, rank, step)[fqn], float(np.max(np.abs(usual[fqn]), initial=0.0))
         if part is None or not relative_difference(seen, take(other, part), largest) <= 4 * bound:

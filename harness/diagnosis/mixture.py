@@ -147,7 +147,7 @@ def _fit(
     """The weights of pieces in a rank's gradient, 1 for those without a valid token, and what they leave unexplained."""
     rows, targets = [], []
     for fqn, seen in seen_gradients(trial, rank, step).items():
-        part = trial.slice_of(rank, fqn) if fqn in fqns else None
+        part = trial.gradient_slice_of(rank, fqn) if fqn in fqns else None
         if part is None or not seen.size or seen.shape != take(gradients[0][fqn], part).shape:
             continue
         at = np.linspace(0, seen.size - 1, min(seen.size, ENTRIES)).astype(int)
@@ -219,7 +219,7 @@ def _assembled(trial: Trial, fqns: Sequence[str], counts: Mapping[int, np.ndarra
         return whole
     sums = {own.tobytes(): {fqn: _sum(gradients, fqn, own) for fqn in fqns} for own in counts.values()}
     for rank, own in counts.items():
-        for fqn, part in ((fqn, trial.slice_of(rank, fqn)) for fqn in trial.holdings[rank] if fqn in fqns):
+        for fqn, part in ((fqn, trial.gradient_slice_of(rank, fqn)) for fqn in trial.holdings[rank] if fqn in fqns):
             if part is not None:
                 at = tuple(slice(start, stop) for start, stop in part)
                 whole[fqn][at] = sums[own.tobytes()][fqn][at]

@@ -73,7 +73,7 @@ def _pieces(trial: Trial, step: int) -> dict[tuple[str, object], tuple[np.ndarra
     for rank, evidence in sorted(trial.ranks.items()):
         for record in (record for record in evidence.steps if record.step == step):
             for fqn, gradient in record.gradients.items():
-                found.setdefault((fqn, trial.slice_of(rank, fqn)), (gradient, rank))
+                found.setdefault((fqn, trial.gradient_slice_of(rank, fqn)), (gradient, rank))
     return found
 
 
@@ -91,6 +91,6 @@ def _counting_again(trial: Trial, axis: str, rank: int, step: int) -> float:
     total = []
     for (fqn, part), (gradient, holder) in _pieces(trial, step).items():
         line = trial.plan.group_of(holder, axis)
-        alike = all(trial.slice_of(peer, fqn) == part for peer in line)
+        alike = all(trial.gradient_slice_of(peer, fqn) == part for peer in line)
         total.append(float(np.sum(np.square(gradient, dtype=np.float64))) * (len(line) if alike else 1))
     return math.sqrt(math.fsum(total))

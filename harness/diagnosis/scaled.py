@@ -95,7 +95,7 @@ def _by_slice(trial: Trial, fqn: str, factors: Mapping[tuple[int, str], float]) 
         return float(np.median(list(numbers.values())))
     whole = np.full(trial.reference.weights[fqn].shape, np.nan)
     for rank, number in numbers.items():
-        part = trial.slice_of(rank, fqn)
+        part = trial.gradient_slice_of(rank, fqn)
         view = whole[tuple(slice(start, stop) for start, stop in part or ())]
         if not np.all(np.isnan(view) | np.isclose(view, number, rtol=1e-7)):
             return None

@@ -112,7 +112,7 @@ def _holders(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int,
     """By slice, the ranks that hold it, with what each has there. Empty slices, and those found nowhere, are left out."""
     held: dict[Slice, list[tuple[int, np.ndarray]]] = {}
     for rank, evidence in sorted(trial.ranks.items()):
-        part, gradient = trial.slice_of(rank, fqn), _gradient(evidence.steps, number, fqn)
+        part, gradient = trial.gradient_slice_of(rank, fqn), _gradient(evidence.steps, number, fqn)
         if part is not None and gradient is not None and gradient.size and gradient.shape == _shape(part):
             held.setdefault(part, []).append((rank, gradient))
     return held
@@ -129,7 +129,7 @@ def _shape(part: Slice) -> tuple[int, ...]:
 def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
     """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry; inf
     for a parameter of which the rank should hold nothing."""
-    part = trial.slice_of(rank, fqn)
+    part = trial.gradient_slice_of(rank, fqn)
     if part is None:
         return float("inf")
     return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))

@@ -8,7 +8,7 @@ from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES, numel
-from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.flow import OUTSIDE, Flow
 
 INSIDE = ("forward", "backward", "pipeline")
 OF_PARAMETERS = ("parameters", "gradients")
@@ -19,8 +19,25 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
     """Bytes of one step, by group, collective and phase. optional_only: of flows that may be left out."""
     totals: dict[Key, int] = defaultdict(int)
     for flow in trial.plan.flows_of(rank, step):
+        if flow.phase == OUTSIDE:
+            continue
         if (flow.optional or not optional_only) and (trial.recorded is None or flow.role in OF_PARAMETERS):
             totals[_key(trial, rank, flow)] += flow.bytes
+    return dict(totals)
+
+
+def planned_outside(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+    """The bytes that a step moves at least outside of forward and backward."""
+    flows = (flow for flow in trial.plan.flows_of(rank, step) if flow.phase == OUTSIDE)
+    return {_key(trial, rank, flow): flow.bytes for flow in flows}
+
+
+def observed_outside(evidence: RankEvidence, step: int) -> dict[Key, int]:
+    """All that a rank issued there, integers among it."""
+    totals: dict[Key, int] = defaultdict(int)
+    for call in evidence.collectives:
+        if call.step == step and call.phase in ("optimizer", "other") and len(call.ranks) > 1:
+            totals[call.ranks, call.op, OUTSIDE] += call.bytes
     return dict(totals)
 
 

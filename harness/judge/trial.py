@@ -121,6 +121,18 @@ class Trial:
         held = self.holdings[rank].get(fqn)
         return held if held is not None else self.plan.slices[rank].get(fqn)
 
+    def gradient_slice_of(self, rank: int, fqn: str) -> Slice | None:
+        """The same of its gradient, which ZeRO reduces to a part where a parameter is whole."""
+        apart = self.plan.gradient_slices
+        return apart[rank].get(fqn) if apart else self.slice_of(rank, fqn)
+
+    def stepped_part(self, rank: int, fqn: str, held: np.ndarray) -> np.ndarray:
+        """Of what a rank holds of a parameter, what its own optimizer steps on: under ZeRO-1 and 2 a part of it."""
+        part, wanted = self.slice_of(rank, fqn), self.plan.state_slices and self.plan.state_slices[rank].get(fqn)
+        if not part or not wanted or part == wanted:
+            return held
+        return held[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(wanted, part, strict=True))]
+
     def start_of(self, rank: int) -> dict[str, np.ndarray]:
         """The parameters a rank begins with: those of the checkpoint if it resumed, else the seed's."""
         evidence = self.ranks[rank]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from harness.plan.grid import groups_by_axis, shard_axis, shard_place
@@ -21,6 +22,7 @@ from harness.plan.memory import (
     padding_after_forward,
     parameter_bytes,
     spare_bytes,
+    state_bytes,
     table_bytes,
 )
 from harness.plan.observed_units import Observed, Unit
@@ -29,8 +31,10 @@ from harness.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices
 from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.plan.traffic.ranks import flows_of_rank, integer_bytes, outside_bytes, used_bytes
 from harness.plan.units import held_units, units_of_rank
+from harness.plan.zero import zero_units
 from harness.reference.config import quantized_modules
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 from harness.spec.traits import USUAL, TrainerTraits
 
 T = TypeVar("T")
@@ -39,8 +43,7 @@ T = TypeVar("T")
 def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:
     """traits: what the trainer chose. observed: FSDP's units where case and traits leave them open; without evidence of them,
     "apart". torch: the release that the ranks ran; empty for the oldest supported."""
-    flat = flat_units(case) if case.wrapper == "fsdp1" else ()
-    shapes = {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
+    flat, shapes = _shapes(case, traits)
     units = PerRank(_claims(case, observed), lambda rank: units_of_rank(case, traits, rank, observed))
     stages, slices, kinds = _ranks(case, shapes, flat, units)
 
@@ -50,7 +53,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
     flows = even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(1), units[rank], torch))
     if case.training.variable_length:
         even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(2), units[rank], torch))
-    return Plan(
+    plan = Plan(
         dims=case.dims,
         first_step=case.steps.start,
         shapes=shapes,
@@ -68,7 +71,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
         traits=traits,
         observed=observed,
         table_bytes=table_bytes(case),
-        spare_bytes=each(lambda rank: spare_bytes(case, traits, rank, slices[rank])),
+        spare_bytes=each(lambda rank: spare_bytes(case, traits, rank, slices[rank], flat)),
         gradient_spare=each(lambda rank: gradient_spare(case, traits, rank)),
         torch=torch,
         quantized=quantized_modules(case.model) if case.training.quantize else (),
@@ -76,6 +79,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
         after_forward=each(lambda rank: kept_after_forward(case, rank, slices[rank], units[rank])),
         padding_after_forward=each(lambda rank: padding_after_forward(case, rank, slices[rank], flat, units[rank])),
     )
+    return _with_zero(case, plan)
 
 
 def _ranks(
@@ -91,6 +95,23 @@ def _ranks(
     return stages, slices, kinds_of_ranks(case.dims, places, held, units)
 
 
+def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
+    """The vectors that are cut in place of parameters, if any, and the shape of each parameter, which then is a vector too."""
+    flat = zero_units(case, traits) if case.wrapper in ZERO else flat_units(case) if case.wrapper == "fsdp1" else ()
+    return flat, {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
+
+
+def _with_zero(case: Case, plan: Plan) -> Plan:
+    """With what ZeRO leaves a rank of gradients and of optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
+    if case.wrapper not in ZERO:
+        return plan
+    ranks = {rank: rank for rank in range(case.dims.world_size)}
+    cut = PerRank(ranks, lambda rank: flat_slices(plan.flat, plan.shapes, *shard_place(case.dims, rank)))
+    kept = PerRank(ranks, lambda rank: state_bytes(case, cut[rank], plan.flat))
+    gradients = {} if case.wrapper == "zero1" else kept
+    return replace(plan, gradient_slices=cut, state_slices=cut, gradient_bytes=gradients, state_bytes=kept)
+
+
 def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
     """Kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
     seen = observed or {}
@@ -104,4 +125,5 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
 
 def _slices(case: Case, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
     """What a rank holds of each parameter of its stages, by fqn."""
-    return flat_slices(flat, held, *shard_place(case.dims, rank)) if flat else slices_of_rank(case.dims, rank, held)
+    place = shard_place(case.dims, rank) if case.shards > 1 else (1, 0)
+    return flat_slices(flat, held, *place) if flat else slices_of_rank(case.dims, rank, held)

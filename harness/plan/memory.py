@@ -9,6 +9,7 @@ from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, par
 from harness.plan.stages import stages_of_rank
 from harness.plan.units import fsdp2_units
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 from harness.spec.traits import TrainerTraits
 
 
@@ -19,9 +20,15 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
     degree = case.dims.dp_shard * case.dims.cp
     least = sum(numel(part) for part in held.values()) * size
     if flat:
-        return least, sum(unit.part(degree) for unit in flat) * size
+        return least, sum(unit.part(degree) for unit in flat) * (degree // case.shards) * size
     most = sum(padded_numel(case, fqn, tp_index) // degree for fqn in held) * size
     return least, max(least, most)
+
+
+def state_bytes(case: Case, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
+    """Of each number that ZeRO's optimizer keeps of its part of every parameter: (least, most), the most with padding."""
+    size = BYTES[case.training.dtype]
+    return sum(map(numel, held.values())) * size, sum(unit.part(case.dims.dp_shard) for unit in flat) * size
 
 
 def table_bytes(case: Case) -> int:
@@ -29,9 +36,14 @@ def table_bytes(case: Case) -> int:
     return 2 * case.training.seq_len * case.model.head_dim * BYTES["float64"]
 
 
-def spare_bytes(case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice]) -> int:
-    """A cosine and a sine for each position and entry of a head, with DDP one copy of the gradients, in buckets, and what
-    FSDP2 gathered for a loss in chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
+def spare_bytes(
+    case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]
+) -> int:
+    """A cosine and a sine for each position and entry of a head, with DDP one copy of the gradients, in buckets, with ZeRO the
+    weights on which its optimizer steps, where these are a copy (`master_weights`), and what FSDP2 gathered for a loss in
+    chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
+    if case.wrapper in ZERO:
+        return table_bytes(case) + traits.master_weights * state_bytes(case, {}, flat)[1]
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
     unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
     kept = traits.keeps_loss_unit and traits.loss_chunks > 1 and case.shards > 1
@@ -54,7 +66,7 @@ def _padded_last_unit(case: Case, rank: int) -> int:
 def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:
     """By fqn, what is there of each parameter between forward and backward; empty where nothing is sharded."""
     shards, index = shard_place(case.dims, rank)
-    if shards == 1:
+    if case.shards == 1:
         return {}
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
     tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
@@ -70,7 +82,7 @@ def padding_after_forward(
     case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...], units: list[Unit]
 ) -> int:
     """That of the rank's own slices, and that of what stays gathered: of every parameter, or of its flat unit."""
-    (shards, _), tp_index = shard_place(case.dims, rank), coordinate(case.dims, rank)["tp"]
+    shards, tp_index = case.shards, coordinate(case.dims, rank)["tp"]
     least, most = parameter_bytes(case, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
     there = kept_after_forward(case, rank, held, units)

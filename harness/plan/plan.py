@@ -24,13 +24,16 @@ class Kept:
 @dataclass(frozen=True)
 class Plan:
     """traits: of the trainer that it is the plan for. groups: by axis of degree above 1, its groups' ranks.
-    slices[rank][fqn]: what each rank must hold.
+    slices[rank][fqn]: what each rank must hold of a parameter. gradient_slices, state_slices: of its gradient once that is
+    reduced, and of its optimizer state; ZeRO cuts these and not the parameter, empty where all three are cut alike.
 
-    shapes: of every parameter; where FSDP1 cuts flattened ones (`flat`: its units), of the vector: all is judged flattened.
+    shapes: of every parameter; where FSDP1 or ZeRO cuts flattened ones (`flat`: its units), of the vector: all is judged
+    flattened.
     shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
     flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
-    parameters a rank may keep between steps; the most counts the padding of uneven chunks. after_forward[rank][fqn]: what
-    it keeps of a parameter when a forward pass has ended, nothing where no parameter is gathered;
+    parameters a rank may keep between steps; the most counts the padding of uneven chunks. gradient_bytes, state_bytes:
+    likewise, the second of each number that the optimizer keeps; empty where they are those of parameters.
+    after_forward[rank][fqn]: what it keeps of a parameter when a forward pass has ended, nothing where none is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
     a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
     used_bytes: later, with find_unused_parameters.
@@ -68,6 +71,10 @@ class Plan:
     first_step: int = 1
     quantized: tuple[str, ...] = ()
     unreduced: frozenset[tuple[str, int]] = frozenset()
+    gradient_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
+    state_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
+    gradient_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    state_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def shards(self) -> int:

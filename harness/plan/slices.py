@@ -39,17 +39,19 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class FlatUnit:
-    """A module's parameters one after the other in a vector, which FSDP1 cuts in equal parts, one a rank.
+    """A module's parameters one after the other in a vector, which FSDP1 or ZeRO cuts in equal parts, one a rank.
 
     starts: where each parameter begins, by fqn. numel: elements of the vector, before it is padded to equal parts.
+    multiple: of which each part's elements are one.
     """
 
     starts: dict[str, int]
     numel: int
+    multiple: int = 1
 
     def part(self, degree: int) -> int:
         """Elements of each rank's part."""
-        return -(-self.numel // degree)
+        return -(-self.numel // (degree * self.multiple)) * self.multiple
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:

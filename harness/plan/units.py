@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.plan.observed_units import Observed, Unit, as_requested
-from harness.plan.slices import Slice, flat_units
+from harness.plan.slices import Slice, flat_units, parameter_shapes
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
 
@@ -19,12 +19,14 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
 
     The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
     the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
-    that unit. FSDP1 never frees the root's unit: embedding, final norm and output.
+    that unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
     """
     degree, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
         root, *blocks = (tuple(unit.starts) for unit in flat_units(case))
         return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
+    if case.wrapper == "zero3":
+        return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]
     if isinstance(policy, int):
         return [Unit(unit, policy) for unit in fsdp2_units(case)]
     *most, last = fsdp2_units(case)

@@ -148,8 +148,8 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks FSDP cuts a parameter."""
-        return self.dims.dp_shard * self.dims.cp
+        """Over how many ranks a parameter is cut, by FSDP or ZeRO-3. ZeRO-1 and 2 leave it whole."""
+        return 1 if self.wrapper in ("zero1", "zero2") else self.dims.dp_shard * self.dims.cp
 
     def seq_len(self, step: int) -> int:
         """Tokens of each sample that step (from 1) trains on."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1")
+ZERO = ("zero1", "zero2", "zero3")
+WRAPPERS = ("ddp", "replicate", "fsdp2", "fsdp1", *ZERO)
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -21,7 +22,8 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
 class Features:
     """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic.
 
-    wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides.
+    wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides. zero1, zero2, zero3:
+    ZeRO over the dp_shard ranks, of optimizer state alone, of gradients too, of parameters too, each cut as flat vectors.
     accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step. defer_sync: gradients
     are reduced over the data ranks after the last of them only, rather than after each.
     bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.

@@ -13,7 +13,25 @@ from harness.spec.case import Case, CaseError
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
 
-CHOICES = {"fsdp_units": ("apart", "root", OBSERVED), "cp_heads": ("query", "key_value"), "attention": (None, "fused")}
+CHOICES = {
+    "fsdp_units": ("apart", "root", OBSERVED),
+    "cp_heads": ("query", "key_value"),
+    "attention": (None, "fused"),
+    "zero_reduces_by": ("reduce_scatter", "all_reduce"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatLayout:
+    """How ZeRO lays parameters one after the other in the vector that it cuts in equal parts, one a rank.
+
+    reverse: the last parameter comes first. starts: a parameter begins at a multiple of so many elements. parts: each rank's
+    part has a multiple of so many.
+    """
+
+    reverse: bool = False
+    starts: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +49,8 @@ class TrainerTraits:
     the next forward pass. loss_in_forward: the model computes the loss itself, and with it what tensor parallel sums for it.
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
+    zero_layout: of ZeRO's vectors. zero_reduces_by: by an all_reduce each rank receives whole gradients and keeps its part.
+    master_weights: an optimizer under ZeRO steps on a copy of the rank's part of the parameters, which it keeps.
     rates: the learning rate of each step, of a trainer that keeps its own schedule, which then is not under test.
     allow: what it keeps, copies, moves or computes besides what the plan knows, in every case, each with its reason.
     """
@@ -45,6 +65,9 @@ class TrainerTraits:
     keeps_loss_unit: bool = False
     loss_in_forward: bool = False
     gathers_input_again: bool = False
+    zero_layout: FlatLayout = FlatLayout()
+    zero_reduces_by: str = "reduce_scatter"
+    master_weights: bool = False
     rates: tuple[float, ...] | None = None
     allow: tuple[Allowance, ...] = ()
 
@@ -109,4 +132,6 @@ def from_json(record: Mapping[str, Any]) -> TrainerTraits:
     """The inverse. Raises TypeError or ValueError for what is not one."""
     allow = tuple(Allowance(**one) for one in record.get("allow", ()))
     rates = record.get("rates")
-    return TrainerTraits(**{**record, "allow": allow, "rates": None if rates is None else tuple(rates)})
+    layout = FlatLayout(**record.get("zero_layout", {}))
+    rates = None if rates is None else tuple(rates)
+    return TrainerTraits(**{**record, "allow": allow, "rates": rates, "zero_layout": layout})

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.spec import schedule
 from harness.spec.case import Case, CaseError
-from harness.spec.features import Features
+from harness.spec.features import ZERO, Features
 
 LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
 
@@ -116,6 +116,7 @@ def _validate_features(case: Case, where: str) -> None:
         )
     if features.wrapper == "fsdp1" and dims.tp > 1:
         raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
+    _validate_zero(case, where)
     _validate_wrapper_options(case, where)
     if dims.pp > 1 and case.model.tied_embeddings:
         raise CaseError(
@@ -124,6 +125,20 @@ def _validate_features(case: Case, where: str) -> None:
     numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
     if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
         raise CaseError(f"{where}: {reason}")
+
+
+def _validate_zero(case: Case, where: str) -> None:
+    """ZeRO cuts over dp_shard, and over nothing else."""
+    if case.wrapper not in ZERO:
+        return
+    other = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis != "dp_shard" and degree > 1]
+    if other or case.dims.dp_shard == 1:
+        problem = f"with {other[0]}" if other else "with dp_shard 1"
+        raise CaseError(f"{where}: wrapper {case.wrapper!r} {problem}: ZeRO is planned over dp_shard ranks alone")
+    if case.training.compute_dtype or case.features.reduce_dtype:
+        raise CaseError(f"{where}: wrapper {case.wrapper!r} with compute_dtype or reduce_dtype: not planned")
+    if case.wrapper != "zero1" and not case.features.defer_sync:
+        raise CaseError(f"{where}: defer_sync false: {case.wrapper} reduces after each microbatch anyway; leave it out")
 
 
 def _validate_wrapper_options(case: Case, where: str) -> None:

@@ -76,6 +76,17 @@ CASES: dict[str, tuple[Any, ...]] = {
         {"wrapper": "fsdp1", "reshard_after_forward": "never", "accumulation": 2, "defer_sync": False, "model": FIVE},
     ),
     "fsdp1, whole on every rank": ("ddp_2", EIGHT, {"wrapper": "fsdp1"}),
+    "zero1 over three, uneven, accumulating": (
+        ParallelDims(dp_shard=3),
+        EIGHT,
+        {"wrapper": "zero1", "accumulation": 2, "model": UNEVEN},
+    ),
+    "zero2 over three, uneven, accumulating": (
+        ParallelDims(dp_shard=3),
+        EIGHT,
+        {"wrapper": "zero2", "accumulation": 2, "model": UNEVEN},
+    ),
+    "zero3 over three, uneven": (ParallelDims(dp_shard=3), EIGHT, {"wrapper": "zero3", "model": UNEVEN}),
     "tp, uneven": (ParallelDims(tp=3), SHORT, {"model": replace(UNEVEN, dim=12), "accumulation": 2}),
     "tp without sequence or loss parallel": (
         "fsdp_2_tp_2",
@@ -180,5 +191,16 @@ def _of_rank(case: Case, plan: Plan, rank: int) -> Iterator[str]:
         text = slice_text(part, plan.shapes[fqn], flat=bool(plan.flat))
         after = f", after forward {kept[fqn].bytes} over {kept[fqn].degree}" if fqn in kept else ""
         held.setdefault(text + after, []).append(fqn.removesuffix(".weight").replace("layers.", ""))
+    yield from _named(held)
+    if rank in plan.gradient_slices:
+        yield f"gradient bytes {plan.gradient_bytes.get(rank, 'of parameters')}, state bytes {plan.state_bytes[rank]}"
+        apart: dict[str, list[str]] = {}
+        for fqn, part in plan.gradient_slices[rank].items():
+            text = slice_text(part, plan.shapes[fqn], flat=True)
+            apart.setdefault(f"gradient {text}", []).append(fqn.removesuffix(".weight").replace("layers.", ""))
+        yield from _named(apart)
+
+
+def _named(held: dict[str, list[str]]) -> Iterator[str]:
     for text, names in held.items():
         yield f"{text}: {' '.join(names) if len(names) < 12 else f'{len(names)} parameters'}"

@@ -9,9 +9,10 @@ from harness.plan.observed_units import Unit
 from harness.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
 from harness.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.zero import zero_flows
 from harness.spec import schedule
 from harness.spec.case import Case
-from harness.spec.features import LOOPED
+from harness.spec.features import LOOPED, ZERO
 from harness.spec.traits import TrainerTraits
 
 
@@ -19,6 +20,9 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     """Bytes of a step over the data-parallel axes: parameters gathered, gradients reduced."""
     if case.wrapper == "fsdp1":
         yield from _fsdp1_flows(case)
+        return
+    if case.wrapper in ZERO:
+        yield from zero_flows(case, traits)
         return
     dims, features, tp_index = case.dims, case.features, coordinate(case.dims, rank)["tp"]
     stored = case.training.dtype

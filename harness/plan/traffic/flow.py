@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OUTSIDE = "outside"
+"""Of forward and backward: where small collectives of every kind are, so that a flow there is what is moved at least."""
+
 
 @dataclass(frozen=True)
 class Flow:

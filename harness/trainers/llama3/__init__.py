@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 from harness.spec.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter
@@ -88,6 +89,8 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "wrapper fsdp2 without data ranks: this trainer then wraps nothing"
     if features.fsdp_units == "root":
         yield f"fsdp_units {features.fsdp_units}: this trainer gathers embedding, blocks, and norm with output, apart"
+    if case.wrapper in ZERO:
+        yield f"wrapper {case.wrapper}: this trainer cuts optimizer state and gradients as it cuts parameters (FSDP)"
     if case.wrapper == "fsdp1":
         yield from _fsdp1_obstacles(case)
     if dims.tp > 1 and isinstance(features.reshard_after_forward, int):

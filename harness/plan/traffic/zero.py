@@ -1,0 +1,31 @@
+"""Traffic of ZeRO: gradients to the rank whose optimizer has them, parameters from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from harness.plan.slices import BYTES, parameter_shapes
+from harness.plan.traffic.flow import OUTSIDE, Flow
+from harness.plan.zero import padded_elements, zero_units
+from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
+
+
+def zero_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
+    """ZeRO-1 reduces once a step, if the case says no other; ZeRO-2 and 3 keep no whole gradients and reduce after each
+    microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, ZeRO-3 each parameter before forward and
+    before backward."""
+    degree, passes, size = case.dims.dp_shard, case.features.accumulation, BYTES[case.training.dtype]
+    vectors = padded_elements(zero_units(case, traits), degree) * size
+    whole = (
+        sum(map(math.prod, parameter_shapes(case.model).values())) * size
+    )  # an all_reduce takes gradients as they are
+    reduced = vectors if traits.zero_reduces_by == "reduce_scatter" else whole
+    times = 1 if case.wrapper == "zero1" and case.features.defer_sync else passes
+    yield Flow("dp_shard", "gradients", traits.zero_reduces_by, "backward", times * reduced)
+    if case.wrapper == "zero3":
+        yield Flow("dp_shard", "parameters", "all_gather", "forward", passes * vectors)
+        yield Flow("dp_shard", "parameters", "all_gather", "backward", passes * vectors)
+    else:
+        yield Flow("dp_shard", "parameters", "all_gather", OUTSIDE, vectors)

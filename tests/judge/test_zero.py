@@ -1,0 +1,130 @@
+"""ZeRO cuts optimizer state, gradients and parameters apart: literal evidence of each stage, and of what goes wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from checked import findings
+from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
+
+from harness.checks import judge
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.spec.case import Case, CaseError
+from harness.spec.dims import ParallelDims
+from harness.spec.features import ZERO
+from harness.spec.traits import FlatLayout, TrainerTraits
+from harness.spec.validation import validate
+
+THREE = replace(ADAMW, global_batch=9)
+OTHER_RANKS = "layers.0.feed_forward.w3.weight"
+"""Of which rank 0's optimizer steps on nothing."""
+
+
+def zero_case(stage: str, **changes: object) -> Case:
+    return tiny_case(ParallelDims(dp_shard=3), THREE, wrapper=stage, model=UNEVEN, **changes)
+
+
+def broken(trial: Trial) -> set[str]:
+    return {result.check for result in judge(trial) if result.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)}
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_a_stage_that_cuts_what_it_should_breaks_no_law(stage: str) -> None:
+    trial = trial_of(zero_case(stage))
+    assert broken(trial) == set()
+    examined = {result.check: result.examined for result in judge(trial)}
+    assert min(examined[law] for law in ("gradients", "update", "memory", "traffic", "shard_contents")) > 0
+
+
+def test_what_another_rank_steps_on_must_be_the_same_on_all() -> None:
+    """Each rank's own part is right; what rank 0 received of another's is old."""
+    trial = trial_of(zero_case("zero1"))
+    trial = with_value(trial, 0, 2, "parameters", OTHER_RANKS, lambda value: 0 * value)
+    assert judged("update", trial).verdict is Verdict.PASS
+    assert judged("replica_agreement", trial).verdict is Verdict.FAIL
+
+
+def test_what_a_rank_steps_on_is_judged_within_the_whole_parameter() -> None:
+    trial = trial_of(zero_case("zero2"))
+    trial = with_every_rank(
+        trial, lambda t, r: with_value(t, r, 2, "parameters", OTHER_RANKS, lambda value: 1.01 * value)
+    )
+    assert judged("replica_agreement", trial).verdict is Verdict.PASS
+    assert {finding.rank for finding in judged("update", trial).findings} == {2}
+
+
+def test_gradients_of_a_part_that_is_another_ranks_are_a_finding() -> None:
+    """As large as it should be, and one place further on."""
+    trial = trial_of(zero_case("zero2"))
+    full = trial.reference_step(1).gradients[OTHER_RANKS]
+    ((start, stop),) = trial.plan.gradient_slices[2][OTHER_RANKS]
+    shifted = trial.ranks[2].steps[0].gradients | {OTHER_RANKS: full[[*range(start + 1, stop), start]]}
+    trial = with_step(trial, 2, 1, gradients=shifted)
+    assert judged("gradients", trial).verdict is Verdict.FAIL
+
+
+def test_gradients_that_are_kept_whole_are_too_much_for_zero2_and_not_for_zero1() -> None:
+    for stage, verdict in (("zero1", Verdict.PASS), ("zero2", Verdict.FAIL)):
+        trial = trial_of(zero_case(stage))
+        memory = trial.ranks[0].steps[0].memory
+        trial = with_step(trial, 0, 1, memory=memory | {"gradients": memory["parameters"]})
+        assert judged("memory", trial).verdict is verdict, stage
+
+
+def test_optimizer_state_that_is_kept_whole_is_a_finding() -> None:
+    trial = trial_of(zero_case("zero1"))
+    memory = trial.ranks[1].steps[0].memory
+    trial = with_step(trial, 1, 1, memory=memory | {"optimizer_state": 2 * memory["parameters"]})
+    assert [finding.where for finding in judged("memory", trial).findings] == ["rank 1, step 1, optimizer_state"]
+
+
+def test_parameters_that_are_not_gathered_behind_the_optimizer_are_missed() -> None:
+    trial = trial_of(zero_case("zero1"))
+    kept = tuple(call for call in trial.ranks[0].collectives if (call.op, call.step) != ("all_gather", 2))
+    (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
+    assert finding.where == "rank 0, step 2, all_gather behind the optimizer over dp_shard [0-2]"
+    assert (finding.expected, finding.observed) == ("at least 1.536 kB (1536)", "nothing")
+
+
+def test_a_rank_that_gives_no_gradient_of_its_part_is_missing_one() -> None:
+    trial = trial_of(zero_case("zero1"))
+    gradients = dict(trial.ranks[2].steps[0].gradients)
+    assert all(part.size for fqn, part in gradients.items() if fqn == OTHER_RANKS)
+    del gradients[OTHER_RANKS]
+    assert judged("completed", with_step(trial, 2, 1, gradients=gradients)).verdict is Verdict.FAIL
+    of_others = {fqn: part for fqn, part in trial.ranks[0].steps[0].gradients.items() if part.size}
+    assert judged("completed", with_step(trial, 0, 1, gradients=of_others)).verdict is Verdict.PASS
+
+
+def test_a_vector_may_begin_with_the_last_parameter_and_have_larger_parts() -> None:
+    """As Megatron lays its buffer: 192 elements in parts of 64 become parts of 128 with a multiple of 128."""
+    traits = TrainerTraits(zero_layout=FlatLayout(reverse=True, starts=8, parts=128))
+    plan = make_plan(zero_case("zero1"), traits)
+    (unit,) = plan.flat
+    assert unit.starts["output.weight"] == 0 and unit.starts["norm.weight"] == 32
+    assert plan.gradient_slices[0]["output.weight"] == ((0, 28),)
+    assert plan.gradient_slices[2]["tok_embeddings.weight"] == ((28, 28),)
+    assert plan.state_bytes[0][1] == 128 * 8
+
+
+def test_master_weights_are_a_copy_of_the_ranks_part() -> None:
+    plain, copied = (make_plan(zero_case("zero1"), TrainerTraits(master_weights=kept)) for kept in (False, True))
+    assert copied.spare_bytes[0] - plain.spare_bytes[0] == plain.state_bytes[0][1] == 512
+
+
+@pytest.mark.parametrize(
+    ("dims", "changes", "reason"),
+    [
+        (ParallelDims(dp_shard=2, dp_replicate=2), {"wrapper": "zero1"}, "with dp_replicate 2"),
+        (ParallelDims(dp_shard=2, tp=2), {"wrapper": "zero2"}, "with tp 2"),
+        (ParallelDims(dp_replicate=2), {"wrapper": "zero3"}, "with dp_replicate 2"),
+        (ParallelDims(dp_shard=2), {"wrapper": "zero1", "reduce_dtype": "float32"}, "not planned"),
+        (ParallelDims(dp_shard=2), {"wrapper": "zero2", "accumulation": 2, "defer_sync": False}, "leave it out"),
+    ],
+)
+def test_what_zero_is_not_planned_with_is_refused(dims: ParallelDims, changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(CaseError, match=reason):
+        validate(tiny_case(dims, SGD, **changes), None, "zero.yaml")
