@@ -1,29 +1,31 @@
 """Whether a rank that runs alone leaves the evidence that it leaves among its peers: all fields that a structural law reads.
 
-    python -m tools.preflight_equal -k "fsdp and not tp" --most 8 --out out/equal
+    python -m tools.preflight_equal -k "fsdp and not tp" --most 8 --evidence out --out out/equal
 
-Runs each case that can really run here, on all its ranks, and then each of its ranks alone; compares field by field.
+Takes the evidence that `harness matrix --out out` left of a case, or runs it, on all its ranks; then runs each of its ranks
+alone, and compares field by field. OUT/equal.json has a row for each case; one that has a row there is not compared again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.evidence.records import Collective, RankEvidence, StepEvidence
-from harness.evidence.store import load_run
+from harness.evidence.records import Collective, RankEvidence, Run, StepEvidence
+from harness.evidence.store import CASE_FILE, load_run
 from harness.preflight.launches import fly
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.run.selection import holds
 from harness.spec import case_files
-from harness.spec.case import Case
+from harness.spec.case import Case, to_json
 from harness.spec.loading import load_all
 
 Fields = dict[str, Callable[[RankEvidence], Any]]
@@ -71,13 +73,12 @@ def differences(real: RankEvidence, alone: RankEvidence) -> dict[str, tuple[Any,
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def compared(case: Case, out: Path, ranks: Sequence[int] = ()) -> Counter[str]:
-    """By field, how many ranks differ, of all or of these; "examined" counts ranks."""
+def compared(case: Case, out: Path, ranks: Sequence[int] = (), evidence: Path | None = None) -> Counter[str]:
+    """By field, how many ranks differ, of all or of these; "examined" counts ranks. evidence: where the case was run."""
     folder = out / "alone" / case.name
     shutil.rmtree(folder, ignore_errors=True)
-    run_case(case, Options(out=out))
     ranks = ranks or range(case.dims.world_size)
-    real, alone = load_run(out / case.name / "run"), fly(case, ranks, folder)
+    real, alone = really(case, out, evidence), fly(case, ranks, folder)
     found = Counter[str]()
     for rank in ranks:
         found["examined"] += 1
@@ -89,8 +90,26 @@ def compared(case: Case, out: Path, ranks: Sequence[int] = ()) -> Counter[str]:
         for name, (one, other) in unequal.items() if rank in (0, case.dims.world_size - 1) else ():
             print(f"    rank {rank}, {name}: {first_difference(one, other)}")
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(out / case.name, ignore_errors=True)
     return found
+
+
+def really(case: Case, out: Path, evidence: Path | None) -> Run:
+    """What the case left: there, if it is the same case; else what it leaves now, and is then deleted."""
+    if evidence is not None and _is_of(case, evidence / case.name / CASE_FILE):
+        return load_run(evidence / case.name / "run")
+    run_case(case, Options(out=out))
+    run = load_run(out / case.name / "run")
+    shutil.rmtree(out / case.name, ignore_errors=True)
+    return run
+
+
+def _is_of(case: Case, file: Path) -> bool:
+    return file.exists() and json.loads(file.read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(case)))
+
+
+def spread(world: int, most: int) -> Sequence[int]:
+    """So many ranks, the first and the last among them; all where there are no more."""
+    return range(world) if world <= most else sorted({round(at * (world - 1) / (most - 1)) for at in range(most)})
 
 
 def first_difference(one: Any, other: Any) -> str:
@@ -119,16 +138,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-k", dest="expression", default="", metavar="EXPR")
     parser.add_argument("--most", type=int, default=8, metavar="N", help="ranks of a case; default 8")
+    parser.add_argument(
+        "--of-each", type=int, default=32, metavar="N", help="ranks of a case that run alone; default 32"
+    )
+    parser.add_argument("--evidence", type=Path, metavar="DIR", help="of a matrix that ran already")
     parser.add_argument("--out", type=Path, default=Path("out/equal"))
     args = parser.parse_args()
-    unequal = 0
+    file = args.out / "equal.json"
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for case in selected(args.expression, args.most):
-        found = compared(case, args.out)
-        rest = {name: n for name, n in found.items() if name != "examined"}
-        unequal += bool(rest)
-        said = ", ".join(f"{name} on {n}" for name, n in rest.items()) or f"all {len(FIELDS)} fields equal"
-        print(f"{case.name}: {found['examined']} ranks, {said}", flush=True)
-    return int(unequal > 0)
+        if case.name not in rows:
+            rows[case.name] = compared(case, args.out, spread(case.dims.world_size, args.of_each), args.evidence)
+            print(f"{case.name}: {said_of(rows[case.name])}", flush=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    unequal = [name for name, found in rows.items() if set(found) != {"examined"}]
+    ranks = sum(found["examined"] for found in rows.values())
+    print(f"{len(rows)} cases, {ranks} ranks; {len(unequal)} cases unequal: {', '.join(unequal)}")
+    return int(bool(unequal))
+
+
+def said_of(found: Mapping[str, int]) -> str:
+    rest = ", ".join(f"{name} on {n}" for name, n in found.items() if name != "examined")
+    return f"{found['examined']} ranks, {rest or f'all {len(FIELDS)} fields equal'}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every rank exited by itself with code 0, and left evidence of every step and parameter requested, and no process.
 
 What became of the harness is no verdict on the trainer: a disk that took no evidence, a file that was damaged since, ranks
-lost with the launcher that had started them.
+lost with the launcher that had started them. Nor is it, of ranks that ran alone, that there a tensor has no contents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def check(trial: Trial) -> Result:
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
     if note := _not_the_trainers(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    findings = [_exit_finding(exit) for exit in ended if exit.how != "ok" or exit.blamed]
+    unable = trial.alone.unable if trial.alone is not None else {}
+    failed = [exit for exit in ended if (exit.how != "ok" or exit.blamed) and exit.rank not in unable]
+    findings = [_exit_finding(exit) for exit in failed]
     findings += [Finding.at(exit.rank, "no process left behind", "; ".join(exit.left)) for exit in ended if exit.left]
     if trial.run.world_size != trial.plan.dims.world_size:
         requested, ran = trial.plan.dims.world_size, trial.run.world_size
@@ -40,6 +42,10 @@ def check(trial: Trial) -> Result:
     if trial.run.unreadable and not findings:
         rank, damage = min(trial.run.unreadable.items())
         note = f"the evidence of rank {rank} cannot be read: {damage}"
+        return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
+    if unable and not findings:
+        rank, reason = min(unable.items())
+        note = f"rank {rank} could not be run alone: {reason}"
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     return verdict_of("completed", findings, examined=len(trial.started))
 

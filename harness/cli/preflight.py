@@ -22,6 +22,7 @@ from harness.cli.options import (
     positive_int,
 )
 from harness.evidence.store import CASE_FILE, write_text
+from harness.plan.figures.rank_bytes import GPUS
 from harness.preflight import config_file
 from harness.preflight.chosen import Chosen, chosen
 from harness.preflight.judging import judged
@@ -48,6 +49,7 @@ def add(commands: Any) -> None:
     how.add_argument("--steps", type=positive_int, default=1, metavar="N", help="default 1; what grows shows in 3")
     how.add_argument("--ranks", default="auto", metavar="LIST", help="auto, or such as 0-7,512")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of the ranks that are drawn")
+    how.add_argument("--gpu", default="H100", choices=GPUS, help="whose memory is compared; default H100 of 80 GB")
     how.add_argument("--fault", metavar="NAME", help="a deliberate mistake to make")
     how.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="seconds for one rank; default 600")
     add_jobs(how, "ranks at a time; default as many as there are cores")  # type: ignore[arg-type]
@@ -67,7 +69,7 @@ def command(args: argparse.Namespace) -> int:
     flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)
     began = time.monotonic()
     verdicts = judged(case, flown)
-    say(preflight_text(case, selected, flown, verdicts, time.monotonic() - began, set_aside))
+    say(preflight_text(case, selected, flown, verdicts, time.monotonic() - began, set_aside=set_aside, gpu=args.gpu))
     unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
     return NOT_JUDGED if unfired else code_of(verdict_of_all(verdicts.results))
 

@@ -277,6 +277,8 @@ class RankEvidence:
     after_evaluation: tuple[AfterEvaluation, ...] = ()
 
 
+AT_LIMIT = "at the time limit"
+"""In the error of ranks killed because their job had not ended by then."""
 AT_WORK = "still at work"
 """In the error of ranks killed at the time limit while collectives went on: the job was slow, and none of them hung."""
 

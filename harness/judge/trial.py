@@ -39,10 +39,12 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Alone:
-    """Of ranks that ran without each other. ranks: those that were started. not_judged: by law, why."""
+    """Of ranks that ran without each other. ranks: those that were started. not_judged: by law, why. unable: by rank, why it
+    could not be run alone, where that says nothing of the trainer."""
 
     ranks: tuple[int, ...]
     not_judged: Mapping[str, str] = field(default_factory=dict)
+    unable: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

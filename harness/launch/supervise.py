@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from harness.evidence.records import AT_WORK
+from harness.evidence.records import AT_LIMIT, AT_WORK
 from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json
 from harness.launch.leftovers import outliving
@@ -90,7 +90,7 @@ def why_kill(job: Job, ranks: Ranks) -> str:
         return f"killed by the harness after rank {rank} wrote more than {LOG_CAP / 1e6:g} MB into its log"
     if not failed:
         slow = f", {AT_WORK}: --timeout gives it more" if advances(job) else ""
-        return f"killed by the harness at the time limit of {job.timeout:g} s{slow}"
+        return f"killed by the harness {AT_LIMIT} of {job.timeout:g} s{slow}"
     first = min(failed, key=lambda rank: ranks.ended[rank])
     return f"killed by the harness {GRACE:g} s after rank {first} failed"
 

@@ -4,8 +4,10 @@ world.py         torch's process groups that lead nowhere, of any size
 imagined.py      what of torch does not work with tensors without memory, made to
 neighbours.py    what the other stages of a pipeline would have said
 lone_rank.py     what one process does
+unable.py        why a rank could not, where that says nothing of the trainer
 chosen.py        which ranks
 launches.py      a process each, as many at a time as there are cores
 judging.py       the trial of those ranks, for the same laws
+figures.py       what ranks hold, move and need at the most, in a few lines
 text.py          what is proven of how many, and what is not
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
+from harness.preflight.unable import asking
 from harness.probe.witness import Witness
 
 OF_MESHES = ("init_device_mesh", "_get_post_forward_mesh_info")
 """Functions of modules that compute with a mesh's ranks."""
+asked: set[CodeType] = set()
+"""The functions that a number was answered to."""
 
 
 def prepared() -> FakeTensorMode:
@@ -59,9 +63,11 @@ def _answer_numbers() -> None:
     """A number asked of a tensor is 1: .item(), int(), float(), bool(), .tolist()."""
 
     def one(mode: Any, operator: Any, tensor: torch.Tensor) -> bool | int | float:
+        asked.update(asking())
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def ones(tensor: torch.Tensor) -> Any:
+        asked.update(asking())
         return _disabled(lambda: torch.ones(tuple(tensor.shape), dtype=tensor.dtype).tolist())()
 
     fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = one

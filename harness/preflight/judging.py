@@ -48,4 +48,4 @@ def trial_of(case: Case, flown: Flown) -> Trial:
     if chosen.fsdp_units == "observed" or case.features.fsdp_units == "observed":
         observed = {rank: claimed_units(evidence) for rank, evidence in flown.run.ranks.items()}
     plan = make_plan(case, chosen, observed, torch=importlib.metadata.version("torch"))
-    return Trial(case, plan, flown.run, NO_REFERENCE, alone=Alone(flown.ranks))
+    return Trial(case, plan, flown.run, NO_REFERENCE, alone=Alone(flown.ranks, unable=flown.unable))

@@ -6,15 +6,16 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import trainers
-from harness.evidence.records import Exit, RankEvidence, Run
+from harness.evidence.records import AT_LIMIT, Exit, RankEvidence, Run
 from harness.evidence.store import decoded_without_values
-from harness.launch import Job, launch
-from harness.preflight.lone_rank import evidence_file
+from harness.launch import Job, default_server, launch
+from harness.preflight.lone_rank import Used, evidence_file, unable_file
 from harness.spec.case import Case, to_json
 
 ENTRY = "harness.preflight.lone_rank:rank"
@@ -22,13 +23,13 @@ ENTRY = "harness.preflight.lone_rank:rank"
 
 @dataclass(frozen=True)
 class Flown:
-    """The ranks that ran. seconds: altogether. of_rank: processor time of the slowest; bytes: most memory of a process."""
+    """The ranks that ran. seconds: altogether. used: by rank that left evidence. unable: by rank, why it could not."""
 
     run: Run
     ranks: tuple[int, ...]
     seconds: float
-    of_rank: float = 0.0
-    bytes: int = 0
+    used: Mapping[int, Used] = field(default_factory=dict)
+    unable: Mapping[int, str] = field(default_factory=dict)
 
 
 def fly(
@@ -41,32 +42,34 @@ def fly(
     timeout: float = 600.0,
     at_once: int | None = None,
 ) -> Flown:
-    """Run these ranks of a case's world. `folder` is fresh. A rank that fails is an Exit of the run."""
-    began, width = time.monotonic(), at_once or os.cpu_count() or 1
-    exits: list[Exit] = []
-    for start in range(0, len(ranks), width):
-        some = list(ranks[start : start + width])
-        wanted = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
-        job = Job(
-            folder / f"from_{start:05d}",
-            len(some),
-            ENTRY,
-            {**wanted, "ranks": some},
-            timeout=timeout,
-            preload=trainers.load(trainer).preload,
-        )
-        exits += [dataclasses.replace(e, rank=some[e.rank], last_collective="") for e in launch(job)]
-    evidence, seconds, most = _read(folder, ranks)
-    run = Run(str(folder), case.dims.world_size, tuple(exits), evidence, fault=fault, trainer=trainer)
-    return Flown(run, tuple(ranks), time.monotonic() - began, seconds, most)
+    """Run these ranks of a case's world. `folder` is fresh. A rank that fails is an Exit of the run, and no other's matter."""
+    began, preload = time.monotonic(), trainers.load(trainer).preload
+    default_server(preload)
+    wanted = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
+
+    def alone(rank: int) -> Exit:
+        options = {**wanted, "ranks": [rank]}
+        job = Job(folder / f"job_{rank:05d}", 1, ENTRY, options, timeout=timeout, preload=preload)
+        return dataclasses.replace(launch(job)[0], rank=rank, last_collective="")
+
+    pool = ThreadPoolExecutor(at_once or os.cpu_count() or 1)
+    try:
+        exits = tuple(pool.map(alone, ranks))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    evidence, used = _read(folder, ranks)
+    run = Run(str(folder), case.dims.world_size, exits, evidence, fault=fault, trainer=trainer)
+    unable = {rank: text.read_text(encoding="utf-8") for rank in ranks if (text := unable_file(folder, rank)).exists()}
+    late = f"it had not ended after {timeout:g} s, and alone it waits for nobody: --timeout gives it more"
+    unable |= {exit.rank: late for exit in exits if exit.how == "killed" and AT_LIMIT in exit.error}
+    return Flown(run, tuple(ranks), time.monotonic() - began, used, unable)
 
 
-def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], float, int]:
-    """What they left; the most processor seconds and bytes of one."""
-    found, seconds, most = {}, 0.0, 0
+def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], dict[int, Used]]:
+    found, used = {}, {}
     for rank in ranks:
         if evidence_file(folder, rank).exists():
             record = json.loads(evidence_file(folder, rank).read_text(encoding="utf-8"))
             found[rank] = decoded_without_values(RankEvidence, record["evidence"])
-            seconds, most = max(seconds, record["used"]["seconds"]), max(most, record["used"]["bytes"])
-    return found, seconds, most
+            used[rank] = Used(**record["used"])
+    return found, used

@@ -11,8 +11,9 @@ import json
 import os
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import trainers
 from harness.evidence.records import RankEvidence, StepEvidence
@@ -22,27 +23,63 @@ from harness.run.rank_main import in_the_references_words
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 
+if TYPE_CHECKING:
+    from harness.probe.storages import StorageRecorder
+
 
 def rank(options: dict[str, Any]) -> object:
     """options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is)."""
     started = time.process_time()
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     this = options["ranks"][int(os.environ["RANK"])]
-    trainer, evidence = _watched(case, adapter, this, options.get("fault"))
-    used = {
-        "seconds": time.process_time() - started,
-        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    record = encoded_without_values(evidence)
-    write_text(evidence_file(Path(options["directory"]), this), json.dumps({"used": used, "evidence": record}))
+    try:
+        trainer, evidence, storages = _watched(case, adapter, this, options.get("fault"))
+    except Exception as error:
+        _note_if_unable(error, unable_file(Path(options["directory"]), this))
+        raise
+    used = Used(
+        seconds=time.process_time() - started,
+        bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        most=storages.most.bytes,
+        phase=storages.most.phase,
+        outside=storages.outside,
+    )
+    record = {"used": dataclasses.asdict(used), "evidence": encoded_without_values(evidence)}
+    write_text(evidence_file(Path(options["directory"]), this), json.dumps(record))
     return trainer
+
+
+@dataclass(frozen=True)
+class Used:
+    """By one rank that ran alone: processor time and memory of its process; of the tensors that it had in place of a GPU's, the
+    most bytes at once in a step, in which phase, and outside of steps, as while its model is built."""
+
+    seconds: float
+    bytes: int
+    most: int
+    phase: str
+    outside: int
 
 
 def evidence_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank:05d}.json"
 
 
-def _watched(case: Case, adapter: trainers.Adapter, this: int, fault: str | None) -> tuple[object, RankEvidence]:
+def unable_file(directory: Path, rank: int) -> Path:
+    """Where a rank says why it could not be run alone."""
+    return directory / f"unable_{rank:05d}.txt"
+
+
+def _note_if_unable(error: Exception, path: Path) -> None:
+    from harness.preflight import imagined, unable
+
+    if reason := unable.why_unable(error, imagined.asked):
+        write_text(path, reason)
+
+
+def _watched(
+    case: Case, adapter: trainers.Adapter, this: int, fault: str | None
+) -> tuple[object, RankEvidence, StorageRecorder]:
     from harness.preflight import imagined, neighbours, world
     from harness.probe import Probe
 
@@ -65,7 +102,7 @@ def _watched(case: Case, adapter: trainers.Adapter, this: int, fault: str | None
     finally:
         probe.remove()
     evidence = dataclasses.replace(evidence, steps=tuple(map(_without_samples, evidence.steps)))
-    return trainer, in_the_references_words(evidence, adapter, case)
+    return trainer, in_the_references_words(evidence, adapter, case), witness.storages
 
 
 def _without_samples(step: StepEvidence) -> StepEvidence:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from harness.evidence.text import bytes_text
 from harness.judge.result import Verdict
-from harness.judge.trial import Trial
 from harness.preflight.chosen import Chosen
+from harness.preflight.figures import of_layout, of_ranks
 from harness.preflight.judging import Verdicts
 from harness.preflight.launches import Flown
 from harness.report.recording_layout import verdict_of_all
@@ -20,19 +20,35 @@ NEVER = "numbers, samples, checkpoints, NCCL, what libraries keep on a GPU, time
 
 
 def preflight_text(
-    case: Case, chosen: Chosen, flown: Flown, verdicts: Verdicts, judging: float, set_aside: tuple[str, ...] = ()
+    case: Case,
+    chosen: Chosen,
+    flown: Flown,
+    verdicts: Verdicts,
+    judging: float,
+    *,
+    set_aside: tuple[str, ...] = (),
+    gpu: str = "H100",
 ) -> str:
-    """judging: the seconds that plan and laws took. set_aside: what of a configuration was not run."""
+    """judging: the seconds that plan and laws took. set_aside: what of a configuration was not run. gpu: whose memory is
+    compared."""
     world, trial = case.dims.world_size, verdicts.trial
     rows = [
         ("plan and laws", f"of {world:,} ranks, {judging:.0f} s"),
         ("ran alone", f"{len(flown.ranks)} rank{'s' * (len(flown.ranks) != 1)}: {_why(chosen)}"),
-        ("", f"{_time(flown.seconds)}; one of them {flown.of_rank:.0f} s of processor time, {bytes_text(flown.bytes)}"),
+        ("", f"{_time(flown.seconds)}{_of_one(flown)}"),
         *([("not run", ", ".join(set_aside))] if set_aside else []),
-        *_of_a_rank(case, trial),
+        *of_ranks(flown, trial, gpu),
+        *of_layout(case, trial.plan, gpu),
     ]
     lines = [f"preflight {case.dims}, {case.model.name}, sequence {case.training.seq_len:,}", *table(rows)]
     return "\n".join([*lines, *_verdict(flown, verdicts, world), *table(list(_not_judged(flown, verdicts, world)))])
+
+
+def _of_one(flown: Flown) -> str:
+    """What the process of a rank took, at the most."""
+    seconds = max((used.seconds for used in flown.used.values()), default=0)
+    most = max((used.bytes for used in flown.used.values()), default=0)
+    return f"; one of them {seconds:.0f} s of processor time, {bytes_text(most)}" if flown.used else ""
 
 
 def _why(chosen: Chosen) -> str:
@@ -47,31 +63,6 @@ def _some(ranks: tuple[int, ...]) -> str:
 def _time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _of_a_rank(case: Case, trial: Trial) -> Iterator[tuple[str, str]]:
-    """Of the rank that was run and holds most: what it was seen to hold and to move in its last step."""
-    seen = {rank: evidence.steps[-1] for rank, evidence in trial.ranks.items() if evidence.steps}
-    if not seen:
-        return
-    rank = max(seen, key=lambda rank: (sum(seen[rank].memory.values()), -rank))
-    kinds = (f"{bytes_text(size)} of {kind.replace('_', ' ')}" for kind, size in sorted(seen[rank].memory.items()))
-    yield "a rank", f"{rank} holds {', '.join(kinds)}, the most of them"
-    moved = moved_by_axis(trial, rank, seen[rank].step)
-    yield (
-        "",
-        f"moves a step {', '.join(f'{bytes_text(size)} over {axis}' for axis, size in moved.items()) or 'nothing'}",
-    )
-
-
-def moved_by_axis(trial: Trial, rank: int, step: int) -> dict[str, int]:
-    """Bytes of one step by the axis whose ranks they go between, most first."""
-    axes = {trial.plan.peers(rank, axis): axis for axis in trial.plan.groups}
-    moved: dict[str, int] = defaultdict(int)
-    for call in trial.ranks[rank].collectives:
-        if call.step == step and len(call.ranks) > 1:
-            moved[axes.get(call.ranks, "no axis of the plan")] += call.bytes
-    return dict(sorted(moved.items(), key=lambda item: -item[1]))
 
 
 def headline(flown: Flown, verdicts: Verdicts, world: int) -> str:

@@ -98,7 +98,7 @@ class Probe:
         for recorder in (self.collectives, self.activity, self.copies):
             recorder.close()
         self.values.shapes_only()
-        with mode, computing_with(mode), Witness(self) as witness:
+        with mode, computing_with(mode), Witness(self) as witness, witness.storages.recording():
             yield witness
 
     def attach(self, parts: Iterable[nn.Module]) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.probe.activity import ATTENTION, DRAWS, PRODUCTS
 from harness.probe.collectives import OPERATORS
+from harness.probe.storages import StorageRecorder
 
 if TYPE_CHECKING:
     from harness.probe import Probe
@@ -52,6 +53,7 @@ class Witness(TorchDispatchMode):
         super().__init__()
         self._probe = probe
         self._silent = 0
+        self.storages = StorageRecorder(probe.clock.where)
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
@@ -75,6 +77,7 @@ class Witness(TorchDispatchMode):
             op, payload = OPERATORS[name]
             self._probe.collectives._note(op, args[payload], args)
         made = func(*args, **(kwargs or {}))
+        self.storages.made(made)
         if namespace == "_c10d_functional":
             self._functional(func, name, args, made)
         elif namespace == "aten":

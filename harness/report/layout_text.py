@@ -12,7 +12,7 @@ from dataclasses import replace
 from harness.evidence.text import bytes_text
 from harness.plan.figures.activations import activation_bytes
 from harness.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
-from harness.plan.figures.links import traffic_by_axis
+from harness.plan.figures.links import AxisTraffic, traffic_by_axis
 from harness.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
 from harness.plan.figures.rank_bytes import GPUS, RankBytes, rank_bytes
 from harness.plan.kinds import PerRank, Place, places_of_ranks
@@ -39,13 +39,20 @@ def kinds_of(plan: Plan) -> list[list[int]]:
 
 def groups_lines(plan: Plan) -> list[str]:
     """An axis a row: its groups, and the rank of all kinds that sends most over it in a step."""
-    traffic = [one for ranks in kinds_of(plan) for one in traffic_by_axis(plan, ranks[0])]
-    rows = [["axis", "groups", "ranks", "the first one", "a rank sends a step, at most"]]
+    rows, sent = [["axis", "groups", "ranks", "the first one", "a rank sends a step, at most"]], sent_by_axis(plan)
     for axis, groups in plan.groups.items():
-        most = max((one for one in traffic if one.axis == axis), key=lambda one: one.sent, default=None)
-        sent = f"{bytes_text(most.sent)} {most.links}" if most else "nothing"
-        rows.append([axis, f"{len(groups):,}", f"{len(groups[0]):,}", _members(groups[0]), sent])
+        rows.append([axis, f"{len(groups):,}", f"{len(groups[0]):,}", _members(groups[0]), sent.get(axis, "nothing")])
     return columns(rows)
+
+
+def sent_by_axis(plan: Plan) -> dict[str, str]:
+    """By the rank of all kinds that sends most over an axis in a step, and over which links; most first."""
+    most: dict[str, AxisTraffic] = {}
+    for one in (one for ranks in kinds_of(plan) for one in traffic_by_axis(plan, ranks[0])):
+        if one.axis not in most or one.sent > most[one.axis].sent:
+            most[one.axis] = one
+    found = sorted(most.values(), key=lambda one: -one.sent)
+    return {one.axis: f"{bytes_text(one.sent)} {one.links}" for one in found}
 
 
 def _members(group: Sequence[int]) -> str:
@@ -97,23 +104,30 @@ def _spans(numbers: Iterable[int]) -> str:
 
 def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
     """Of the rank that has most: between steps exact, within a step by arithmetic, the last of it estimated."""
-    rank = max((ranks[0] for ranks in kinds_of(plan)), key=lambda rank: rank_bytes(case, plan, rank).most)
-    held, room = rank_bytes(case, plan, rank), GPUS[gpu] * 10**9
+    rank, held = neediest(case, plan)
+    room = GPUS[gpu] * 10**9
     parts = _parts(held)
     bar = "".join(letter * round(size / room * BAR) for _, letter, size in parts)
     rows = [[name, letter, bytes_text(size)] for name, letter, size in parts if size]
-    end = (
-        f"leaves {bytes_text(room - held.most)} for all that is not counted"
-        if held.most <= room
-        else "more than it has"
-    )
     return [
         f"  rank {rank}, and the {GPUS[gpu]} GB of {gpu}",
         *columns(rows, indent=4),
         f"    [{bar[:BAR]:<{BAR}}]{bar[BAR:][:20]}{'..' * (len(bar) > BAR + 20)}",
-        f"    at its most {bytes_text(held.most)}: {end}",
+        f"    at its most {bytes_text(held.most)}: {room_left(held.most, gpu)}",
         *wrapped(f"activations with activation_checkpointing {_recomputed(case, plan, rank)}", "    "),
     ]
+
+
+def neediest(case: Case, plan: Plan) -> tuple[int, RankBytes]:
+    """The rank that needs most memory, and what for."""
+    first = (ranks[0] for ranks in kinds_of(plan))
+    return max(((rank, rank_bytes(case, plan, rank)) for rank in first), key=lambda one: one[1].most)
+
+
+def room_left(size: int, gpu: str) -> str:
+    """Never that it fits."""
+    room = GPUS[gpu] * 10**9
+    return f"leaves {bytes_text(room - size)} for all that is not counted" if size <= room else "more than it has"
 
 
 def _parts(held: RankBytes) -> list[tuple[str, str, int]]:
@@ -153,10 +167,10 @@ def pipeline_lines(case: Case) -> list[str]:
 
 def balance_lines(case: Case, plan: Plan) -> list[str]:
     """By how much the busiest or largest has more than the mean."""
-    return columns(list(_balance(case, plan)))
+    return columns(list(balance(case, plan)))
 
 
-def _balance(case: Case, plan: Plan) -> Iterator[list[str]]:
+def balance(case: Case, plan: Plan) -> Iterator[list[str]]:
     if case.dims.pp > 1:
         layers = layers_by_stage(case)
         yield [
