@@ -114,6 +114,16 @@ def test_layers_that_are_cut_by_hand_get_their_part() -> None:
     assert cut("norm.weight", whole[:, 0]).tolist() == whole[:, 0].tolist()
 
 
+def test_a_cut_weight_that_is_not_fused_gets_its_part_whatever_that_is() -> None:
+    held = nn.Module()
+    held.wo = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
+    load_weights([held], CASE, None, fqn, cut=tensor_parallel(1, 2))
+    assert held.wo.tolist() == initial_weights(MODEL, CASE.training.seed)[fqn("wo")][:, 2:].tolist()
+    held.wq = nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))
+    load_weights([held], CASE, None, fqn, cut=tensor_parallel(1, 2))
+    assert held.wq.tolist() == initial_weights(MODEL, CASE.training.seed)[fqn("wq")][2:].tolist()
+
+
 def test_a_plain_tensor_as_large_as_the_slice_claims_nothing_and_one_as_large_as_the_whole_does() -> None:
     trial = trial_of(tiny_case("tp_2"))
     evidence = trial.ranks[0]

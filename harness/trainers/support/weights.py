@@ -92,6 +92,8 @@ def load_weights(
 
 def _fused(held: Mapping[str, Tensor], whole: Sequence[Block]) -> Tensor:
     """held: of each part what this rank has. whole: the blocks of the fused tensor, of which it has its share."""
+    if len(held) == 1:
+        return next(iter(held.values()))
     length, used, pieces = sum(len(part) for part in held.values()), Counter[str](), []
     for part, size in held_blocks(whole, length):
         pieces.append(held[part][used[part] : used[part] + size])

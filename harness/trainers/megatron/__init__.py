@@ -1,0 +1,150 @@
+"""Megatron-core, unmodified, with its GPT model in the local spec, which needs no TransformerEngine.
+
+Examined are its parallel layers, the pipeline's schedules, DDP's buffers, what it does with gradients when backward has ended,
+clipping and optimizer. Handed over as data are sizes, seed weights, samples, and the rates and weight decay of each step. The
+loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py and its train_step do, in their order.
+
+    model.py    configuration, the model in chunks, names and marks of its parameters
+    trainer.py  the step, the loop
+    cpu.py      what is lent on a machine without accelerator
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.plan.slices import BYTES
+from harness.reference.config import RopeScaling
+from harness.spec.allowance import Allowance
+from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
+from harness.trainers import Adapter, StartedTrainer
+from harness.trainers.support.names import pairs, renamed
+from harness.trainers.support.requests import beyond
+from harness.trainers.support.rows import halves
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAMES = pairs("""module= embedding= word_embeddings=tok_embeddings decoder= final_layernorm=norm output_layer=output
+    input_layernorm=attention_norm self_attention=attention linear_qkv=wqkv linear_proj=wo pre_mlp_layernorm=ffn_norm
+    mlp=feed_forward linear_fc1=w13 linear_fc2=w2""")
+ANY = """pp dp_replicate tp microbatches stages_per_rank accumulation sequence_parallel name dim n_layers n_heads n_kv_heads
+    vocab_size ffn_dim norm_eps rope_theta rope_scaling tied_embeddings steps seed global_batch seq_len lr beta1 beta2 eps
+    weight_decay warmup_steps final_lr_fraction rates data max_norm optimizer decay dtype all_valid masked_samples
+    document_mask"""
+KNOWN: dict[str, Any] = dict.fromkeys(ANY.split(), ...)
+KNOWN |= {"wrapper": ("ddp",), "schedule": ("Interleaved1F1B",), "activation_checkpointing": ("full",)}
+LLAMA_3 = RopeScaling()
+"""What of it Megatron has written into its code: all but the factor."""
+
+
+class Megatron(Adapter):
+    name = "megatron"
+    preload = (
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "megatron.core.distributed",
+        "megatron.core.pipeline_parallel",
+    )
+    dtypes = ("float64", "float32")
+
+    def traits(self, case: Case) -> TrainerTraits:
+        return TrainerTraits(
+            wrapper="ddp" if case.dims.dp_shard * case.dims.cp == 1 < case.dims.dp_replicate else None,
+            ac_early_stop=False,
+            own_model=True,
+            loss_in_forward=True,
+            gathers_input_again=True,
+            allow=(Allowance("kept", _buffer_bytes(case), "the global memory buffer of megatron.core"),),
+        )
+
+    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        return tuple(_replaced(case, device))
+
+    def unsupported(self, case: Case) -> str | None:
+        return next(_obstacles(case), None)
+
+    def fqn(self, name: str) -> str:
+        return renamed(name, NAMES)
+
+    def rows(self, case: Case) -> dict[str, np.ndarray]:
+        return halves(case)
+
+    def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
+        """linear_qkv is cut by groups of heads; linear_fc1 has on each tp rank its part of w1 above its part of w3."""
+        found = {}
+        for block in (f"layers.{n}" for n in range(case.model.n_layers)):
+            qkv = tuple(f"{block}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
+            gated = tuple(f"{block}.feed_forward.{name}.weight" for name in ("w1", "w3"))
+            found[f"{block}.attention.wqkv.weight"] = qkv * case.model.n_kv_heads
+            found[f"{block}.feed_forward.w13.weight"] = gated * case.dims.tp
+        return found
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        if reason := self.unsupported(case):
+            raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
+        if device == "cpu":
+            from harness.trainers.megatron import cpu
+
+            cpu.arrange()
+        from harness.trainers.megatron.trainer import MegatronTrainer
+
+        return MegatronTrainer(case, weights, device, self)
+
+
+def _obstacles(case: Case) -> Iterator[str]:
+    dims, model = case.dims, case.model
+    if reason := _missing():
+        yield reason
+    if dims.cp > 1:
+        yield f"cp {dims.cp}: attention of the local spec knows no context parallel, that of TransformerEngine needs a GPU"
+    if dims.dp_shard > 1:
+        yield f"dp_shard {dims.dp_shard}: this adapter does not request the distributed optimizer"
+    if dims.pp > 1 and case.features.accumulation > 1:
+        yield f"accumulation with pp {dims.pp}: Megatron's schedules accumulate over microbatches alone"
+    if model.n_layers % case.n_stages:
+        yield f"{model.n_layers} layers in {case.n_stages} stages: Megatron deals out equally many"
+    if case.stages_per_rank > 1 and case.microbatches % dims.pp:
+        yield f"{case.microbatches} microbatches: Megatron's interleaved schedule wants a multiple of pp {dims.pp}"
+    for what in ("vocab_size", "n_kv_heads", "ffn_dim"):
+        if getattr(model, what) % dims.tp:
+            yield f"{what} {getattr(model, what)} is not divisible by tp {dims.tp}"
+    if model.rope_scaling is not None and _but_factor(model.rope_scaling) != _but_factor(LLAMA_3):
+        yield "rope_scaling: Megatron has its frequencies and first length written into its code, but for the factor"
+    yield from beyond(case, KNOWN, "Megatron-core")
+
+
+def _missing() -> str:
+    """Its folder has no __init__: of megatron alone others may be there, too."""
+    there = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    return "" if there else "megatron-core is not installed: pip install --no-deps megatron-core"
+
+
+def _but_factor(scaling: RopeScaling) -> tuple[float, ...]:
+    return scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
+
+
+def _replaced(case: Case, device: str) -> Iterator[str]:
+    yield "rates and weight decay: OptimizerParamScheduler by the recipe's schedule, set in each group"
+    if case.training.dtype == "float64":
+        yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
+    if device == "cpu":
+        yield "communication: NCCL by gloo"
+        yield "device: torch.cuda answers as a machine with one would, and its tensors lie on the CPU"
+        if case.dims.tp > 1 and case.features.sequence_parallel:
+            yield "norm: Apex's by torch's, its weight marked as Apex's is (sequence parallel)"
+
+
+def _buffer_bytes(case: Case) -> int:
+    """Of one buffer that holds attention's scores, or the input of a layer gathered from all tp ranks, and is never freed."""
+    samples, length, model = case.local_batch, case.training.seq_len, case.model
+    scores = samples * model.n_heads // case.dims.tp * length * length
+    return max(scores, samples * length * model.dim) * BYTES[case.training.dtype]
+
+
+adapter = Megatron()

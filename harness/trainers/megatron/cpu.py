@@ -1,0 +1,98 @@
+"""All that Megatron-core needs on a machine without accelerator; never applied on GPUs.
+
+Nothing here changes what is computed or communicated: it answers questions about a device, has tensors that are made on
+"cuda" lie on the CPU, and marks the weight of a norm as the norms of GPUs do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+MAKERS = "arange as_tensor empty empty_like full linspace ones ones_like rand randn tensor zeros zeros_like"
+KINDS = {
+    "torch.DoubleTensor": "torch.cuda.FloatTensor",
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+"""What clipping and the optimizer assert of gradients and parameters, whose types here have other names."""
+
+
+def arrange() -> None:
+    """Before megatron.core is imported, or after."""
+    answer_for_a_device()
+    for name in MAKERS.split():
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    answer_for_types()
+    keep_random_state()
+    mark_norms()
+
+
+def answer_for_a_device() -> None:
+    cpu = torch.device("cpu")
+    stream = SimpleNamespace(wait_stream=lambda *_: None, wait_event=lambda *_: None, record_event=lambda *_: None)
+    answers: dict[str, Any] = {
+        "current_device": lambda: cpu,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "manual_seed": torch.manual_seed,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "Stream": lambda *_, **__: stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+
+
+def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
+
+
+def answer_for_types() -> None:
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def kind(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(tensor, *args, **kwargs)
+        return KINDS.get(found, found) if isinstance(found, str) else found
+
+    torch.Tensor.type = kind
+
+
+def keep_random_state() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def mark_norms() -> None:
+    """torch's norm is refused under sequence parallel, for nobody marks its weight; Apex's does so itself."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked

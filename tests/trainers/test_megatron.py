@@ -1,0 +1,79 @@
+"""The Megatron-core adapter, as far as it goes without megatron-core; where that is installed, one case on real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from harness import trainers
+from harness.judge.result import Verdict
+from harness.reference.config import ModelConfig, RopeScaling
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.trainers import megatron
+
+THERE = importlib.util.find_spec("megatron") is not None
+ADAPTER = trainers.load("megatron")
+
+
+def case(dims: ParallelDims = ParallelDims(), **parts: object) -> Case:  # noqa: B008
+    return Case("any", "a test", dims, **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("requested", "reason"),
+    [
+        (
+            case(ParallelDims(cp=2)),
+            "cp 2: attention of the local spec knows no context parallel, that of TransformerEngine",
+        ),
+        (case(ParallelDims(dp_shard=2)), "dp_shard 2: this adapter does not request the distributed optimizer"),
+        (
+            case(ParallelDims(pp=2), features=Features(accumulation=2)),
+            "accumulation with pp 2: Megatron's schedules accumulate over microbatches alone",
+        ),
+        (case(ParallelDims(tp=2), model=ModelConfig(vocab_size=259)), "vocab_size 259 is not divisible by tp 2"),
+        (case(model=ModelConfig(rope_scaling=RopeScaling(low_freq_factor=2.0))), "rope_scaling: Megatron has its"),
+        (case(features=Features(schedule="GPipe")), "schedule GPipe: Megatron-core has no such option"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_the_reason(
+    requested: Case, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "_missing", lambda: "")
+    assert (ADAPTER.unsupported(requested) or "").startswith(reason)
+
+
+def test_each_group_of_heads_and_each_tp_ranks_part_of_the_gated_layer_is_a_block() -> None:
+    fused = ADAPTER.fused(case(ParallelDims(tp=2), model=ModelConfig(n_layers=1, n_heads=4, n_kv_heads=2)))
+    short = {name: [part.split(".")[-2] for part in parts] for name, parts in fused.items()}
+    assert short == {
+        "layers.0.attention.wqkv.weight": ["wq", "wk", "wv"] * 2,
+        "layers.0.feed_forward.w13.weight": ["w1", "w3"] * 2,
+    }
+
+
+def test_its_names_are_the_references_with_or_without_its_wrapper() -> None:
+    named = (
+        "module.decoder.layers.3.mlp.linear_fc2.weight",
+        "embedding.word_embeddings.weight",
+        "module",
+        "decoder.layers.0",
+    )
+    assert [ADAPTER.fqn(name) for name in named] == [
+        "layers.3.feed_forward.w2.weight",
+        "tok_embeddings.weight",
+        "",
+        "layers.0",
+    ]
+
+
+@pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
+def test_tensor_parallel_replicas_of_the_real_one_meet_every_law(tmp_path: Path) -> None:
+    wanted = case(ParallelDims(dp_replicate=2, tp=2), model=ModelConfig(n_layers=1))
+    assert run_case(wanted, Options(out=tmp_path, trainer="megatron")).verdict is Verdict.PASS
