@@ -42,7 +42,8 @@ class TrainerTraits:
     each block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block stays
     whole after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values are
     exchanged over cp after GQA expansion ("query") or before it. ac_early_stop: a block is recomputed only until backward
-    has all it needs, rather than to its end. own_model: it is not the reference's, and rounds at other places. attention:
+    has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the last microbatch,
+    rather than be reduced after each whatever a case says. own_model: it is not the reference's, and rounds at other places. attention:
     "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
     parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
     last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
@@ -59,6 +60,7 @@ class TrainerTraits:
     fsdp_units: str = OBSERVED
     cp_heads: str = "query"
     ac_early_stop: bool = True
+    defers_sync: bool = True
     own_model: bool = False
     attention: str | None = None
     loss_chunks: int = 1
@@ -92,12 +94,12 @@ USUAL = TrainerTraits()
 
 
 def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
-    """The case with the trainer's wrapper in every launch that leaves it open, and its schedule where it keeps its own.
+    """The case with the trainer's choices in every launch, and its schedule where it keeps its own.
 
     traits: by the names of Case.launches. Raises CaseError for a schedule that has too few rates.
     """
     case = with_own_schedule(case, traits["run"].rates)
-    launches = {name: with_wrapper(launched, traits[name].wrapper) for name, launched in case.launches.items()}
+    launches = {name: with_choices(launched, traits[name]) for name, launched in case.launches.items()}
     *earlier, last = launches.values()
     resume = tuple(
         dataclasses.replace(saved, features=one.features) for saved, one in zip(case.resume, earlier, strict=True)
@@ -113,6 +115,18 @@ def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
         return dataclasses.replace(case, training=dataclasses.replace(case.training, rates=rates), file="")
     except ValueError as error:
         raise CaseError(f"case {case.name!r}: the adapter's traits: {error}") from error
+
+
+def with_choices(case: Case, traits: TrainerTraits) -> Case:
+    """One launch, with the trainer's wrapper where it leaves that open, and reductions as often as the trainer does them.
+
+    A pipeline reduces after every pass of its schedule, as it is.
+    """
+    case = with_wrapper(case, traits.wrapper)
+    features = case.features
+    if traits.defers_sync or features.accumulation == 1 or case.dims.pp > 1 or case.wrapper is None:
+        return case
+    return dataclasses.replace(case, features=dataclasses.replace(features, defer_sync=False))
 
 
 def with_wrapper(case: Case, wrapper: str | None) -> Case:

@@ -174,11 +174,9 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
 @pytest.mark.parametrize(
     ("requested", "reason"),
     [
-        (
-            case(features=Features(accumulation=2)),
-            "accumulation with defer_sync: torchtitan 0.3.0 reduces gradients after every microbatch; see"
-            " upstream_bugs/torchtitan_accumulation_reduces_every_microbatch.py",
-        ),
+        (case(features=Features(accumulation=2)), None),
+        (case(ParallelDims(), features=Features(accumulation=2)), None),
+        (case(ParallelDims(pp=2), features=Features(accumulation=2)), None),
         (case(features=Features(accumulation=2, defer_sync=False)), None),
         (case(training=TrainingConfig(dtype="float32")), None),
         (

@@ -76,7 +76,7 @@ MAIN_FUNCTION = Era(
     },
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
     + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
-    traits=TrainerTraits(fsdp_units="root", attention="fused", own_model=True),
+    traits=TrainerTraits(fsdp_units="root", attention="fused", own_model=True, defers_sync=False),
     replicates_by="replicate",
     wraps_alone=False,
     reports=("loss",),
@@ -117,7 +117,12 @@ TRAINER_CONFIG = Era(
     },
     training=(*MAIN_FUNCTION.training, "decay"),
     traits=TrainerTraits(
-        fsdp_units="apart", attention="fused", own_model=True, ac_early_stop=False, cp_heads="key_value"
+        fsdp_units="apart",
+        attention="fused",
+        own_model=True,
+        ac_early_stop=False,
+        defers_sync=False,
+        cp_heads="key_value",
     ),
     replicates_by="fsdp2",
     wraps_alone=True,

@@ -9,13 +9,13 @@ from harness.reference.config import ModelConfig, TrainingConfig
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import Features
-from harness.spec.traits import TrainerTraits, with_wrapper
+from harness.spec.traits import TrainerTraits, with_choices
 from harness.trainers.torchtitan.eras import Era
 
 
 def obstacles(case: Case, era: Era, traits: TrainerTraits) -> Iterator[str]:
     """traits: what it chose for this case."""
-    case = with_wrapper(case, traits.wrapper)
+    case = with_choices(case, traits)
     yield from _of_layout(case, era)
     yield from _of_features(case, era)
     if era.fed_microbatches:
@@ -48,9 +48,6 @@ def _of_layout(case: Case, era: Era) -> Iterator[str]:
 
 
 def _of_features(case: Case, era: Era) -> Iterator[str]:
-    if case.features.accumulation > 1 and case.features.defer_sync and "accumulation" in era.features:
-        shown = "upstream_bugs/torchtitan_accumulation_reduces_every_microbatch.py"
-        yield f"accumulation with defer_sync: {era.name} reduces gradients after every microbatch; see {shown}"
     if case.features.compile and "compile" not in era.unasked:
         yield f"compile: {era.name} casts to float32 within what it compiles, where this adapter keeps no float64"
 
