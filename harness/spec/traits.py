@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.spec.allowance import Allowance
-from harness.spec.case import Case, CaseError
+from harness.spec.case import Case, CaseError, ExpectedFailure
 
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
@@ -43,8 +43,8 @@ class TrainerTraits:
     whole after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values are
     exchanged over cp after GQA expansion ("query") or before it. ac_early_stop: a block is recomputed only until backward
     has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the last microbatch,
-    rather than be reduced after each whatever a case says. own_model: it is not the reference's, and rounds at other places. attention:
-    "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
+    rather than be reduced after each whatever a case says. own_model: it is not the reference's, and rounds at other places.
+    attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
     parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
     last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
     the next forward pass. loss_in_forward: the model computes the loss itself, and with it what tensor parallel sums for it.
@@ -53,6 +53,7 @@ class TrainerTraits:
     zero_layout: of ZeRO's vectors. zero_reduces_by: by an all_reduce each rank receives whole gradients and keeps its part.
     master_weights: an optimizer under ZeRO steps on a copy of the rank's part of the parameters, which it keeps.
     rates: the learning rate of each step, of a trainer that keeps its own schedule, which then is not under test.
+    expected_failure: what it gets wrong in this case, as a case says what torch does; of a case that says so itself, that.
     allow: what it keeps, copies, moves or computes besides what the plan knows, in every case, each with its reason.
     """
 
@@ -71,6 +72,7 @@ class TrainerTraits:
     zero_reduces_by: str = "reduce_scatter"
     master_weights: bool = False
     rates: tuple[float, ...] | None = None
+    expected_failure: ExpectedFailure | None = None
     allow: tuple[Allowance, ...] = ()
 
     def __post_init__(self) -> None:
@@ -118,11 +120,13 @@ def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
 
 
 def with_choices(case: Case, traits: TrainerTraits) -> Case:
-    """One launch, with the trainer's wrapper where it leaves that open, and reductions as often as the trainer does them.
+    """One launch, with the trainer's wrapper where it leaves that open, reductions as often as the trainer does them, and what
+    the trainer gets wrong.
 
     A pipeline reduces after every pass of its schedule, as it is.
     """
     case = with_wrapper(case, traits.wrapper)
+    case = dataclasses.replace(case, expected_failure=case.expected_failure or traits.expected_failure)
     features = case.features
     if traits.defers_sync or features.accumulation == 1 or case.dims.pp > 1 or case.wrapper is None:
         return case
@@ -145,7 +149,8 @@ def to_json(traits: TrainerTraits) -> dict[str, Any]:
 def from_json(record: Mapping[str, Any]) -> TrainerTraits:
     """The inverse. Raises TypeError or ValueError for what is not one."""
     allow = tuple(Allowance(**one) for one in record.get("allow", ()))
-    rates = record.get("rates")
     layout = FlatLayout(**record.get("zero_layout", {}))
+    rates, expected = record.get("rates"), record.get("expected_failure")
     rates = None if rates is None else tuple(rates)
-    return TrainerTraits(**{**record, "allow": allow, "rates": rates, "zero_layout": layout})
+    parts = {"allow": allow, "rates": rates, "zero_layout": layout}
+    return TrainerTraits(**{**record, **parts, "expected_failure": expected and ExpectedFailure(**expected)})

@@ -21,6 +21,7 @@ from harness.spec.features import Features
 from harness.spec.traits import TrainerTraits, settled
 
 ROOT_UNITS = TrainerTraits(fsdp_units="root")
+EXPECTED = ExpectedFailure(because="-", script="-", laws="-", named="-")
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
 
 
@@ -60,11 +61,15 @@ def test_a_trainer_that_cannot_defer_reduces_after_every_microbatch_where_that_m
 
 
 def test_what_is_expected_to_fail_with_the_usual_wrapper_is_not_with_the_trainers() -> None:
-    expected = replace(
-        tiny_case("ddp_2"), expected_failure=ExpectedFailure(because="-", script="-", laws="-", named="-")
-    )
+    expected = replace(tiny_case("ddp_2"), expected_failure=EXPECTED)
     assert settled(expected, {"run": TrainerTraits(wrapper="replicate")}).expected_failure is None
     assert settled(expected, {"run": TrainerTraits(wrapper="ddp")}).expected_failure is not None
+
+
+def test_what_a_trainer_gets_wrong_is_expected_of_its_cases_alone_that_say_nothing_themselves() -> None:
+    own, chosen = replace(EXPECTED, because="torch"), {"run": TrainerTraits(expected_failure=EXPECTED)}
+    assert settled(tiny_case("fsdp_2"), chosen).expected_failure == EXPECTED
+    assert settled(replace(tiny_case("fsdp_2"), expected_failure=own), chosen).expected_failure == own
 
 
 def test_every_launch_has_the_choices_that_were_made_for_it() -> None:
@@ -87,7 +92,7 @@ def test_another_model_is_judged_by_the_noise_of_another_build() -> None:
 
 
 def test_traits_are_stored_and_read_again() -> None:
-    chosen = replace(ROOT_UNITS, loss_chunks=8, own_model=True, allow=(AVERAGE,))
+    chosen = replace(ROOT_UNITS, loss_chunks=8, own_model=True, expected_failure=EXPECTED, allow=(AVERAGE,))
     assert traits.from_json(json.loads(json.dumps(traits.to_json(chosen)))) == chosen
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness import trainers
 from harness.judge.result import Verdict
@@ -55,7 +56,8 @@ def test_a_trainer_without_other_sources_refuses_one() -> None:
 @pytest.mark.parametrize(
     ("requested", "reason"),
     [
-        (case(ParallelDims(pp=2)), "pp 2: not asked of this early torchtitan by this adapter"),
+        (case(ParallelDims(cp=2)), "cp 2: not asked of this early torchtitan by this adapter"),
+        (case(ParallelDims(pp=2)), None),
         (
             case(features=Features(accumulation=2)),
             "accumulation 2: this early torchtitan has no such option",
@@ -184,20 +186,12 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
             "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs",
         ),
         (
-            case(ParallelDims(tp=2), features=Features(sequence_parallel=False)),
-            "sequence_parallel False: torchtitan 0.3.0 then moves three to four times what backward needs; see"
-            " upstream_bugs/torchtitan_tp_without_sequence_parallel.py",
+            case(ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
+            "document_mask with cp: torchtitan 0.3.0 cuts masks along the sequence, which this adapter does not pass on",
         ),
-        (
-            case(ParallelDims(tp=2), model=ModelConfig(tied_embeddings=True)),
-            "tied_embeddings with tp: torchtitan 0.3.0 gathers the one weight twice; see"
-            " upstream_bugs/torchtitan_tied_under_tp.py",
-        ),
-        (
-            case(training=TrainingConfig(document_mask=True)),
-            "document_mask: the masks of torchtitan 0.3.0 are made of positions that begin anew in every document, not"
-            " counting on",
-        ),
+        (case(training=TrainingConfig(document_mask=True)), None),
+        (case(features=Features(fsdp_units="observed")), None),
+        (case(ParallelDims(tp=2), model=ModelConfig(tied_embeddings=True)), None),
         (case(model=ModelConfig(tied_embeddings=True, rope_scaling=RopeScaling())), None),
         (case(training=TrainingConfig(decay="matrices")), None),
         (case(ParallelDims(tp=2)), None),
@@ -221,6 +215,32 @@ def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) 
     )
     staged = case(ParallelDims(pp=2, dp_replicate=2, dp_shard=2, tp=2))
     assert trainers.load(f"torchtitan@{release}").unsupported(staged) is None
+
+
+def test_context_parallel_is_an_option_of_2024_since_there_is_one(checkout: Path) -> None:
+    options = checkout / "torchtitan" / "config_manager.py"
+    options.write_text('parser.add_argument("--experimental.context_parallel_degree", type=int)\n')
+    assert trainers.load(f"torchtitan@{checkout}").unsupported(case(ParallelDims(cp=2))) is None
+
+
+def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path) -> None:
+    whole = case(ParallelDims(tp=2), features=Features(sequence_parallel=False))
+    adapter = trainers.load(f"torchtitan@{release}")
+    assert adapter.unsupported(whole) == "sequence_parallel False: torchtitan 0.3.0 has no such option"
+    (release / "torchtitan" / "config").mkdir()
+    (release / "torchtitan" / "config" / "configs.py").write_text(
+        "class ParallelismConfig:\n    enable_sequence_parallel: bool = True\n"
+    )
+    assert adapter.unsupported(whole) is None
+    expected = adapter.traits(whole).expected_failure
+    assert expected is not None
+    assert expected.laws == "traffic"
+
+
+def test_positions_begin_anew_after_every_separator() -> None:
+    from harness.trainers.torchtitan.data_loader import anew
+
+    assert anew(torch.tensor([[5, 0, 7, 8, 0, 0, 9]])).tolist() == [[0, 1, 0, 1, 2, 0, 0]]
 
 
 def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> None:

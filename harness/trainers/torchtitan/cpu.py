@@ -128,7 +128,7 @@ def dense_attention(
     """q [b, n, t, h]; k, v [b, m, s, h]. Memory is O(t s)."""
     from torch.nn.attention.flex_attention import create_mask
 
-    sees = create_mask(block_mask.mask_mod, 1, 1, q.shape[2], k.shape[2], device="cpu")
+    sees = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(q, k, v, attn_mask=sees, scale=scale, enable_gqa=enable_gqa), None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from harness.reference.data import documents
 from harness.spec.case import Case
 from harness.trainers.support.samples import dataset_of, rank_samples
 
@@ -47,7 +48,8 @@ class Inputs(Samples):
 
 
 class Microbatches(Inputs):
-    """One at a time, with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn."""
+    """One at a time, with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn.
+    FlexAttention has a document begin wherever positions begin anew."""
 
     def __iter__(self) -> Iterator[Any]:
         size = self.case.local_batch
@@ -58,7 +60,8 @@ class Microbatches(Inputs):
 
     def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
         inputs, labels = super().batch(tokens, labels)
-        return inputs | {"positions": torch.arange(labels.shape[1]).expand(labels.shape)}, labels
+        positions = torch.arange(labels.shape[1]).expand(labels.shape)
+        return inputs | {"positions": anew(tokens) if self.case.training.document_mask else positions}, labels
 
 
 class Rows(Microbatches):
@@ -67,3 +70,9 @@ class Rows(Microbatches):
     def __iter__(self) -> Iterator[Any]:
         for inputs, labels in super().__iter__():
             yield {name: values.flatten() for name, values in inputs.items()}, labels.flatten()
+
+
+def anew(tokens: torch.Tensor) -> torch.Tensor:
+    """Where each token is in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
+    of = documents(tokens)
+    return (of.unsqueeze(-1) == of.unsqueeze(-2)).tril(-1).sum(-1)

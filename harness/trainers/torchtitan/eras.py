@@ -6,6 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
+from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import FEATURE_CHOICES
 from harness.spec.traits import TrainerTraits
@@ -56,6 +57,10 @@ class Era:
             return f"{self.name} has such an option, which this adapter does not pass on"
         return f"{self.name} has no such option"
 
+    def masks(self, case: Case) -> bool:
+        """Whether attention sees what a mask made of positions has it see, rather than all that lies before in a row."""
+        return self.flat or case.training.document_mask
+
     def fqn(self, name: str) -> str:
         """The reference's spelling of a parameter's or module's name."""
         name = ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
@@ -67,9 +72,11 @@ class Era:
 MAIN_FUNCTION = Era(
     name="this early torchtitan",
     run_by="main_function",
-    axes=("dp_replicate", "dp_shard", "tp"),
+    axes=("dp_replicate", "dp_shard", "tp", "pp"),
     features={
         "wrapper": ("fsdp2", "replicate"),
+        "schedule": ("GPipe",),
+        "microbatches": tuple(range(1, 65)),
         "loss_parallel": (True, False),
         "activation_checkpointing": ("none", "full", "layer", "op"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
@@ -115,7 +122,7 @@ TRAINER_CONFIG = Era(
         "reshard_after_forward": ("always", "never"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
-    training=(*MAIN_FUNCTION.training, "decay"),
+    training=(*MAIN_FUNCTION.training, "decay", "document_mask"),
     traits=TrainerTraits(
         fsdp_units="apart",
         attention="fused",

@@ -34,6 +34,7 @@ USUAL = {
     "checkpoint.enable_checkpoint": False,
     "comm.trace_buf_size": 0,
 }
+OF_OLD = {"1F1B": "1f1b", "GPipe": "gpipe"}  # names until 2024-10-09; since then any letters will do
 CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
@@ -73,8 +74,7 @@ def given(case: Case) -> dict[str, Any]:
         "training.warmup_steps": case.training.warmup_steps,
         "training.compile": False,
         **options.under("parallelism", degrees),
-        "experimental.pipeline_parallel_degree": case.dims.pp,
-        "experimental.context_parallel_degree": case.dims.cp,
+        **options.under("experimental", degrees),
         "activation_checkpoint.mode": recompute,
         "activation_checkpoint.selective_ac_option": which,
         **USUAL,
@@ -86,6 +86,7 @@ def _former_degrees(case: Case) -> dict[str, Any]:
     features = case.features
     return {
         "data_parallel_degree": case.dims.dp,
+        "pipeline_parallel_schedule": OF_OLD.get(features.schedule, features.schedule),
         "enable_loss_parallel": features.loss_parallel,
         "disable_loss_parallel": not features.loss_parallel,
         "context_parallel_rotate_method": features.cp_rotation,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from harness.spec.case import Case
@@ -47,6 +48,10 @@ class MainTrainer:
     def _run(self, _: TrainingFunction) -> None:
         self._train.main(self._job)
 
+    def _has_output(self) -> bool:
+        """Of a pipeline, whose other ranks report a loss of -1."""
+        return any(getattr(part, "output", None) is not None for part in self.model_parts)
+
     def _substitute(self) -> None:
         """At the names that `main` looks up in its own module, those that it has."""
         train, case = self._train, self._case
@@ -72,17 +77,27 @@ class MainTrainer:
             "build_hf_data_loader": lambda _: lambda *given: loader(*given[5:7]),
             "build_tokenizer": lambda _: lambda *_: job_config.tokenizer(case),
             "build_optimizers": watched,
-            "build_metric_logger": lambda old: lambda *_: metrics.note_logger(old(*_), self.metrics),
-            "build_metrics_processor": lambda old: lambda *_: metrics.note_processor(old(*_), self.metrics),
+            "build_metric_logger": lambda old: lambda *_: metrics.note_logger(old(*_), self.metrics, self._has_output),
+            "build_metrics_processor": lambda old: (
+                lambda *_: metrics.note_processor(old(*_), self.metrics, self._has_output)
+            ),
             "get_train_spec": lambda old: lambda name: specified(old(name)),
             "time": lambda _: SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None),
         }
+        exchange_as_computed(case)
         for name, replacement in replaced.items():
             if hasattr(train, name):
                 setattr(train, name, replacement(getattr(train, name)))
         if hasattr(train, "models_config"):
             flavors = train.models_config["llama3"]
             flavors[job_config.FLAVOR] = job_config.sizes(flavors[job_config.FLAVOR], case)
+
+
+def exchange_as_computed(case: Case) -> None:
+    """Until 2024-10-14 stages without data ranks are told to exchange float32, whatever they compute in."""
+    stages = sys.modules.get("torchtitan.parallelisms.pipeline_llama")
+    if case.training.dtype == "float64" and hasattr(stages, "_mixed_precision_dtype"):
+        stages._mixed_precision_dtype.__defaults__ = (torch.float64,)  # type: ignore[union-attr]
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> MainTrainer:

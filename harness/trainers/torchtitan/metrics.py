@@ -8,13 +8,17 @@ from typing import Any
 from harness.trainers import Metrics
 
 
-def note_logger(logger: Any, metrics: list[Metrics]) -> Any:
-    """The same logger; what it is told to log is noted: the loss averaged over ranks, the gradient norm if it has one."""
+def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) -> Any:
+    """The same logger; what it is told to log is noted: the loss averaged over ranks, the gradient norm if it has one.
+
+    shows: as of note_processor.
+    """
     original = logger.log
 
     def log(values: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         norm = values.get("grad_norm", values.get("optim/grad_norm"))
-        metrics.append(Metrics(step, float(values["loss_metrics/global_avg_loss"]), norm, values.get("lr")))
+        loss = float(values["loss_metrics/global_avg_loss"]) if shows() else None
+        metrics.append(Metrics(step, loss, norm, values.get("lr")))
         original(values, step, *args, **kwargs)
 
     logger.log = log

@@ -28,14 +28,14 @@ def put(config: Any, **given: Any) -> None:
             setattr(config, name, value)
 
 
-def sized(case: Case, *, flat: bool) -> Any:
+def sized(case: Case, *, masked: bool) -> Any:
     """torchtitan's configuration of a Llama of the case's sizes."""
     from torchtitan.models import llama3
 
-    return of_layers(llama3, case, flat) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
+    return of_layers(llama3, case, masked) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
 
 
-def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
+def of_layers(llama3: Any, case: Case, masked: bool) -> Any:
     """A configuration for each layer."""
     sizes = case.model
     rope = rotary(llama3, case)
@@ -56,12 +56,12 @@ def of_layers(llama3: Any, case: Case, flat: bool) -> Any:
         lm_head=output,
         output=output,  # as it was called until 2026-04-27
         rope=rope,
-        layers=layers(llama3, sizes, rope, flat),
+        layers=layers(llama3, sizes, rope, masked),
     )
 
 
-def layers(llama3: Any, sizes: ModelConfig, rope: Any, flat: bool) -> Any:
-    """wq, wk, wv apart, as an option has it. SDPA, which needs no mask, but where samples lie end to end in a row."""
+def layers(llama3: Any, sizes: ModelConfig, rope: Any, masked: bool) -> Any:
+    """wq, wk, wv apart, as an option has it. SDPA, which needs no mask, but where one is made of positions."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     made = known(
@@ -76,7 +76,7 @@ def layers(llama3: Any, sizes: ModelConfig, rope: Any, flat: bool) -> Any:
         rope=rope,
     )
     for layer in made:
-        if not flat:
+        if not masked:
             put(layer.attention, inner_attention=ScaledDotProductAttention.Config(), mask_type="causal")
         layer.attention_norm.eps = layer.ffn_norm.eps = sizes.norm_eps
     return made

@@ -9,7 +9,7 @@ from harness.reference.config import ModelConfig, TrainingConfig
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import Features
-from harness.spec.traits import TrainerTraits, with_choices
+from harness.spec.traits import OBSERVED, TrainerTraits, with_choices
 from harness.trainers.torchtitan.eras import Era
 
 
@@ -57,21 +57,14 @@ def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
     features = case.features
     if features.activation_checkpointing == "op" and case.dims.cp > 1:
         yield f"activation_checkpointing op with cp: what {era.name} keeps is attention of GPUs, not of CPUs"
-    if not features.sequence_parallel:
-        why = "moves three to four times what backward needs; see upstream_bugs/torchtitan_tp_without_sequence_parallel.py"
-        yield f"sequence_parallel False: {era.name} then {why}"
     if not features.loss_parallel:
         yield f"loss_parallel False: {era.name} always computes the loss in parallel"
-    if case.training.document_mask:
-        why = "positions that begin anew in every document, not counting on"
-        yield f"document_mask: the masks of {era.name} are made of {why}"
+    if case.training.document_mask and case.dims.cp > 1:
+        yield f"document_mask with cp: {era.name} cuts masks along the sequence, which this adapter does not pass on"
 
 
 def _of_model(case: Case, era: Era) -> Iterator[str]:
     tied = case.model.tied_embeddings and "tied_embeddings" in era.model
-    if tied and case.dims.tp > 1:
-        why = "gathers the one weight twice; see upstream_bugs/torchtitan_tied_under_tp.py"
-        yield f"tied_embeddings with tp: {era.name} {why}"
     if tied and case.dims.pp > 1:
         yield f"tied_embeddings with pp: {era.name} refuses that"
 
@@ -79,8 +72,8 @@ def _of_model(case: Case, era: Era) -> Iterator[str]:
 def _without_option(case: Case, era: Era) -> Iterator[str]:
     """Whatever is not as usual, and not known of this version."""
     for key, value in _unusual(case.features, Features()):
-        own = era.traits.fsdp_units if key == "fsdp_units" else None
-        if value not in (*era.features.get(key, ()), own):
+        own = (era.traits.fsdp_units, OBSERVED) if key == "fsdp_units" else ()
+        if value not in (*era.features.get(key, ()), *own):
             yield f"{key} {value}: {era.without(key)}"
     for key, value in _unusual(case.training, TrainingConfig()):
         if key not in era.training:

@@ -18,17 +18,17 @@ def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
     if era.chunks_loss and chunks_of(case, era) == 1:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
     if era.run_by == TRAINER_CONFIG.run_by:
-        yield from _of_configurations(source, device)
+        yield from _of_configurations(case, source, device)
     if case.training.dtype == "float64":
         yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
     if device == "cpu":
         yield from _on_cpu(source)
 
 
-def _of_configurations(source: Source, device: str) -> Iterator[str]:
-    if source.era.flat and device == "cpu":
+def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]:
+    if source.era.masks(case) and device == "cpu":
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
-    elif not source.era.flat:
+    elif not source.era.masks(case):
         yield "attention: SDPA, whose samples lie each in a row of their own"
     if source.era.fed_microbatches:
         yield "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)"

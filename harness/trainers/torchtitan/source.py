@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.case import Case
+from harness.spec.dims import AXES
 from harness.spec.features import FEATURE_CHOICES
 from harness.spec.schedule import ZERO_BUBBLE
 from harness.spec.traits import TrainerTraits
-from harness.trainers.torchtitan import eras, syntax
+from harness.trainers.torchtitan import eras, expected, syntax
 from harness.trainers.torchtitan.eras import Era
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
@@ -48,6 +49,12 @@ class Change:
 
 CHANGES = (
     Change("distributed/context_parallel/api.py", syntax.an_attribute("spmd_backend"), {"cp_by_types": True}),
+    Change("config_manager.py", syntax.an_option("--experimental.context_parallel_degree"), {"axes": AXES}),
+    Change(
+        "config_manager.py",
+        syntax.an_option("--experimental.context_parallel_rotate_method"),
+        features={"cp_rotation": ("alltoall",)},
+    ),
     Change("train.py", syntax.a_parameter("input_dict"), {"inputs_by_name": True}),
     Change(
         "train.py",
@@ -76,6 +83,11 @@ CHANGES = (
         "config/job_config.py",
         syntax.a_field("context_parallel_load_balancer"),
         features={"cp_load_balance": (False,)},
+    ),
+    Change(
+        "config/configs.py",
+        syntax.a_field("enable_sequence_parallel"),
+        features={"sequence_parallel": (False,)},
     ),
     Change(
         "components/loss.py",
@@ -126,7 +138,12 @@ class Source:
         alone = "fsdp2" if era.wraps_alone else None
         replicas = case.dims.dp_replicate > 1 and case.shards == 1
         wrapper = era.replicates_by if replicas else alone if case.dims.dp * case.dims.cp == 1 else None
-        return dataclasses.replace(era.traits, wrapper=wrapper, loss_chunks=chunks_of(case, era))
+        return dataclasses.replace(
+            era.traits,
+            wrapper=wrapper,
+            loss_chunks=chunks_of(case, era),
+            expected_failure=next((wrong.failure for wrong in expected.FAILURES if wrong.of(case, era)), None),
+        )
 
 
 def chunks_of(case: Case, era: Era) -> int:

@@ -63,6 +63,13 @@ def a_keyword(name: str) -> Fact:
     return lambda tree: any(each.arg == name for each in _all(tree, ast.keyword))
 
 
+def an_option(name: str) -> Fact:
+    """It adds an option of that name to a parser of command lines."""
+    return lambda tree: any(
+        _dotted(each.func).endswith(".add_argument") and _first(each) == name for each in _all(tree, ast.Call)
+    )
+
+
 def a_list(*items: str) -> Fact:
     return lambda tree: any(tuple(map(_dotted, each.elts)) == items for each in _all(tree, ast.List))
 
@@ -74,6 +81,11 @@ def called_always(*names: str) -> Fact:
         for function in _all(tree, *FUNCTIONS)
         for each in function.body
     )
+
+
+def _first(call: ast.Call) -> object:
+    """A call's first argument, if it is a constant."""
+    return call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
 
 
 def _dotted(node: ast.AST) -> str:

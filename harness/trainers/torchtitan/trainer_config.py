@@ -39,7 +39,7 @@ class Built:
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
     no_sleep("torchtitan.trainer")
-    if source.era.flat and device == "cpu":
+    if source.era.masks(case) and device == "cpu":
         cpu.attend_densely()
     float64.widen(case.training.dtype, "torchtitan.components.loss")  # where gradients of chunks are collected
     trainer = configuration(case, source.era).build()
@@ -56,7 +56,7 @@ def configuration(case: Case, era: Era) -> Any:
 
     TORCH_DTYPE_MAP["float64"] = torch.float64
     config = llama3_debugmodel()
-    config.model_spec.model = model_config.sized(case, flat=era.flat)
+    config.model_spec.model = model_config.sized(case, masked=era.masks(case))
     if hasattr(config, "loss"):
         if chunks_of(case, era) == 1:
             config.loss = loss.CrossEntropyLoss.Config()
