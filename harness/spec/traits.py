@@ -44,10 +44,10 @@ class TrainerTraits:
     exchanged over cp after GQA expansion ("query") or before it. ac_early_stop: a block is recomputed only until backward
     has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the last microbatch,
     rather than be reduced after each whatever a case says. own_model: it is not the reference's, and rounds at other places.
-    attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in how many
-    parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind the
-    last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept until
-    the next forward pass. loss_in_forward: the model computes the loss itself, and with it what tensor parallel sums for it.
+    attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
+    how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
+    the last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept
+    until the next forward pass. loss_in_forward: the model computes the loss itself, and what tensor parallel sums for it.
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
     zero_layout: of ZeRO's vectors. zero_reduces_by: by an all_reduce each rank receives whole gradients and keeps its part.
