@@ -1,0 +1,88 @@
+"""Fixes in torchtitan's history, and what made them necessary, each with the case that shows it: see torchtitan_history.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Change:
+    """before: a commit of the side before, where the one right before cannot be run. valid: with valid labels only.
+    breaks: it brought the bug, rather than taking it away.
+    """
+
+    commit: str
+    pull: str
+    bug: str
+    case: str
+    valid: bool = True
+    before: str = ""
+    breaks: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.commit} {self.pull}".strip()
+
+    @property
+    def key(self) -> str:
+        return f"{self.commit} {self.case}"
+
+
+FIXES = (
+    Change(
+        "3d82ca62f",
+        "#588",
+        "a pipeline's stages are made on the device, with their rotary frequencies unset",
+        "pp_2_fsdp_2",
+    ),
+    Change("046de5694", "#649", "gradients are clipped by the norm of one pipeline stage", "pp_2"),
+    Change("3e3909a0c", "#683", "context parallel without data ranks looks for a mesh that is not there", "cp_2"),
+    Change("9a4eebe1c", "#713", "HSDP runs as FSDP", "hsdp_2x2"),
+    Change("9a4eebe1c", "#713", "HSDP with context parallel runs as FSDP", "hsdp_2x2_cp_2"),
+    Change("40a0873b3", "#685", "context parallel without data ranks: no FSDP, nobody sums gradients", "cp_2"),
+    Change("6b03ffa32", "#761", "the reported loss is averaged over dp, not over cp", "cp_2"),
+    Change("90567fc98", "#781", "one microbatch a rank by default, not one a stage", "pp_2"),
+    Change("d9898423e", "#792", "a stage's rotary frequencies are not cut over cp", "pp_2_cp_2"),
+    Change(
+        "83e694105", "#1094", "reshard_after_forward is not heard by embedding, norm and output", "fsdp_4_reshard_never"
+    ),
+    Change(
+        "3e1b843ec",
+        "#1732",
+        "a pipeline divides accumulated gradients again with every pass of its schedule",
+        "pp_2_accum",
+    ),
+    Change("92ed8b318", "#1880", "context parallel is requested and never entered", "cp_2"),
+    Change("0cb743558", "#2206", "each rank's mean, whatever number of labels counts", "fsdp_4", valid=False),
+    Change("e1847f439", "#2458", "replicas divide gradients twice", "ddp_4"),
+    Change("786e26f8e", "#2937", "a pipeline's gradients are never divided", "pp_2"),
+    Change("d64eabcce", "#3159", "the reported loss is one data rank's share", "fsdp_2_tp_2"),
+    Change("c2a3771a4", "#3412", "a sum over tp is lost behind the loss in chunks", "fsdp_2_tp_2"),
+    Change("a695565f5", "#3681", "context parallel names heads as what it cuts", "cp_2"),
+    Change("9ccbb57b0", "#3708", "attention's inputs are not redistributed: a parameter was renamed", "fsdp_2_tp_2"),
+)
+
+BREAKS = (
+    Change("d7cabfb6c", "#667", "HSDP runs as FSDP", "hsdp_2x2", breaks=True),
+    Change("0cb743558", "#2206", "replicas divide gradients twice", "ddp_4", breaks=True),
+    Change("0cb743558", "#2206", "a pipeline's gradients are never divided", "pp_2", breaks=True),
+    Change("1e8f9acd1", "#2144", "all-to-all over cp is requested, and gathers", "cp_2_alltoall", breaks=True),
+    Change("786e26f8e", "#2937", "a sum over tp is lost behind the loss in chunks", "fsdp_2_tp_2", breaks=True),
+    Change("1786292db", "#2963", "the reported loss is one data rank's share", "fsdp_2_tp_2", breaks=True),
+    Change("1786292db", "#2963", "context parallel names heads as what it cuts", "cp_2", breaks=True),
+    Change(
+        "196a88981",
+        "#3443",
+        "attention's inputs are not redistributed: a parameter was renamed",
+        "fsdp_2_tp_2",
+        breaks=True,
+    ),
+)
+
+NOT_RUN = (
+    (
+        "1a36996b8 #2314",
+        "the largest loss of a step, as it is reported, is not a rank's mean",
+        "the harness reads the mean that is reported, not the largest",
+    ),
+)

@@ -1,0 +1,137 @@
+"""torchtitan's history as a test: its fixes, and what made them necessary, each judged before and after.
+
+    python benchmarks/torchtitan_history.py PATH [-k WORDS] [--out out/history]
+
+PATH is a clone of pytorch/torchtitan. Of each change the commit before it and the change itself run one case; -k takes
+those whose commit, pull request, bug or case has one of the words. What was found takes the place of what is stored of the
+same changes in torchtitan_history.json, and the tables of docs/torchtitan_history.md are made anew. The exit code is 1
+where a fix that was judged does not FAIL before and PASS after, or what broke it not PASS before and FAIL after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchtitan_fixes import BREAKS, FIXES, NOT_RUN, Change
+from torchtitan_months import Found, found
+
+from harness import ROOT, trainers
+from harness.bisect.commits import clone, git
+from harness.evidence.store import write_text
+from harness.judge.result import Verdict
+from harness.launch import default_server
+from harness.run.options import Options
+from harness.spec.case import Case
+from harness.spec.loading import find_case, load_all
+from harness.trainers.torchtitan import source
+from harness.trainers.torchtitan.eras import TRAINER_CONFIG
+
+STORED = Path(__file__).with_suffix(".json")
+PAGE = ROOT / "docs" / "torchtitan_history.md"
+BEGIN, END = "<!-- table: benchmarks/torchtitan_history.py -->\n", "<!-- end of table -->\n"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a change's case came to on the commit before it, and on itself."""
+
+    before: Found
+    after: Found
+
+    def shows(self, change: Change) -> bool:
+        wrong, right = (self.after, self.before) if change.breaks else (self.before, self.after)
+        return wrong.verdict == Verdict.FAIL and right.verdict == Verdict.PASS
+
+    @property
+    def judged(self) -> bool:
+        return "not asked" not in (self.before.verdict, self.after.verdict)
+
+
+def case_of(change: Change) -> Case:
+    """The case that it names, with valid labels only where that is asked: before 2026-01-25 others fail for the loss alone."""
+    case = find_case(change.case, load_all())
+    if not change.valid or case.training.all_valid:
+        return case
+    recipe = dataclasses.replace(case.training, all_valid=True)
+    return dataclasses.replace(case, name=f"{case.name}_valid", training=recipe, file="")
+
+
+def judged(repo: Path, change: Change, out: Path) -> Sides:
+    with clone(repo, source.FILES) as checkout:
+        before = judged_at(checkout, change.before or f"{change.commit}^", change, out / "before")
+        return Sides(before, judged_at(checkout, change.commit, change, out / "after"))
+
+
+def judged_at(checkout: Path, commit: str, change: Change, out: Path) -> Found:
+    git(checkout, "checkout", "--quiet", "--detach", commit)
+    trainer = trainers.spec("torchtitan", str(checkout))
+    return found(case_of(change), Options(out=out / change.commit, trainer=trainer, timeout=240.0))
+
+
+def stored() -> dict[str, Sides]:
+    """By commit and case."""
+    records = json.loads(STORED.read_text()) if STORED.exists() else {}
+    return {key: Sides(Found(**one["before"]), Found(**one["after"])) for key, one in records.items()}
+
+
+def keep(change: Change, sides: Sides) -> None:
+    known = stored() | {change.key: sides}
+    rows = {one.key: known[one.key] for one in (*FIXES, *BREAKS) if one.key in known}
+    write_text(STORED, json.dumps({key: asdict(one) for key, one in rows.items()}, indent=1) + "\n")
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    write_text(PAGE, head + BEGIN + "\n".join(tables(rows)) + "\n" + END + rest.partition(END)[2])
+
+
+def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
+    """Of fixes, of what made them necessary, and of what was not judged."""
+    yield from table("fix", "FAIL before and PASS after", FIXES, rows)
+    yield from table("what broke it", "PASS before and FAIL after", BREAKS, rows)
+    yield from ("| not judged | what was wrong | why |", "|---|---|---|")
+    for change in (*FIXES, *BREAKS):
+        sides = rows.get(change.key)
+        if sides is not None and not sides.judged:
+            yield f"| {change.name} | {change.bug} | {sides.before.told or sides.after.told} |"
+    yield from (f"| {name} | {bug} | {why} |" for name, bug, why in NOT_RUN)
+
+
+def table(head: str, wanted: str, changes: Sequence[Change], rows: Mapping[str, Sides]) -> Iterator[str]:
+    judged = [(one, rows[one.key]) for one in changes if one.key in rows and rows[one.key].judged]
+    yield f"Of {len(judged)} that were judged {sum(sides.shows(one) for one, sides in judged)} {wanted}."
+    yield from ("", f"| {head} | what is wrong | case | before | after |", "|---|---|---|---|---|")
+    yield from (row(change, sides) for change, sides in judged)
+    yield ""
+
+
+def row(change: Change, sides: Sides) -> str:
+    return f"| {change.name} | {change.bug} | `{case_of(change).name}` | {line(sides.before)} | {line(sides.after)} |"
+
+
+def line(found: Found) -> str:
+    return f"{found.verdict}: {found.told}".replace("|", "/") if found.told else found.verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("repo", type=Path)
+    parser.add_argument("-k", default="", metavar="WORDS")
+    parser.add_argument("--out", type=Path, default=Path("out/history"))
+    chosen = parser.parse_args()
+    default_server(TRAINER_CONFIG.preload)
+    missed = 0
+    for change in (*FIXES, *BREAKS):
+        if not chosen.k or any(word in f"{change.name} {change.bug} {change.case}" for word in chosen.k.split()):
+            sides = judged(chosen.repo, change, chosen.out)
+            keep(change, sides)
+            missed += sides.judged and not sides.shows(change)
+            print(row(change, sides), flush=True)
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
