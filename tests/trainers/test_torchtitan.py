@@ -189,6 +189,11 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
             case(ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
             "document_mask with cp: torchtitan 0.3.0 cuts masks along the sequence, which this adapter does not pass on",
         ),
+        (
+            case(training=TrainingConfig(quantize="float8_rowwise")),
+            "quantize float8_rowwise: torchtitan 0.3.0 emulates it on CPUs with one scale a tensor; see"
+            " upstream_bugs/torchtitan_float8_emulation.py",
+        ),
         (case(training=TrainingConfig(document_mask=True)), None),
         (case(features=Features(fsdp_units="observed")), None),
         (case(ParallelDims(tp=2), model=ModelConfig(tied_embeddings=True)), None),
