@@ -43,9 +43,14 @@ from harness.trainers.torchtitan.obstacles import obstacles
 
 @dataclass(frozen=True)
 class Torchtitan(Adapter):
-    """harness.trainers.Adapter. where: a checkout, a folder that holds the package, or None for the installed one."""
+    """harness.trainers.Adapter. where: a checkout, a folder that holds the package, or None for the installed one.
+
+    spmd_backend: parallelism.spmd_backend of versions that have it; None: "partial_dtensor" where
+    the default is one that torch 2.13 cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a trainer.
+    """
 
     where: str | None = None
+    spmd_backend: str | None = None
     name: str = "torchtitan"
     files: tuple[str, ...] = source.FILES
 
@@ -53,7 +58,7 @@ class Torchtitan(Adapter):
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
         """What its era imports besides torch; of the installed one, itself."""
         try:
-            era = source.find(self.where).era
+            era = self._found().era
         except source.NotThere:
             return ()
         return (
@@ -63,17 +68,17 @@ class Torchtitan(Adapter):
 
     @property
     def reports(self) -> tuple[str, ...]:  # type: ignore[override]
-        return source.find(self.where).era.reports
+        return self._found().era.reports
 
     def of(self, where: str) -> Torchtitan:
         return dataclasses.replace(self, where=where)
 
     def traits(self, case: Case) -> TrainerTraits:
-        return source.find(self.where).traits(case)
+        return self._found().traits(case)
 
     def unsupported(self, case: Case) -> str | None:
         try:
-            found = source.find(self.where)
+            found = self._found()
             return next(obstacles(case, found.era, found.traits(case)), None)
         except source.NotThere as error:
             return str(error)
@@ -81,7 +86,7 @@ class Torchtitan(Adapter):
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         from harness.trainers.torchtitan.replaced import replaced
 
-        return tuple(replaced(case, source.find(self.where), device))
+        return tuple(replaced(case, self._found(), device))
 
     def unsupported_alone(self, case: Case) -> str | None:
         """Where no numbers are compared, any precision will do, and any rotary frequencies."""
@@ -104,7 +109,7 @@ class Torchtitan(Adapter):
         from harness.trainers.support import cpu_attention, float64, learning_rate, process_group
         from harness.trainers.torchtitan import cpu, torch_names
 
-        found = source.find(self.where)
+        found = self._found()
         sys.path.insert(0, str(found.folder))
         os.environ.setdefault("LOCAL_RANK", "0")
         if device == "cpu":
@@ -117,8 +122,12 @@ class Torchtitan(Adapter):
         runs = importlib.import_module(f"{__name__}.{found.era.run_by}")
         return runs.start(case, found, weights, device)
 
+    def _found(self) -> source.Source:
+        """Raises NotThere."""
+        return dataclasses.replace(source.find(self.where), spmd_backend=self.spmd_backend)
+
     def fqn(self, name: str) -> str:
-        return source.find(self.where).era.fqn(name)
+        return self._found().era.fqn(name)
 
 
 adapter = Torchtitan()

@@ -30,7 +30,7 @@ def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
     elif not source.era.masks(case):
         yield "attention: SDPA, whose samples lie each in a row of their own"
-    if source.era.fed_microbatches:
+    if source.era.fed_microbatches and source.spmd_backend is None:
         yield "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)"
 
 

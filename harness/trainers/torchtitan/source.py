@@ -121,12 +121,13 @@ def holds(fact: syntax.Fact, path: Path) -> bool:
 class Source:
     """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one.
 
-    script: its train.py, where that is what runs.
+    script: its train.py, where that is what runs. spmd_backend: see Torchtitan.
     """
 
     package: Path
     era: Era
     script: Path | None = None
+    spmd_backend: str | None = None
 
     @property
     def folder(self) -> Path:

@@ -42,13 +42,13 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     if source.era.masks(case) and device == "cpu":
         cpu.attend_densely()
     float64.widen(case.training.dtype, "torchtitan.components.loss")  # where gradients of chunks are collected
-    trainer = configuration(case, source.era).build()
+    trainer = configuration(case, source.era, source.spmd_backend).build()
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     show_loss(trainer.loss_fn)
     return TitanTrainer(trainer, case)
 
 
-def configuration(case: Case, era: Era) -> Any:
+def configuration(case: Case, era: Era, spmd_backend: str | None = None) -> Any:
     """torchtitan's own for its debug model, with the case's values."""
     from torchtitan.components import loss
     from torchtitan.config import TORCH_DTYPE_MAP
@@ -68,7 +68,9 @@ def configuration(case: Case, era: Era) -> Any:
     for name, value in given(case).items():
         section, _, key = name.rpartition(".")
         model_config.put(getattr(config, section) if section else config, **{key: value})
-    if getattr(config.parallelism, "spmd_backend", "default") == "spmd_types":  # which needs a newer torch
+    if spmd_backend is not None:
+        config.parallelism.spmd_backend = spmd_backend
+    elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types":  # which needs a newer torch
         config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
     return config
 
