@@ -1,4 +1,7 @@
-"""The positions that model parts receive, which turn queries and keys, are those of their tokens."""
+"""The positions that model parts receive, which turn queries and keys, are those of their tokens.
+
+Where attention sees its own document only, they may begin anew in each: it sees distances, which are the same.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,31 @@ def check(trial: Trial) -> Result:
             findings.append(Finding.at(rank, positions_text(wanted), "none received", step=step.step))
         findings += [
             Finding.at(rank, positions_text(wanted), positions_text(row), step=step.step)
-            for row in wrong_rows(step.positions, wanted)[:1]
+            for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step))[:1]
         ]
     return verdict_of("positions", findings, sum(counts.values()))
 
 
-def wrong_rows(received: tuple[np.ndarray, ...], wanted: np.ndarray) -> list[np.ndarray]:
+def right_rows(trial: Trial, wanted: np.ndarray, step: int) -> list[np.ndarray]:
+    """wanted, and under a document mask the positions within their documents of each of the step's samples."""
+    if not trial.case.training.document_mask:
+        return [wanted]
+    reference, ids = trial.reference, set(trial.reference.samples[step - 1])
+    samples = [row for id_, row in zip(reference.sample_ids, reference.tokens, strict=True) if id_ in ids]
+    return [wanted, *(within_documents(row)[wanted] for row in samples)]
+
+
+def within_documents(tokens: np.ndarray) -> np.ndarray:
+    """Where each token of a row is in its own document, from 0."""
+    from torch import from_numpy
+
+    from harness.reference.data import documents
+
+    of = documents(from_numpy(tokens)).numpy()
+    return np.arange(len(of)) - np.searchsorted(of, of)
+
+
+def wrong_rows(received: tuple[np.ndarray, ...], right: list[np.ndarray]) -> list[np.ndarray]:
     """One position a token, the same for every sample or a row for each."""
     rows = [row for positions in received for row in positions.reshape(-1, positions.shape[-1])]
-    return [row for row in rows if not np.array_equal(row, wanted)]
+    return [row for row in rows if not any(np.array_equal(row, one) for one in right)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.checks.positions import wrong_rows
+from harness.checks.positions import right_rows, wrong_rows
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import finding_line
@@ -33,7 +33,7 @@ def wrong_positions(trial: Trial) -> Cause | None:
     for rank, step, _ in trial.steps():
         found = positions_received(trial, rank, step.step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
-        for row in wrong_rows(step.positions, wanted)[:1]:
+        for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step))[:1]:
             wrong.setdefault(rank, (row, wanted))
     if not wrong:
         return None

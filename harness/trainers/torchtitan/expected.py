@@ -27,7 +27,7 @@ FAILURES = (
             because="torchtitan sums, scatters and gathers in each matmul of backward, what one sum a crossing would do",
             script="upstream_bugs/torchtitan_tp_without_sequence_parallel.py",
             laws="traffic",
-            named="",
+            named="x",
         ),
     ),
 )
