@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence.records import HeldTensor
+from harness.probe.shards import noted, tensors_of
 from harness.probe.structure import fsdp2_groups, named_parameters
 from harness.probe.without_memory import is_computed, place
 
@@ -50,6 +51,8 @@ def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> I
         yield parameter
         if parameter.grad is not None:
             yield parameter.grad
+    for shards in noted(parts):
+        yield from tensors_of(shards)
     yield from (gathered for held in sharded for gathered in held.all_gather_outputs)
     for optimizer in optimizers:
         for state in optimizer.state.values():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence.records import AfterEvaluation, AfterForward
 from harness.probe.clock import Account, Clock
+from harness.probe.shards import shards_of
 from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
 from harness.probe.without_memory import place
 
@@ -99,6 +100,8 @@ def _in_memory(part: nn.Module) -> Iterator[Found]:
         tensor = local(parameter)
         if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage of its own
             yield plain_fqn(name), tensor.numel() * tensor.element_size(), tensor
+    if (shards := shards_of(part)) is not None:
+        yield from ((name, held.numel() * held.element_size(), held) for name, held in shards.parameters())
     for module in names:
         yield from _kept_by_fsdp1(module, names)
         yield from _kept_by_fsdp2(module, names)

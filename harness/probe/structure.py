@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.evidence.records import Group, TensorEvidence, Wrapper
 from harness.probe.collectives import members
+from harness.probe.shards import shards_of
 from harness.probe.without_memory import is_without_memory
 
 Ranks = Sequence[int]
@@ -54,8 +55,12 @@ def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Param
 
 
 def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The rank's slices also while FSDP2 has units gathered, whose modules then show whole parameters."""
+    """The rank's slices also while FSDP2 has units gathered, whose modules then show whole parameters, and where a trainer
+    keeps them itself (shards.py)."""
     for part in parts:
+        if (shards := shards_of(part)) is not None:
+            yield from shards.parameters()
+            continue
         names = {module: plain_fqn(name) for name, module in part.named_modules()}
         kept = {
             joined(names[each._module_info.module], each._module_info.param_name): each.sharded_param
@@ -93,7 +98,8 @@ def parameter_evidence(
     parts: Iterable[nn.Module], copied: Callable[[torch.Tensor], Any] = as_numpy
 ) -> tuple[TensorEvidence, ...]:
     """copied: what becomes of the value, if it is to be read later."""
-    return tuple(_tensor_evidence(fqn, parameter, copied(parameter)) for fqn, parameter in named_parameters(parts))
+    own = (pair for part in parts for pair in (sharded_parameters if shards_of(part) else named_parameters)([part]))
+    return tuple(_tensor_evidence(fqn, parameter, copied(parameter)) for fqn, parameter in own)
 
 
 def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:

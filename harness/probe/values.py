@@ -24,6 +24,7 @@ from harness.evidence.records import Resumed
 from harness.probe.backward import BackwardRecorder, Before
 from harness.probe.clock import Clock
 from harness.probe.host_copies import Copy, all_copied, all_read, can_be_read, copied, lies_on_device, read
+from harness.probe.shards import noted, shards_of
 from harness.probe.structure import local, named_parameters, sharded_parameters
 from harness.probe.without_memory import place
 
@@ -39,6 +40,13 @@ def note_gradients() -> None:
     its own: to be called in between."""
     for recorder in _installed:
         recorder.copy_gradients(clipped_next=True)
+
+
+def note_update() -> None:
+    """For the adapter of a trainer whose optimizer steps on vectors of its own (`note_shards`): to be called when
+    parameters are what the step made of them, also of those that other ranks step on."""
+    for recorder in _installed:
+        recorder.copy_update()
 
 
 @contextlib.contextmanager
@@ -149,7 +157,12 @@ class ValueRecorder:
         return self.steps.setdefault(self._clock.step, StepValues())
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return {fqn: parameter.grad for fqn, parameter in named_parameters(self.parts) if parameter.grad is not None}
+        own = {fqn: p.grad for fqn, p in named_parameters(self._whole_parts()) if p.grad is not None}
+        return own | {fqn: gradient for shards in noted(self.parts) for fqn, gradient in shards.gradients()}
+
+    def _whole_parts(self) -> list[nn.Module]:
+        """Those whose parameters are the modules' own."""
+        return [part for part in self.parts if shards_of(part) is None]
 
     def copy_gradients(self, *, clipped_next: bool) -> None:
         step = self._step()
@@ -161,7 +174,8 @@ class ValueRecorder:
         step.gradients, step.before = all_copied(self._gradients().items()), self._backward.taken()
         if can_be_read(step.gradients) and can_be_read(step.before.gradients):
             step.compare()
-        step.memory["gradients"] = held_bytes(p.grad for _, p in named_parameters(self.parts))
+        kept = [p.grad for _, p in named_parameters(self.parts)]  # whole ones also where shards are noted
+        step.memory["gradients"] = held_bytes([*kept, *self._gradients().values()])
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.copy_gradients(clipped_next=False)
@@ -174,6 +188,8 @@ class ValueRecorder:
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._clock.leave_optimizer()
         self.optimizers.add(optimizer)
+        if any(noted(self.parts)):
+            return  # on vectors, of which parameters are made later: copy_update
         step = self._step()
         owned = self._owned(optimizer)
         for fqn, parameter in owned:
@@ -181,6 +197,15 @@ class ValueRecorder:
         step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
+
+    def copy_update(self) -> None:
+        """Of model parts with shards of their own, parameters and memory after a step."""
+        step, parts = self._step(), [part for part in self.parts if shards_of(part) is not None]
+        held = dict(sharded_parameters(parts))
+        step.parameters |= {fqn: copied(parameter) for fqn, parameter in held.items()}
+        step.memory["parameters"] = held_bytes([*held.values(), *(p for _, p in named_parameters(parts))])
+        states = (value for shards in noted(parts) for _, state in shards.state() for value in state.values())
+        step.memory["optimizer_state"] = held_bytes(value for value in states if value.dim())
 
     def see_what_was_left(self) -> None:
         """Parameters as the step that just ended left them are compared, bit for bit. Of those on a GPU all are copied, and
@@ -204,6 +229,8 @@ class ValueRecorder:
         the gradients."""
         self._backward.drop()
         stepped = [number for number, step in self.steps.items() if step.parameters]
+        for shards in noted(self.parts) if stepped else ():
+            add_states(self.steps[max(stepped)].optimizer_state, dict(shards.state()))
         for optimizer in self.optimizers if stepped else ():
             states = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}
             add_states(self.steps[max(stepped)].optimizer_state, states)

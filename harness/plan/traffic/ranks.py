@@ -52,7 +52,10 @@ def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[
 
 
 def integer_bytes(case: Case) -> int:
-    """DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is."""
+    """DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is. ZeRO-3's
+    ranks compare in which order modules ran and parameters were needed: some of either for each parameter."""
+    if case.wrapper == "zero3":
+        return 16 * len(parameter_shapes(case.model)) * 8
     if case.wrapper not in ("ddp", "replicate"):
         return 0
     return (4 * len(parameter_shapes(case.model)) + 2 * case.dims.world_size + 8) * 8  # int64

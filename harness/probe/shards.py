@@ -1,0 +1,52 @@
+"""Where a rank's shards lie, of a trainer that keeps them elsewhere than in its modules' parameters and their `grad`.
+
+ZeRO's engines step on vectors of their own: a parameter's gradient and optimizer state are intervals of these, and in ZeRO-3
+the parameter is one too. Where they lie the adapter tells (`note_shards`); what is in them is copied and judged as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Shards(Protocol):
+    """Of one model part, by its parameters' names. The last two may leave out those of which this rank has nothing."""
+
+    def parameters(self) -> Named:
+        """What this rank holds of each between steps."""
+
+    def gradients(self) -> Named:
+        """Of the reduced gradients what this rank's optimizer is given; nothing while there are none."""
+
+    def state(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
+        """Of the optimizer's state what belongs to each, by the optimizer's keys."""
+
+
+_shards: WeakKeyDictionary[nn.Module, Shards] = WeakKeyDictionary()
+
+
+def note_shards(part: nn.Module, shards: Shards) -> None:
+    """For the adapter of a trainer that keeps a model part's parameters, gradients or optimizer state in vectors of its own."""
+    _shards[part] = shards
+
+
+def shards_of(part: nn.Module) -> Shards | None:
+    return _shards.get(part)
+
+
+def noted(parts: Iterable[nn.Module]) -> Iterator[Shards]:
+    yield from (shards for part in parts if (shards := _shards.get(part)) is not None)
+
+
+def tensors_of(shards: Shards) -> Iterator[torch.Tensor]:
+    """All that is behind parameters, gradients and optimizer state."""
+    yield from (tensor for _, tensor in shards.parameters())
+    yield from (tensor for _, tensor in shards.gradients())
+    yield from (tensor for _, state in shards.state() for tensor in state.values())

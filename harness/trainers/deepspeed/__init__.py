@@ -1,0 +1,72 @@
+"""DeepSpeed's engine, unmodified, around a plain Llama: ZeRO 0 to 3.
+
+Examined are the engine's partitions, reductions, accumulation, clipping and optimizer step. Handed over are the model (the
+reference's blocks), seed weights, samples, rates, the loop, and torch's optimizer. See docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from harness.spec.allowance import Allowance
+from harness.spec.case import Case
+from harness.spec.features import ZERO
+from harness.spec.traits import FlatLayout, TrainerTraits
+from harness.trainers import Adapter, StartedTrainer
+from harness.trainers.support.requests import beyond
+
+OTHERS = """dp_replicate dp_shard accumulation all_valid masked_samples max_norm steps seed lr optimizer weight_decay beta1
+    beta2 eps warmup_steps final_lr_fraction decay name dim n_layers n_heads n_kv_heads ffn_dim vocab_size norm_eps rope_theta
+    tied_embeddings global_batch seq_len data variable_length dtype"""
+KNOWN: dict[str, Any] = dict.fromkeys(OTHERS.split(), ...) | {"wrapper": ("ddp", *ZERO)}
+
+BUCKET = 2**17
+"""Elements: less than this model has, so that there are two."""
+KEPT_BY_ZERO3 = (
+    Allowance("kept", 4 * BUCKET, "the bucket in which gradients lie until they are reduced"),
+    Allowance("kept", "1 x parameters", "the buffer in which the rank's part of the reduced gradients lies"),
+)
+
+
+class DeepSpeed(Adapter):
+    name = "deepspeed"
+    preload = ("deepspeed",)
+
+    def traits(self, case: Case) -> TrainerTraits:
+        """Of ZeRO-1 and 2 each rank's part of the vector begins at an even element, and an all_reduce brings whole gradients,
+        of which it keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has a linear layer of its own."""
+        if case.wrapper == "zero3":
+            return TrainerTraits(master_weights=True, own_model=True, allow=KEPT_BY_ZERO3)
+        return TrainerTraits(zero_layout=FlatLayout(parts=2), zero_reduces_by="all_reduce", master_weights=True)
+
+    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        if device != "cpu":
+            return ()
+        from harness.trainers.deepspeed.cpu import replaced
+
+        return replaced(case)
+
+    def unsupported(self, case: Case) -> str | None:
+        if importlib.util.find_spec("deepspeed") is None:
+            return "deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed"
+        return next(beyond(case, KNOWN, self.name), None) or _limit(case)
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        from harness.trainers.deepspeed.engine import Started
+
+        return Started(case, weights, device)
+
+
+def _limit(case: Case) -> str | None:
+    if case.wrapper not in (None, "ddp", *ZERO):
+        return f"wrapper {case.wrapper}: DeepSpeed has none but its own"
+    if case.wrapper in ZERO and case.training.dtype != "float32":
+        return f"{case.wrapper} in {case.training.dtype}: its optimizer steps on float32 copies; --dtype float32"
+    if case.wrapper in ZERO and case.training.decay == "matrices":
+        return f"{case.wrapper} with decay matrices: two groups of parameters are two vectors, which are not planned"
+    return None
+
+
+adapter = DeepSpeed()

@@ -1,0 +1,131 @@
+"""An engine on one rank, and the documented loop around it: forward, `backward`, `step` for each microbatch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from harness.probe.shards import note_shards
+from harness.probe.structure import note_wrapper
+from harness.probe.values import note_gradients, note_update, reducing_gradients
+from harness.reference.data import build_dataset
+from harness.reference.model import llama_from
+from harness.reference.train import lr_factor
+from harness.spec.case import Case
+from harness.spec.features import ZERO
+from harness.trainers import Metrics, StartedTrainer
+from harness.trainers.deepspeed import BUCKET, cpu
+from harness.trainers.support import process_group
+from harness.trainers.support.samples import rank_samples
+from harness.trainers.support.weights import read_weights
+
+
+class Started(StartedTrainer):
+    def __init__(self, case: Case, weights: Path | None, device: str) -> None:
+        self.case, self.device, self.metrics = case, device, []
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        os.environ.setdefault("LOCAL_RANK", str(self.rank))
+        dtype = getattr(torch, case.training.dtype)
+        if device == "cpu":
+            cpu.choose()
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if device == "cpu":
+            cpu.lend(dtype)
+        process_group.join(process_group.backend_for(device))
+        deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
+        model = llama_from(dict(read_weights(weights, case)), config=case.model, dtype=dtype).to(device)
+        self.dataset = build_dataset(case.training, case.model)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(case, model), config=_config(case))
+        self.model_parts = [self.engine]
+        self._note()
+
+    def _note(self) -> None:
+        """Where reductions, gradients before clipping, and shards are."""
+        engine, ranks = self.engine, range(self.world_size)
+        engine.allreduce_gradients = _within(reducing_gradients, engine.allreduce_gradients)
+        if self.case.wrapper not in ZERO:
+            note_wrapper(engine, "ddp", replicate_ranks=ranks) if self.world_size > 1 else None
+            engine.clip_fp32_gradients = _after(note_gradients, engine.clip_fp32_gradients)
+            return
+        from harness.trainers.deepspeed.shards import PartitionedParameters, Vectors
+
+        zero, stage = engine.optimizer, engine.zero_optimization_stage()
+        note_wrapper(engine, f"zero{int(stage)}", shard_ranks=ranks)
+        note_shards(engine, (PartitionedParameters if stage == 3 else Vectors)(engine.module, zero))
+        zero.unscale_and_clip_grads = _after(note_gradients, zero.unscale_and_clip_grads)
+
+    def train(self, last_step: int) -> None:
+        for step in range(len(self.metrics) + 1, last_step + 1):
+            self.metrics.append(self.step(step))
+
+    def step(self, step: int) -> Metrics:
+        recipe, passes = self.case.training, self.case.features.accumulation
+        tokens, labels = (
+            part.to(self.device) for part in rank_samples(self.case, self.dataset, step, self.rank, self.world_size)
+        )
+        valid = (labels != -100).sum()
+        dist.all_reduce(valid)
+        rate = recipe.lr * lr_factor(step, recipe)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        shown = torch.zeros((), dtype=getattr(torch, recipe.dtype), device=self.device)
+        for inputs, targets in zip(tokens.chunk(passes), labels.chunk(passes), strict=True):
+            total = cross_entropy(self.engine(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+            self.engine.backward(total * self.world_size * passes / valid)  # it averages over ranks and microbatches
+            self.engine.step()
+            shown += total.detach()
+        if self.case.wrapper in ZERO:
+            note_update()
+        dist.all_reduce(shown)
+        norm = self.engine.get_global_grad_norm()
+        return Metrics(step, float(shown / valid), None if norm is None else float(norm), rate)
+
+
+def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+    recipe = case.training
+    matrices = [p for p in model.parameters() if p.dim() > 1 or recipe.decay == "all"]
+    others = [p for p in model.parameters() if p.dim() == 1 and recipe.decay == "matrices"]
+    groups = [{"params": matrices}, *([{"params": others, "weight_decay": 0.0}] if others else [])]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, recipe.lr, weight_decay=recipe.weight_decay)
+    return torch.optim.AdamW(groups, recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps, recipe.weight_decay)
+
+
+def _config(case: Case) -> dict[str, Any]:
+    """Its defaults, but for sizes: with them ZeRO-3 would gather what is small beside 1e9 elements once and keep it."""
+    stage = ZERO.index(case.wrapper) + 1 if case.wrapper in ZERO else 0
+    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
+    zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    return {
+        "train_micro_batch_size_per_gpu": case.local_batch,
+        "gradient_accumulation_steps": case.features.accumulation,
+        "gradient_clipping": case.training.max_norm or 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def then(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return function(*args, **kwargs)
+
+    return then
