@@ -242,6 +242,14 @@ def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path
     assert expected.laws == "traffic"
 
 
+def test_a_tied_weight_under_tp_fails_as_its_script_shows(release: Path) -> None:
+    adapter, tied = trainers.load(f"torchtitan@{release}"), ModelConfig(tied_embeddings=True)
+    dims = (ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2))
+    found = [adapter.traits(case(one, model=tied)).expected_failure for one in dims]
+    assert [one and one.laws for one in found] == ["memory placements", "memory placements reshard traffic"]
+    assert adapter.traits(case(ParallelDims(dp_shard=2), model=tied)).expected_failure is None
+
+
 def test_positions_begin_anew_after_every_separator() -> None:
     from harness.trainers.torchtitan.data_loader import anew
 

@@ -6,6 +6,7 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     source.py           where torchtitan comes from, and which version it is
     syntax.py           what its files define and call, without importing them
     eras.py             what each version can be requested
+    expected.py         what it gets wrong in a known way
     obstacles.py        why a case is not requested of one
     main_function.py    runs `main(job_config)` of a script: 2024-09 to 2025-03
     train_spec.py       runs `Trainer(job_config)` with a TrainSpec: 2025-03 to 2026-02, 0.1.0 to 0.2.2

@@ -143,7 +143,7 @@ class Source:
             era.traits,
             wrapper=wrapper,
             loss_chunks=chunks_of(case, era),
-            expected_failure=next((wrong.failure for wrong in expected.FAILURES if wrong.of(case, era)), None),
+            expected_failure=expected.expected_failure(case, era),
         )
 
 
