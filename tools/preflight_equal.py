@@ -146,7 +146,8 @@ def main() -> int:
     args = parser.parse_args()
     file = args.out / "equal.json"
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    for case in selected(args.expression, args.most):
+    stored = args.evidence or args.out
+    for case in sorted(selected(args.expression, args.most), key=lambda case: not (stored / case.name).exists()):
         if case.name not in rows:
             rows[case.name] = compared(case, args.out, spread(case.dims.world_size, args.of_each), args.evidence)
             print(f"{case.name}: {said_of(rows[case.name])}", flush=True)

@@ -44,26 +44,39 @@ def structural(fault: Fault) -> list[str]:
 
 
 def tried(fault: Fault, case: Case, folder: Path) -> dict[str, str]:
-    """On one rank of the second half."""
-    world = case.dims.world_size
-    shutil.rmtree(folder, ignore_errors=True)
-    flown = fly(case, (world // 2 + 1,), folder, fault=fault.name)
+    """On one rank of the second half; what never comes about there, on the first two."""
+    for ranks in ((case.dims.world_size // 2 + 1,), (0, 1)):
+        shutil.rmtree(folder, ignore_errors=True)
+        flown = fly(case, ranks, folder, fault=fault.name)
+        if fired := any(evidence.fault for evidence in flown.run.ranks.values()):
+            break
     verdicts = judged(case, flown)
     shutil.rmtree(folder, ignore_errors=True)
     broken = [result.check for result in verdicts.results if result.verdict is Verdict.FAIL]
-    fired = any(evidence.fault for evidence in flown.run.ranks.values())
+    unknown = [f"{result.check}: {result.note}" for result in verdicts.results if result.verdict is Verdict.UNKNOWN]
     kinds = verdicts.diagnosis.kinds if verdicts.diagnosis else ()
     caught = "caught" if set(broken) & set(structural(fault)) else "other law" if broken else "missed"
     return {
         "fault": fault.name,
         "dims": str(case.dims),
-        "verdict": caught if fired else "unfired",
+        "ranks": " ".join(map(str, ranks)),
+        "verdict": caught if fired or broken else "unknown" if unknown else "unfired",
+        "unknown": unknown[0] if unknown else "",
         "broken": " ".join(broken),
         "expected": " ".join(structural(fault)),
         "named": "as in the matrix" if fault.named in kinds else ", ".join(kinds),
         "first line": verdicts.diagnosis.cause if verdicts.diagnosis else "",
         "seconds": f"{flown.seconds:.0f}",
     }
+
+
+def without(case: Case, folder: Path) -> str:
+    """What the case breaks by itself: what a fault is caught by is not among that."""
+    shutil.rmtree(folder, ignore_errors=True)
+    verdicts = judged(case, fly(case, (case.dims.world_size // 2 + 1,), folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    unlike = (one for one in verdicts.results if one.verdict in (Verdict.FAIL, Verdict.UNKNOWN))
+    return " ".join(f"{one.check}: {one.verdict}" for one in unlike)
 
 
 def main() -> int:
@@ -79,13 +92,18 @@ def main() -> int:
         if structural(fault) and holds(args.expression, fault.name)
         if adapter.unsupported_alone(case := find_case(fault.case, cases)) is None
     ]
-    rows = []
+    rows, alone = [], {}
     for fault, case in wanted:
-        row = tried(fault, case, args.out.with_suffix("") / fault.name)
+        if case.name not in alone:
+            alone[case.name] = without(case, args.out.with_suffix("") / case.name)
+        row = {"without": alone[case.name]} | tried(fault, case, args.out.with_suffix("") / fault.name)
         rows.append(row)
-        print(f"{row['verdict']:<9} {row['fault']}: {row['broken']}; {row['first line']}", flush=True)
+        print(
+            f"{row['verdict']:<9} {row['fault']}: {row['broken']}; {row['first line']} {row['unknown']}",
+            flush=True,
+        )
         args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    return int(any(row["verdict"] != "caught" for row in rows))
+    return int(any(row["verdict"] != "caught" or row["without"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`harness preflight`: a production layout, before a cluster is spent on it: some of its ranks, each run alone and judged."""
+"""`harness preflight`: a production layout, before a cluster is spent on it: some of its ranks, each run alone and judged.
+
+Of a case or a layout with a trainer that has an adapter, of torchtitan's configuration file, or of any command that trains.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,17 @@ from harness.cli.options import (
 )
 from harness.evidence.store import CASE_FILE, write_text
 from harness.plan.figures.rank_bytes import GPUS
-from harness.preflight import config_file
+from harness.preflight import commands, config_file
 from harness.preflight.chosen import Chosen, chosen
 from harness.preflight.judging import judged
 from harness.preflight.launches import fly
-from harness.preflight.text import preflight_text
+from harness.preflight.text import command_text, preflight_text
+from harness.record import injection
 from harness.report.output import say
 from harness.report.recording_layout import verdict_of_all
 from harness.run.folders import fresh_folder
 from harness.run.options import Unsupported
-from harness.spec import traits
+from harness.spec import layout, traits
 from harness.spec.case import Case, CaseError, to_json
 
 
@@ -42,7 +46,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE.toml", help="or torchtitan's own configuration, with --world"
     )
-    parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config is for")
+    parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config or a command is for")
+    parser.add_argument("--layout", metavar="DEGREES", help="of a command: dp_shard=512, or torchtitan's FILE.toml")
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what one rank runs: python train.py .."
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
     how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")
@@ -57,12 +65,37 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    return _of_command(args) if args.layout else _of_case(args)
+
+
+def _of_command(args: argparse.Namespace) -> int:
+    """Raises BadInput, CaseError and EvidenceError."""
+    words = [word for word in (args.case, *args.words) if word]
+    if not words or not args.world or args.dims or args.config:
+        raise BadInput(
+            "--layout is of a command: `harness preflight --world 512 --layout dp_shard=512 -- python train.py`"
+        )
+    dims = layout.layout(args.layout, args.world)
+    if dims.world_size != args.world:
+        raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, --world says {args.world}")
+    ends = tuple(sorted({0, args.world - 1}))
+    selected = Chosen({"first and last": ends}, args.seed) if args.ranks == "auto" else _listed(args.ranks, args.world)
+    try:
+        run = commands.run_alone(words, selected.ranks, args.world, args.out / "preflight_command", args.jobs)
+    except injection.CommandError as error:
+        raise BadInput(str(error)) from error
+    verdicts = commands.judged(run, dims)
+    say(command_text(words, dims, selected, run, verdicts))
+    return code_of(verdict_of_all(verdicts.results))
+
+
+def _of_case(args: argparse.Namespace) -> int:
     (case, set_aside), trainer = _case(args), _trainer(args)
     case = traits.settled(case, trainers.traits_by_launch(case, trainer))
     adapter = trainers.load(trainer)
     if reason := adapter.unsupported_alone(case):
         raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
-    selected = _selected(args.ranks, case, args.seed)
+    selected = chosen(case, args.seed) if args.ranks == "auto" else _listed(args.ranks, case.dims.world_size)
     fault = checked_fault(args.fault) if args.fault else None
     folder = fresh_folder(args.out / f"preflight_{case.name}")
     write_text(folder / CASE_FILE, json.dumps(to_json(case), indent=1))
@@ -94,15 +127,13 @@ def _trainer(args: argparse.Namespace) -> str:
         raise BadInput(f"--trainer: {error}") from error
 
 
-def _selected(text: str, case: Case, seed: int) -> Chosen:
+def _listed(text: str, world: int) -> Chosen:
     """Raises CaseError."""
-    if text == "auto":
-        return chosen(case, seed)
     try:
         spans = [span.partition("-") for span in text.split(",")]
         ranks = [rank for first, dash, last in spans for rank in range(int(first), int(last if dash else first) + 1)]
     except ValueError as error:
         raise CaseError(f"--ranks {text!r}: write auto, or ranks and spans of them: 0-7,512") from error
-    if wrong := [rank for rank in ranks if rank >= case.dims.world_size]:
-        raise CaseError(f"--ranks {text!r}: rank {wrong[0]} of {case.dims.world_size} ranks")
-    return Chosen({"as requested": tuple(sorted(set(ranks)))}, seed)
+    if wrong := [rank for rank in ranks if rank >= world]:
+        raise CaseError(f"--ranks {text!r}: rank {wrong[0]} of {world} ranks")
+    return Chosen({"as requested": tuple(sorted(set(ranks)))}, 0)

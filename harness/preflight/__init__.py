@@ -6,6 +6,7 @@ neighbours.py    what the other stages of a pipeline would have said
 lone_rank.py     what one process does
 unable.py        why a rank could not, where that says nothing of the trainer
 chosen.py        which ranks
+commands.py      instead of a trainer with an adapter, somebody's command; scripted.py is in its processes
 launches.py      a process each, as many at a time as there are cores
 judging.py       the trial of those ranks, for the same laws
 figures.py       what ranks hold, move and need at the most, in a few lines

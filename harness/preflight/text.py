@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.evidence.text import bytes_text
 from harness.judge.result import Verdict
 from harness.preflight.chosen import Chosen
+from harness.preflight.commands import CommandRun
 from harness.preflight.figures import of_layout, of_ranks
 from harness.preflight.judging import Verdicts
 from harness.preflight.launches import Flown
 from harness.report.recording_layout import verdict_of_all
 from harness.report.text import finding_text, table, wrapped
 from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 SHOWN = 4  # ranks of a line
 NEVER = "numbers, samples, checkpoints, NCCL, what libraries keep on a GPU, time"
@@ -41,7 +44,21 @@ def preflight_text(
         *of_layout(case, trial.plan, gpu),
     ]
     lines = [f"preflight {case.dims}, {case.model.name}, sequence {case.training.seq_len:,}", *table(rows)]
-    return "\n".join([*lines, *_verdict(flown, verdicts, world), *table(list(_not_judged(flown, verdicts, world)))])
+    return "\n".join([*lines, *_judged(len(flown.ranks), verdicts, world)])
+
+
+def command_text(words: Sequence[str], dims: ParallelDims, chosen: Chosen, run: CommandRun, verdicts: Verdicts) -> str:
+    """Of somebody's command."""
+    rows = [
+        ("ran alone", f"{len(run.codes)} rank{'s' * (len(run.codes) != 1)}: {_why(chosen)}; {_time(run.seconds)}"),
+        ("logs", f"{run.directory}/rank_*.log"),
+    ]
+    first = wrapped(f"preflight {dims}, {shlex.join(words)}", "")
+    return "\n".join([*first, *table(rows), *_judged(len(run.codes), verdicts, dims.world_size)])
+
+
+def _judged(ran: int, verdicts: Verdicts, world: int) -> list[str]:
+    return [*_verdict(ran, verdicts, world), *table(list(_not_judged(ran, verdicts, world)))]
 
 
 def _of_one(flown: Flown) -> str:
@@ -65,16 +82,16 @@ def _time(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def headline(flown: Flown, verdicts: Verdicts, world: int) -> str:
+def headline(ran: int, verdicts: Verdicts, world: int) -> str:
     """Never PASS alone."""
-    return f"{verdict_of_all(verdicts.results)} for {len(flown.ranks):,} of {world:,} ranks"
+    return f"{verdict_of_all(verdicts.results)} for {ran:,} of {world:,} ranks"
 
 
-def _verdict(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[str]:
+def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
     by = defaultdict(list)
     for result in verdicts.results:
         by[result.verdict].append(result.check)
-    yield from wrapped(headline(flown, verdicts, world), "")
+    yield from wrapped(headline(ran, verdicts, world), "")
     if verdicts.diagnosis is not None:
         yield from wrapped(verdicts.diagnosis.cause, "  ")
         yield from table(verdicts.diagnosis.evidence)
@@ -89,8 +106,8 @@ def _verdict(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[str]:
     yield from table([("UNKNOWN", f"{' '.join(laws)}: {note}") for note, laws in unknown.items()])
 
 
-def _not_judged(flown: Flown, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
+def _not_judged(ran: int, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
     silent = (one for one in verdicts.results if one.verdict is Verdict.NOT_APPLICABLE)
     yield from (("not applicable", f"{one.check}: {one.note}") for one in silent)
-    left = world - len(flown.ranks)
+    left = world - ran
     yield "not judged", NEVER + (f", {left:,} other ranks" if left else "")

@@ -20,6 +20,8 @@ from pathlib import Path
 from harness import ROOT
 from harness.evidence.store import EvidenceError
 
+BY = "HARNESS_RECORD_BY"
+"""The module that hears of a process's imports, where it is another than the recorder; in its environment."""
 SITE = Path(__file__).resolve().parent / "site"
 PROCESSES = "processes"
 STATES = ("started", "torch", "failed", "raised")
@@ -49,13 +51,23 @@ def fresh(directory: Path) -> None:
         raise EvidenceError(f"{directory}: cannot be written: {error.strerror}; choose another -o") from error
 
 
-def run(command: Sequence[str], directory: Path, steps: str) -> int:
-    """Its exit code, or minus the signal that ended it: that of Ctrl-C where it failed after one, as torchrun does. Raises
-    CommandError where it cannot be started."""
+def run(
+    command: Sequence[str],
+    directory: Path,
+    steps: str,
+    *,
+    more: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> int:
+    """Its exit code, or minus the signal that ended it: that of Ctrl-C where it failed after one, as torchrun does. more: of
+    its environment. log: where it writes; None: here. Raises CommandError where it cannot be started."""
     if missing := missing_script(command):
         raise CommandError(f"{missing}: no such file")
     try:
-        process = subprocess.Popen(list(command), env=environment(directory, steps))
+        with contextlib.ExitStack() as stack:
+            told = None if log is None else stack.enter_context(log.open("wb"))
+            its = environment(directory, steps) | dict(more or {})
+            process = subprocess.Popen(list(command), env=its, stdout=told, stderr=told)
     except OSError as error:
         raise CommandError(f"{command[0]}: cannot be run: {error.strerror}") from error
     with _signals_for(process) as interrupted:

@@ -67,6 +67,7 @@ class Seen:
         self._layout: tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]] = ((), {}, ())
         self._own = own
         self._gathered = GatheredRecorder(clock)
+        self.reads_contents = True  # not of tensors without memory
 
     # ---- models. They are the trainer's: nothing here keeps one alive
 
@@ -117,7 +118,8 @@ class Seen:
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own()
         first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
-        if first is not None and self._clock.account.kind != "evaluation" and first.device.type != "meta":
+        in_training = self._clock.account.kind != "evaluation"
+        if first is not None and in_training and self.reads_contents and first.device.type != "meta":
             dtype = str(first.dtype).removeprefix("torch.")
             step.fed.append((self._clock.account, digest(first), tuple(first.shape), dtype))
 
@@ -160,7 +162,7 @@ class Seen:
         step = self._steps.setdefault(number, Step())
         owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         for fqn, parameter in sharded_parameters(self.parts):
-            if owned is None or id(parameter) in owned:
+            if self.reads_contents and (owned is None or id(parameter) in owned):
                 step.digests[fqn] = digest(parameter)
                 step.bad[fqn] = not_finite(parameter)
 

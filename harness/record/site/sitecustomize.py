@@ -6,6 +6,7 @@ runs afterwards.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -45,9 +46,8 @@ def tell(name: str) -> None:
     try:
         if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
             sys.path.append(os.environ["HARNESS_RECORD_CODE"])
-        from harness.record import recorder
-
-        recorder.imported(name)
+        by = os.environ.get("HARNESS_RECORD_BY", "harness.record.recorder")
+        importlib.import_module(by).imported(name)
         note("torch")
     except Exception as error:
         note("failed", repr(error))

@@ -1,0 +1,101 @@
+"""Somebody's command as some ranks of a world, each alone: no adapter, the laws of recordings."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.checks import OF_ALONE, OF_RECORDED, all_checks, run_check
+from harness.diagnosis import diagnose
+from harness.diagnosis.layout import other_layouts
+from harness.diagnosis.processes import process_failed
+from harness.evidence.recording import RankRecord, load_record, record_file
+from harness.evidence.records import Exit
+from harness.judge.recorded import trial_of
+from harness.judge.trial import Alone, Trial
+from harness.preflight.judging import Verdicts
+from harness.record import injection
+from harness.spec.dims import ParallelDims
+
+ALONE = "HARNESS_RECORD_ALONE"
+"""Of how many ranks the command's process is one; in its environment."""
+BY = "harness.preflight.scripted"
+UNDECLARED = {law: "a command says no recipe" for law in OF_ALONE if law not in OF_RECORDED}
+
+
+@dataclass(frozen=True)
+class CommandRun:
+    """codes: by rank, of its exit. unable: by rank, why it could not be run alone."""
+
+    directory: Path
+    codes: Mapping[int, int]
+    records: Mapping[int, RankRecord]
+    unable: Mapping[int, str]
+    seconds: float
+
+
+def run_alone(
+    words: Sequence[str], ranks: Sequence[int], world: int, directory: Path, at_once: int | None
+) -> CommandRun:
+    """The command once for each rank. Raises injection.CommandError and EvidenceError."""
+    began = time.monotonic()
+    injection.fresh(directory)
+
+    def alone(rank: int) -> int:
+        environment = dict(places(rank, world)) | {injection.BY: BY, ALONE: str(world)}
+        return injection.run(words, directory, "1-3", more=environment, log=log_file(directory, rank))
+
+    with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as pool:
+        codes = dict(zip(ranks, pool.map(alone, ranks), strict=True))
+    records = {rank: load_record(file) for rank in ranks if (file := record_file(directory, rank)).exists()}
+    unable = {
+        rank: file.read_text(encoding="utf-8") for rank in ranks if (file := unable_file(directory, rank)).exists()
+    }
+    return CommandRun(directory, codes, records, unable, time.monotonic() - began)
+
+
+def places(rank: int, world: int) -> Iterator[tuple[str, str]]:
+    """What a launcher tells a rank, on machines of one."""
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+    yield from ((name, str(number)) for name, number in told.items())
+    yield "MASTER_ADDR", "localhost"
+
+
+def unable_file(directory: Path, rank: int) -> Path:
+    return directory / injection.PROCESSES / f"rank_{rank:05d}.unable"
+
+
+def log_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.log"
+
+
+def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
+    trial = alone_of(run, dims)
+    laws = {name: module for name, module in all_checks().items() if name in OF_ALONE}
+    results = tuple(run_check(name, module.check, trial) for name, module in laws.items())
+    return Verdicts(trial, results, diagnose(trial, results, (other_layouts,), (process_failed,), costly=()))
+
+
+def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
+    """Of the ranks that ran, as of a recording."""
+    trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
+    assert trial.recorded is not None
+    ranks = tuple(sorted(run.codes))
+    exits = tuple(_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
+    alone = Alone(ranks, not_judged={**trial.recorded.not_judged, **UNDECLARED}, unable=run.unable)
+    return replace(trial, run=replace(trial.run, exits=exits), alone=alone)
+
+
+def _ended(run: CommandRun, exit: Exit) -> Exit:
+    """A rank that trained nothing before it ended left no record: its last words are in its log."""
+    code = run.codes[exit.rank]
+    if exit.how == "raised" or (exit.how == "ok" and code == 0):
+        return exit
+    if code == 0:
+        return Exit(exit.rank, "ok", 0)
+    lines = log_file(run.directory, exit.rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return Exit(exit.rank, "raised", code, error=lines[-1][:300] if lines else f"exit code {code}", blamed=True)
