@@ -1,0 +1,44 @@
+"""Somebody's command, one rank of it alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.evidence.records import Exit
+from harness.preflight.commands import CommandRun, _ended, judged, log_file, run_alone
+from harness.spec.dims import ParallelDims
+
+SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
+
+
+def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_64_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICATE", "2")
+    monkeypatch.setenv("WRONG", "1")
+    run = run_alone([sys.executable, SCRIPT], (3,), 64, tmp_path / "command", 1)
+    assert (run.codes, run.unable) == ({3: 0}, {}), log_file(run.directory, 3).read_text()
+    verdicts = judged(run, ParallelDims(dp_replicate=2, dp_shard=32))
+    assert verdicts.diagnosis is not None
+    assert verdicts.diagnosis.cause == (
+        "HSDP ran as FSDP: parameters are sharded over 64 ranks, requested 32, replicated 2 times"
+    )
+
+
+def ended(tmp_path: Path, code: int, log: str) -> Exit:
+    """Of a rank that left no record."""
+    log_file(tmp_path, 3).write_text(log)
+    return _ended(CommandRun(tmp_path, {3: code}, {}, {}, 1.0), Exit(3, "lost", error="it left no evidence"))
+
+
+def test_a_rank_that_trained_nothing_is_known_by_its_last_words(tmp_path: Path) -> None:
+    found = ended(tmp_path, 2, "usage: train.py\ntrain.py: error: --config is missing\n")
+    assert (found.how, found.code, found.blamed) == ("raised", 2, True)
+    assert found.error == "train.py: error: --config is missing"
+
+
+def test_a_rank_that_ended_well_and_trained_nothing_has_left_no_evidence(tmp_path: Path) -> None:
+    assert ended(tmp_path, 0, "nothing to do") == Exit(3, "ok", 0)
