@@ -1,7 +1,8 @@
 """The members of a group issue the same collectives in the same order, and every send has its receive.
 
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
-Where only some ranks ran, groups of which a member is missing are not compared.
+Where only some ranks ran, two members of a group that disagree break the law, whoever is missing; that they agree proves
+nothing of a group that is not wholly there.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("collective_order", "one rank has no peers")
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
-    comparable = {rank: _comparable(trial, rank) for rank in sorted(trial.ranks)}
-    for rank, collectives in comparable.items():
-        for collective in collectives:
+    whole = {rank: _of_whole_groups(trial, rank) for rank in sorted(trial.ranks)}
+    for rank, evidence in sorted(trial.ranks.items()):
+        for collective in evidence.collectives:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
-    findings = [f for (_, ranks), by_rank in sequences.items() for f in _first_difference(ranks, by_rank)]
-    findings += _unmatched(comparable)
-    examined = sum(map(len, comparable.values()))
-    if trial.alone is not None and not examined:
+    findings = [f for (_, ranks), by_rank in sequences.items() for f in _first_difference(trial, ranks, by_rank)]
+    findings += _unmatched(whole)
+    examined = sum(map(len, whole.values()))
+    if trial.alone is not None and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
     return verdict_of("collective_order", findings, examined)
 
 
-def _comparable(trial: Trial, rank: int) -> list[Collective]:
+def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
     """Those whose whole group left evidence, sends and receives those whose other side did."""
     calls = trial.ranks[rank].collectives
     whole = {ranks: all(member in trial.ranks for member in ranks) for ranks in {call.ranks for call in calls}}
     return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in trial.ranks)]
 
 
-def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
+def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
     """The first place at which members of one group disagree, and what each of them did there."""
+    present = [rank for rank in ranks if rank in trial.ranks]
     longest = max(len(sequence) for sequence in by_rank.values())
     for index in range(longest):
-        calls = {rank: _call(by_rank.get(rank, []), index) for rank in ranks}
+        calls = {rank: _call(by_rank.get(rank, []), index) for rank in present}
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             odd = {rank: call for rank, call in calls.items() if call != majority}
@@ -66,9 +68,9 @@ def _call(sequence: list[Collective], index: int) -> str:
     return f"{call.op} of {bytes_text(call.bytes)} {call.dtype} (step {call.step}, {call.phase})"
 
 
-def _unmatched(comparable: Mapping[int, list[Collective]]) -> list[Finding]:
+def _unmatched(whole: Mapping[int, list[Collective]]) -> list[Finding]:
     balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
-    for rank, calls in comparable.items():
+    for rank, calls in whole.items():
         for call in calls:
             if call.op in POINT_TO_POINT and call.peer is not None:
                 pair = (rank, call.peer) if call.op == "send" else (call.peer, rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness import trainers
 from harness.checks import OF_ALONE, all_checks, run_check
 from harness.diagnosis import diagnose
-from harness.diagnosis.costs import memory_kept, of_no_plan, ranks_wait
+from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, ranks_wait
 from harness.diagnosis.features import odd_traces, other_actions, other_features
 from harness.diagnosis.layout import other_layouts
 from harness.diagnosis.processes import process_failed
@@ -23,7 +23,7 @@ from harness.spec import traits
 from harness.spec.case import Case
 
 SUSPECTS = (other_layouts, other_features, other_units)
-FACTS = (process_failed, odd_traces, other_actions, kept_otherwise, memory_kept, ranks_wait, of_no_plan)
+FACTS = (process_failed, odd_traces, other_actions, kept_otherwise, memory_kept, ranks_wait, of_two_runs, of_no_plan)
 """Hypotheses and facts that need no numbers."""
 
 

@@ -12,6 +12,7 @@ from harness.judge.recorded import NO_REFERENCE
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Alone, Trial
 from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 
 def alone(case: Case, ran: Case | None = None, *, ranks: tuple[int, ...] = (0, 3), left: tuple[int, ...] = ()) -> Trial:
@@ -75,3 +76,15 @@ def test_hsdp_that_ran_as_fsdp_is_caught_on_one_rank() -> None:
 def test_of_a_long_line_of_ranks_the_ends_are_named() -> None:
     assert ranks_text(tuple(range(0, 1024, 8))) == "[0,8,..,1016]"
     assert ranks_text((0, 2, 4, 6)) == "[0,2,4,6]"
+
+
+def test_two_members_that_disagree_break_the_order_of_a_group_that_is_not_wholly_there() -> None:
+    whole = alone(tiny_case(ParallelDims(dp_shard=4)), ranks=(0, 1))
+    assert results(whole)["collective_order"].verdict is Verdict.NOT_APPLICABLE
+    first = whole.ranks[1]
+    other = tuple(replace(c, dtype="int32") if c.op == "all_reduce" else c for c in first.collectives)
+    less = replace(first, collectives=tuple(c for c in other if c.phase != "backward"))
+    broken = replace(whole, run=replace(whole.run, ranks=whole.ranks | {1: less}))
+    result = results(broken)["collective_order"]
+    assert result.verdict is Verdict.FAIL
+    assert result.findings[0].observed.startswith("rank 1: ")
