@@ -160,7 +160,7 @@ def whole_bytes(trial: Trial, rank: int, fqn: str) -> int:
 
 def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     """Gathering over the groups in which parameters are sharded, during forward or after it."""
-    wanted, seen = planned(trial, evidence.rank, step), observed(evidence, step)
+    wanted, seen = planned(trial, evidence.rank, step), observed(trial, evidence, step)
     shards = trial.plan.peers(evidence.rank, trial.plan.shard_axis)
     after = [axis for axis in trial.plan.groups if axis.startswith("post_forward")]
     ours = {shards, *(trial.plan.peers(evidence.rank, axis) for axis in after)}

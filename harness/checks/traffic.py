@@ -43,7 +43,7 @@ def check(trial: Trial) -> Result:
         for step in trial.case.steps:
             wanted = planned(trial, rank, step)
             optional = planned(trial, rank, step, optional_only=True)
-            seen = observed(evidence, step)
+            seen = observed(trial, evidence, step)
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             seen |= _by_evaluation(trial, rank, step, wanted, seen)
@@ -65,7 +65,7 @@ def _at_least(trial: Trial) -> Result:
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
-            wanted, seen = planned(trial, rank, step), observed(evidence, step)
+            wanted, seen = planned(trial, rank, step), observed(trial, evidence, step)
             seen |= _by_evaluation(trial, rank, step, wanted, seen)
             examined += len(wanted)
             seen |= {key: count for key, count in wanted.items() if seen.get(key, 0) > count}

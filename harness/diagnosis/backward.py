@@ -100,7 +100,7 @@ CP_ROLES = {
 def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
     rank = min(trial.ranks)
-    seen, flows = observed_traffic(trial.ranks[rank], step), trial.plan.flows_of(rank, step)
+    seen, flows = observed_traffic(trial, trial.ranks[rank], step), trial.plan.flows_of(rank, step)
     laws = ("traffic", "reshard", "features", *(consequences(trial, step) if wrong else ()))
     for role, text in CP_ROLES.items():
         for flow in (flow for flow in flows if flow.role == role):
@@ -147,7 +147,7 @@ def silent_axes(trial: Trial, step: int) -> dict[str, str]:
     """Axes over which some rank should reduce gradients in a step and nothing ran, with the collective that should."""
     missing: dict[str, str] = {}
     for rank, evidence in sorted(trial.ranks.items()):
-        seen = observed_traffic(evidence, step)
+        seen = observed_traffic(trial, evidence, step)
         for flow in trial.plan.flows_of(rank, step):
             if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
                 missing[flow.axis] = flow.op
@@ -218,7 +218,7 @@ def depth(fqn: str) -> tuple[int, int]:
 
 def _less_than_planned(trial: Trial, step: int) -> str:
     """The axes over which rank 0 moved less in backward than the plan says, besides its gradients."""
-    seen, wanted = observed_traffic(trial.ranks[0], step), dict[tuple[str, str], int]()
+    seen, wanted = observed_traffic(trial, trial.ranks[0], step), dict[tuple[str, str], int]()
     for flow in trial.plan.flows_of(0, step):
         if flow.phase == "backward":
             wanted[flow.axis, flow.op] = wanted.get((flow.axis, flow.op), 0) + flow.bytes

@@ -62,7 +62,7 @@ def finding_line(name: str, result: Result) -> tuple[str, str]:
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """The first rank's planned flows that did not happen as planned, in the first step; of a recorded job, that moved less."""
     rank, least = min(trial.ranks), "" if trial.recorded is None else "at least "
-    seen = observed_traffic(trial.ranks[rank], trial.first_step)
+    seen = observed_traffic(trial, trial.ranks[rank], trial.first_step)
     for (axis, op, phase), flows in _by_collective(trial.plan.flows[rank]).items():
         moved, wanted = seen.get((trial.plan.group_of(rank, axis), op, phase), 0), sum(flow.bytes for flow in flows)
         enough = moved == wanted or (least and moved > wanted)

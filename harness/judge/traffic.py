@@ -60,13 +60,21 @@ def _key(trial: Trial, rank: int, flow: Flow) -> Key:
     return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
 
 
-def observed(evidence: RankEvidence, step: int) -> dict[Key, int]:
+def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[Key, int]:
     """Bytes of one step, by group, collective and phase, as the rank issued them."""
     totals: dict[Key, int] = defaultdict(int)
     for collective in evidence.collectives:
         if collective.step == step and is_traffic(collective):
-            totals[collective.ranks, collective.op, collective.phase] += collective.bytes
+            ranks = _stages(trial, evidence.rank, collective) or collective.ranks
+            totals[ranks, collective.op, collective.phase] += collective.bytes
     return dict(totals)
+
+
+def _stages(trial: Trial, rank: int, call: Collective) -> tuple[int, ...]:
+    """The pipeline that both ends of a send or receive are of: these take part in it, whatever group carries it. (Megatron
+    sends one way through the world's group, so that the two ways do not wait for each other.)"""
+    pipeline = trial.plan.peers(rank, "pp")
+    return pipeline if call.op in ("send", "recv") and call.peer != rank and call.peer in pipeline else ()
 
 
 def is_traffic(collective: Collective) -> bool:

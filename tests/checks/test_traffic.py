@@ -17,6 +17,9 @@ from literal import (
 
 from harness.evidence.records import Collective
 from harness.judge.result import Finding, Verdict
+from harness.judge.traffic import observed
+from harness.plan.make_plan import make_plan
+from harness.spec.dims import ParallelDims
 
 # ---- traffic
 
@@ -153,6 +156,16 @@ def test_a_send_that_nobody_receives_is_named() -> None:
     received = replace(send, op="recv", peer=0)
     both = with_rank(sent, 1, collectives=(*sent.ranks[1].collectives, received))
     assert judged("collective_order", both).verdict == Verdict.PASS
+
+
+def test_a_send_belongs_to_the_pipeline_of_its_two_ends_whatever_group_carries_it() -> None:
+    trial = replace(trial_of(tiny_case("fsdp_2")), plan=make_plan(tiny_case(ParallelDims(pp=2, tp=2))))
+    send = Collective("send", (0, 1, 2, 3), "world", "float64", 64, "pipeline", 1, 0, peer=2)
+    assert observed(trial, with_rank(trial, 0, collectives=(send,)).ranks[0], 1) == {((0, 2), "send", "pipeline"): 64}
+    beside = replace(send, peer=1)  # of its tp group, and of no pipeline of its own
+    assert observed(trial, with_rank(trial, 0, collectives=(beside,)).ranks[0], 1) == {
+        ((0, 1, 2, 3), "send", "pipeline"): 64
+    }
 
 
 def test_several_ranks_without_a_single_collective_are_unknown() -> None:

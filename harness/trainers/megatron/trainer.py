@@ -59,7 +59,6 @@ class MegatronTrainer(StartedTrainer):
             self.metrics.append(self.train_step(step))
 
     def train_step(self, step: int) -> Metrics:
-        recipe = self.case.training
         for chunk in self.model_parts:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -67,7 +66,7 @@ class MegatronTrainer(StartedTrainer):
         rate = self.set_rates(step)
         succeeded, norm, _ = self.optimizer.step()
         assert succeeded
-        return Metrics(step, self.mean_loss(losses), norm if recipe.max_norm else None, rate)
+        return Metrics(step, self.mean_loss(losses), norm, rate)
 
     def forward_backward(self, step: int) -> list[dict[str, Tensor]]:
         """A pass of the schedule ends where gradients are reduced, which Megatron does inside the same function."""
@@ -95,12 +94,15 @@ class MegatronTrainer(StartedTrainer):
         yield from zip(tokens.to(self.device).split(size), labels.to(self.device).split(size), strict=True)
 
     def forward_step(self, batches: Any, model: Any) -> Any:
+        """The first stage is given tokens, the last labels, as get_batch_on_this_tp_rank hands them out. Positions are for a
+        learned embedding: the rotary one counts by itself."""
         tokens, labels = next(batches)
+        stage = model.module
         output = model(
-            input_ids=tokens,
-            position_ids=torch.arange(tokens.shape[1], device=self.device).expand_as(tokens),
+            input_ids=tokens if stage.pre_process else None,
+            position_ids=None,
             attention_mask=self.mask(tokens),
-            labels=labels.clamp(min=0),
+            labels=labels.clamp(min=0) if stage.post_process else None,
         )
         return output, functools.partial(_loss, labels)
 
