@@ -228,6 +228,18 @@ def test_context_parallel_is_an_option_of_2024_since_there_is_one(checkout: Path
     assert trainers.load(f"torchtitan@{checkout}").unsupported(case(ParallelDims(cp=2))) is None
 
 
+def test_pipelines_of_2024_are_asked_where_torch_finds_out_what_stages_exchange(checkout: Path) -> None:
+    adapter, staged = trainers.load(f"torchtitan@{checkout}"), case(ParallelDims(pp=2))
+    assert adapter.unsupported(staged) is None
+    stages = checkout / "torchtitan" / "parallelisms" / "pipeline_llama.py"
+    stages.parent.mkdir()
+    stages.write_text("PipelineStage(model, output_args=output)\n")
+    assert adapter.unsupported(staged) == (
+        "pp 2: this early torchtitan tells stages what they exchange by tensors without gradients, and torch 2.13 then sends"
+        " none back"
+    )
+
+
 def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path) -> None:
     whole = case(ParallelDims(tp=2), features=Features(sequence_parallel=False))
     adapter = trainers.load(f"torchtitan@{release}")

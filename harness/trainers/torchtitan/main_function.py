@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from harness.spec.case import Case
@@ -84,20 +83,12 @@ class MainTrainer:
             "get_train_spec": lambda old: lambda name: specified(old(name)),
             "time": lambda _: SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None),
         }
-        exchange_as_computed(case)
         for name, replacement in replaced.items():
             if hasattr(train, name):
                 setattr(train, name, replacement(getattr(train, name)))
         if hasattr(train, "models_config"):
             flavors = train.models_config["llama3"]
             flavors[job_config.FLAVOR] = job_config.sizes(flavors[job_config.FLAVOR], case)
-
-
-def exchange_as_computed(case: Case) -> None:
-    """Until 2024-10-14 stages without data ranks are told to exchange float32, whatever they compute in."""
-    stages = sys.modules.get("torchtitan.parallelisms.pipeline_llama")
-    if case.training.dtype == "float64" and hasattr(stages, "_mixed_precision_dtype"):
-        stages._mixed_precision_dtype.__defaults__ = (torch.float64,)  # type: ignore[union-attr]
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> MainTrainer:

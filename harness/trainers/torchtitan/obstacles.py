@@ -33,6 +33,9 @@ def _of_layout(case: Case, era: Era) -> Iterator[str]:
     for axis in AXES:
         if getattr(dims, axis) > 1 and axis not in era.axes:
             yield f"{axis} {getattr(dims, axis)}: not asked of {era.name} by this adapter"
+    if dims.pp > 1 and era.shapes_by_example:
+        why = "tells stages what they exchange by tensors without gradients, and torch 2.13 then sends none back"
+        yield f"pp {dims.pp}: {era.name} {why}"
     if dims.cp > 1 and era.cp_by_types:
         yield f"cp {dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
     if not case.exact and not era.traits.own_model:
