@@ -47,9 +47,18 @@ class Inputs(Samples):
         return {"input": tokens}, labels
 
 
-class Microbatches(Inputs):
-    """One at a time, with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn.
-    FlexAttention has a document begin wherever positions begin anew."""
+class Positioned(Inputs):
+    """With positions, which context parallel cuts along. SDPA makes no mask of them: they only turn. FlexAttention has a
+    document begin wherever they begin anew."""
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        inputs, labels = super().batch(tokens, labels)
+        positions = torch.arange(labels.shape[1]).expand(labels.shape)
+        return inputs | {"positions": anew(tokens) if self.case.training.document_mask else positions}, labels
+
+
+class Microbatches(Positioned):
+    """One at a time."""
 
     def __iter__(self) -> Iterator[Any]:
         size = self.case.local_batch
@@ -57,11 +66,6 @@ class Microbatches(Inputs):
             for start in range(0, len(labels), size):
                 part = {name: values[start : start + size] for name, values in inputs.items()}
                 yield part, labels[start : start + size]
-
-    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
-        inputs, labels = super().batch(tokens, labels)
-        positions = torch.arange(labels.shape[1]).expand(labels.shape)
-        return inputs | {"positions": anew(tokens) if self.case.training.document_mask else positions}, labels
 
 
 class Rows(Microbatches):

@@ -24,6 +24,7 @@ class Era:
     fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
     one row, told apart by positions.
     shapes_by_example: a pipeline's stages are told what they exchange by tensors that need no gradient.
+    gives_positions: since 2026-03, its data loader gives each token's, beside whole batches.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     resumes: whether checkpoints can be requested of it. traits: what it chose where a case leaves that open.
     chunks_loss: its loss applies the output, in chunks of the sequence.
@@ -46,6 +47,7 @@ class Era:
     flat: bool = False
     chunks_loss: bool = False
     cp_by_types: bool = False
+    gives_positions: bool = False
     shapes_by_example: bool = False
     model: tuple[str, ...] = MODEL
     resumes: bool = False

@@ -50,6 +50,7 @@ class Change:
 CHANGES = (
     Change("distributed/context_parallel/api.py", syntax.an_attribute("spmd_backend"), {"cp_by_types": True}),
     Change("parallelisms/pipeline_llama.py", syntax.a_keyword("output_args"), {"shapes_by_example": True}),
+    Change("hf_datasets/text_datasets.py", syntax.a_key("positions"), {"gives_positions": True}),
     Change("config_manager.py", syntax.an_option("--experimental.context_parallel_degree"), {"axes": AXES}),
     Change(
         "config_manager.py",

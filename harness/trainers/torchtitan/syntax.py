@@ -70,6 +70,13 @@ def an_option(name: str) -> Fact:
     )
 
 
+def a_key(name: str) -> Fact:
+    """It writes a dict with that key."""
+    return lambda tree: any(
+        isinstance(key, ast.Constant) and key.value == name for each in _all(tree, ast.Dict) for key in each.keys
+    )
+
+
 def a_list(*items: str) -> Fact:
     return lambda tree: any(tuple(map(_dotted, each.elts)) == items for each in _all(tree, ast.List))
 

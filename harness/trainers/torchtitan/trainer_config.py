@@ -15,7 +15,7 @@ from harness.spec.features import LOOPED
 from harness.trainers.support import float64
 from harness.trainers.support.weights import load_weights
 from harness.trainers.torchtitan import cpu, model_config, options
-from harness.trainers.torchtitan.data_loader import Inputs, Microbatches, Rows
+from harness.trainers.torchtitan.data_loader import Inputs, Microbatches, Positioned, Rows, Samples
 from harness.trainers.torchtitan.eras import Era
 from harness.trainers.torchtitan.loss import show_loss
 from harness.trainers.torchtitan.source import Source, chunks_of
@@ -62,7 +62,7 @@ def configuration(case: Case, era: Era, spmd_backend: str | None = None) -> Any:
             config.loss = loss.CrossEntropyLoss.Config()
         model_config.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
     config.optimizer = adamw(case)
-    inputs = Rows if era.flat else Microbatches if era.fed_microbatches else Inputs
+    inputs = fed(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     config.tokenizer = Built(None)
     for name, value in given(case).items():
@@ -73,6 +73,15 @@ def configuration(case: Case, era: Era, spmd_backend: str | None = None) -> Any:
     elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types":  # which needs a newer torch
         config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
     return config
+
+
+def fed(era: Era) -> type[Samples]:
+    """The form in which its loop takes samples."""
+    if era.flat:
+        return Rows
+    if era.fed_microbatches:
+        return Microbatches
+    return Positioned if era.gives_positions else Inputs
 
 
 def adamw(case: Case) -> Any:
