@@ -260,7 +260,7 @@ def layers_held(**features: Any) -> list[list[int]]:
 
 
 def test_405b_has_a_layer_less_on_its_first_and_last_of_16_stages() -> None:
-    """126 layers, of 128 shares: as in section 3.3.2 of the paper."""
+    """126 layers, the embedding and the output: 128 shares."""
     held = layers_held(first_stage_less_layers=1, last_stage_less_layers=1)
     assert [len(layers) for layers in held] == [7, *[8] * 14, 7]
     assert sorted(layer for layers in held for layer in layers) == list(range(126))
