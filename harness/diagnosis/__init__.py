@@ -43,6 +43,7 @@ from harness.diagnosis.telling import broken_later, told, what_weaker_tests_say
 from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
 from harness.diagnosis.updates import changed_weights
 from harness.diagnosis.weights import other_weights
+from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
@@ -61,6 +62,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     scaled_gradients,
     gradients_not_zeroed,
+    nothing_cut,
 )
 COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
@@ -83,6 +85,8 @@ FACTS: tuple[Facts, ...] = (
     rounding,
     different_losses,
     other_slices,
+    not_gathered,
+    shifted_gradients,
     wrong_backward,
     odd_reports,
     left_by_evaluation,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Result
 from harness.judge.traffic import observed as observed_traffic
+from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
-from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.flow import OUTSIDE, Flow
 
 Broken = Mapping[str, Result]
 """The results of the laws that are broken and say where, by name, in the order of display."""
@@ -63,8 +64,10 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """The first rank's planned flows that did not happen as planned, in the first step; of a recorded job, that moved less."""
     rank, least = min(trial.ranks), "" if trial.recorded is None else "at least "
     seen = observed_traffic(trial, trial.ranks[rank], trial.first_step)
+    outside = observed_outside(trial.ranks[rank], trial.first_step)
     for (axis, op, phase), flows in _by_collective(trial.plan.flows[rank]).items():
-        moved, wanted = seen.get((trial.plan.group_of(rank, axis), op, phase), 0), sum(flow.bytes for flow in flows)
+        key, wanted = (trial.plan.group_of(rank, axis), op, phase), sum(flow.bytes for flow in flows)
+        moved = seen.get(key, 0) if phase != OUTSIDE else min(wanted, outside.get(key, 0))
         enough = moved == wanted or (least and moved > wanted)
         if not enough and not all(flow.optional for flow in flows):
             what = f"{' and '.join(flow.role for flow in flows)}: {op} over {_over(trial, rank, axis)} in {phase}"

@@ -200,7 +200,10 @@ class ValueRecorder:
 
     def copy_update(self) -> None:
         """Of model parts with shards of their own, parameters and memory after a step."""
-        step, parts = self._step(), [part for part in self.parts if shards_of(part) is not None]
+        parts = [part for part in self.parts if shards_of(part) is not None]
+        if not parts:
+            return
+        step = self._step()
         held = dict(sharded_parameters(parts))
         step.parameters |= {fqn: copied(parameter) for fqn, parameter in held.items()}
         step.memory["parameters"] = held_bytes([*held.values(), *(p for _, p in named_parameters(parts))])

@@ -62,6 +62,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         reported = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
         evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
         evidence = in_the_references_words(evidence, adapter, case)
+        evidence = dataclasses.replace(evidence, reports=getattr(trainer, "reports", adapter.reports))
     finally:
         probe.remove()
     save(evidence_file(Path(options["directory"]), this), evidence)

@@ -87,7 +87,8 @@ class Metrics:
 
 
 class StartedTrainer(Protocol):
-    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step that is reported."""
+    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step that is reported. Where what it
+    shows its user depends on the case, it has `reports` in place of the adapter's."""
 
     model_parts: list[nn.Module]
     metrics: list[Metrics]

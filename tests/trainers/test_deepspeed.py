@@ -30,8 +30,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> None:
     ("dims", "training", "wrapper", "reason"),
     [
         (ParallelDims(dp_shard=2), FLOAT32, "zero1", None),
-        (ParallelDims(dp_replicate=2), ADAMW, None, None),
-        (ParallelDims(dp_shard=2), ADAMW, "zero1", "zero1 in float64"),
+        (ParallelDims(dp_replicate=2), FLOAT32, None, None),
         (ParallelDims(dp_shard=2), FLOAT32, None, "wrapper fsdp2: DeepSpeed has none but its own"),
         (ParallelDims(tp=2), FLOAT32, None, "tp 2: deepspeed has no such option"),
         (ParallelDims(dp_shard=2), replace(FLOAT32, decay="matrices"), "zero2", "zero2 with decay matrices"),

@@ -33,6 +33,7 @@ KEPT_BY_ZERO3 = (
 class DeepSpeed(Adapter):
     name = "deepspeed"
     preload = ("deepspeed",)
+    dtypes = ("float32",)
 
     def traits(self, case: Case) -> TrainerTraits:
         """Of ZeRO-1 and 2 each rank's part of the vector begins at an even element, and an all_reduce brings whole gradients,
@@ -44,9 +45,9 @@ class DeepSpeed(Adapter):
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         if device != "cpu":
             return ()
-        from harness.trainers.deepspeed.cpu import replaced
+        from harness.trainers.deepspeed.cpu import SHARED_MEMORY
 
-        return replaced(case)
+        return (SHARED_MEMORY,)
 
     def unsupported(self, case: Case) -> str | None:
         if importlib.util.find_spec("deepspeed") is None:
@@ -62,8 +63,6 @@ class DeepSpeed(Adapter):
 def _limit(case: Case) -> str | None:
     if case.wrapper not in (None, "ddp", *ZERO):
         return f"wrapper {case.wrapper}: DeepSpeed has none but its own"
-    if case.wrapper in ZERO and case.training.dtype != "float32":
-        return f"{case.wrapper} in {case.training.dtype}: its optimizer steps on float32 copies; --dtype float32"
     if case.wrapper in ZERO and case.training.decay == "matrices":
         return f"{case.wrapper} with decay matrices: two groups of parameters are two vectors, which are not planned"
     return None

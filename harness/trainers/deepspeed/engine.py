@@ -22,6 +22,7 @@ from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.trainers import Metrics, StartedTrainer
 from harness.trainers.deepspeed import BUCKET, cpu
+from harness.trainers.deepspeed.shards import PartitionedParameters, Vectors
 from harness.trainers.support import process_group
 from harness.trainers.support.samples import rank_samples
 from harness.trainers.support.weights import read_weights
@@ -39,7 +40,7 @@ class Started(StartedTrainer):
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if device == "cpu":
-            cpu.lend(dtype)
+            cpu.lend()
         process_group.join(process_group.backend_for(device))
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
         model = llama_from(dict(read_weights(weights, case)), config=case.model, dtype=dtype).to(device)
@@ -50,16 +51,16 @@ class Started(StartedTrainer):
 
     def _note(self) -> None:
         """Where reductions, gradients before clipping, and shards are."""
-        engine, ranks = self.engine, range(self.world_size)
+        engine, ranks, stage = self.engine, range(self.world_size), int(self.engine.zero_optimization_stage())
         engine.allreduce_gradients = _within(reducing_gradients, engine.allreduce_gradients)
-        if self.case.wrapper not in ZERO:
-            note_wrapper(engine, "ddp", replicate_ranks=ranks) if self.world_size > 1 else None
+        if stage == 0:
+            self.reports = ("loss",)  # the norm by which torch's gradients are clipped it does not show
+            if self.world_size > 1:
+                note_wrapper(engine, "ddp", replicate_ranks=ranks)
             engine.clip_fp32_gradients = _after(note_gradients, engine.clip_fp32_gradients)
             return
-        from harness.trainers.deepspeed.shards import PartitionedParameters, Vectors
-
-        zero, stage = engine.optimizer, engine.zero_optimization_stage()
-        note_wrapper(engine, f"zero{int(stage)}", shard_ranks=ranks)
+        zero = engine.optimizer
+        note_wrapper(engine, f"zero{stage}", shard_ranks=ranks)
         note_shards(engine, (PartitionedParameters if stage == 3 else Vectors)(engine.module, zero))
         zero.unscale_and_clip_grads = _after(note_gradients, zero.unscale_and_clip_grads)
 
@@ -83,8 +84,7 @@ class Started(StartedTrainer):
             self.engine.backward(total * self.world_size * passes / valid)  # it averages over ranks and microbatches
             self.engine.step()
             shown += total.detach()
-        if self.case.wrapper in ZERO:
-            note_update()
+        note_update()
         dist.all_reduce(shown)
         norm = self.engine.get_global_grad_norm()
         return Metrics(step, float(shown / valid), None if norm is None else float(norm), rate)

@@ -1,0 +1,110 @@
+"""ZeRO: what should be cut is whole on every rank, or what was stepped on apart is not brought together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from harness.diagnosis.differences import seen_gradients
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.words import finding_line
+from harness.evidence.text import ranks_text
+from harness.judge import tolerance
+from harness.judge.contents import take
+from harness.judge.result import Cause
+from harness.judge.traffic import observed_outside, planned_outside
+from harness.judge.trial import Trial
+from harness.plan.slices import BYTES, numel
+from harness.plan.traffic.flow import Flow
+
+FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
+
+
+def nothing_cut(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """ZeRO-1 or 2 that ran as ZeRO-0, which is DDP: whole gradients are reduced, and every rank's optimizer has all of them."""
+    if trial.case.wrapper in ("zero1", "zero2") and "memory" in broken:
+        text = f"ZeRO-{trial.case.wrapper[-1]} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
+        lines = (finding_line("memory", broken["memory"]),)
+        yield Hypothesis(Cause("another stage of ZeRO", text), _as_replicas, 1, lines)
+
+
+def _as_replicas(trial: Trial) -> Trial:
+    """The same vectors, of which each rank has all."""
+    case, plan, size = trial.case, trial.plan, BYTES[trial.case.training.dtype]
+    times = 1 if case.features.defer_sync else case.features.accumulation
+    dims = replace(case.dims, dp_shard=1, dp_replicate=case.dims.dp_shard)
+    flows = {
+        rank: (
+            Flow("dp_replicate", "gradients", "all_reduce", "backward", times * size * sum(map(numel, held.values()))),
+        )
+        for rank, held in plan.slices.items()
+    }
+    whole = replace(
+        plan,
+        dims=dims,
+        groups={"dp_replicate": plan.groups["dp_shard"]},
+        flows=flows,
+        even_flows=flows,
+        gradient_slices={},
+        state_slices={},
+        gradient_bytes={},
+        state_bytes={},
+    )
+    return replace(trial, plan=whole, case=replace(case, dims=dims, features=replace(case.features, wrapper="ddp")))
+
+
+def not_gathered(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """From the second step on each rank trains a model of its own, with old values of what others step on."""
+    if not {"traffic", "replica_agreement"} <= set(broken):
+        return
+    step, (rank, evidence) = trial.first_step, min(trial.ranks.items())
+    lacking = [key for key in planned_outside(trial, rank, step) if not observed_outside(evidence, step).get(key)]
+    if lacking:
+        (ranks, op, _), *_ = lacking
+        text = f"what the optimizers of other ranks made of parameters is not gathered: no {op} ran over {ranks_text(ranks)}"
+        lines = (finding_line("replica_agreement", broken["replica_agreement"]),)
+        laws = ("traffic", "replica_agreement", *(law for law in FOLLOWING if law in broken))
+        not_tested = (("not tested", "whether all wrong numbers follow from this"),)
+        yield Fact(Cause("parameters not gathered", text + " behind the optimizer"), laws, lines + not_tested)
+
+
+MOST_ELEMENTS = 8
+
+
+def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """An offset into the vector: what a rank is given of the gradients lies some elements before or behind what it steps on."""
+    if "gradients" not in broken or not trial.plan.gradient_slices:
+        return
+    pairs = [_vectors(trial, rank) for rank in trial.ranks]
+    near = [sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)]
+    if by := next((by for by in near if all(_shifted(trial, *pair, by) for pair in pairs)), 0):
+        where = "early" if by > 0 else "late"
+        text = (
+            f"in ZeRO's vector each rank takes its part of the gradients {abs(by)} element{'s' * (abs(by) > 1)} {where}"
+        )
+        laws = ("gradients", *(law for law in FOLLOWING if law in broken))
+        not_tested = (("not tested", "whether all wrong numbers follow from this"),)
+        yield Fact(
+            Cause("gradients shifted", text), laws, (finding_line("gradients", broken["gradients"]), *not_tested)
+        )
+
+
+def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the rank has of the gradients of its first step, end to end, and what it should have."""
+    held, step = trial.plan.gradient_slices[rank], trial.first_step
+    starts = {fqn: start for unit in trial.plan.flat for fqn, start in unit.starts.items()}
+    names = [fqn for fqn in sorted(held, key=lambda fqn: starts[fqn]) if numel(held[fqn])]
+    seen = seen_gradients(trial, rank, step)
+    if any(seen[fqn].size != numel(held[fqn]) for fqn in names if fqn in seen) or not {*names} <= {*seen}:
+        return np.empty(0), np.empty(0)
+    expected = [take(trial.reference_step(step).gradients[fqn], held[fqn]) for fqn in names]
+    return np.concatenate([seen[fqn] for fqn in names]), np.concatenate(expected)
+
+
+def _shifted(trial: Trial, seen: np.ndarray, expected: np.ndarray, by: int) -> bool:
+    if len(seen) <= 2 * MOST_ELEMENTS:
+        return False
+    mine, there = (seen[by:], expected[:-by]) if by > 0 else (seen[:by], expected[-by:])
+    return tolerance.relative_difference(mine, there) <= trial.bounds.gradient[trial.first_step]

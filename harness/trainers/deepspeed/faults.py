@@ -1,0 +1,87 @@
+"""Deliberate mistakes in DeepSpeed itself, each made by
+
+    harness run zero1_2 --fault harness/trainers/deepspeed/faults.py:NAME --dtype float32 \\
+        --trainer deepspeed --cases harness/trainers/deepspeed/cases
+
+What each is named: docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from harness.faults import fault
+from harness.faults import operators as op
+
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+zero1_runs_as_zero0 = fault(
+    breaks="the engine is configured with stage 0 where ZeRO-1 is requested: every rank has all optimizer state",
+    bug="of the family of M01 pytorch/torchtitan #711: another parallelism than requested, and equal losses",
+    case="zero1_2",
+    caught_by="features memory",
+    named="another stage of ZeRO",
+    does=op.change_result(
+        "harness.trainers.deepspeed.engine:_config",
+        lambda config: config | {"zero_optimization": config["zero_optimization"] | {"stage": 0}},
+    ),
+)
+
+zero2_runs_as_zero1 = fault(
+    breaks="the engine is configured with stage 1 where ZeRO-2 is requested",
+    bug="of the family of M01 pytorch/torchtitan #711: another parallelism than requested, and equal losses",
+    case="zero2_2_accum",
+    caught_by="features traffic",
+    named="another feature",
+    does=op.change_result(
+        "harness.trainers.deepspeed.engine:_config",
+        lambda config: config | {"zero_optimization": config["zero_optimization"] | {"stage": 1}},
+    ),
+)
+
+
+@fault(
+    breaks="the rank's part of the gradients is taken one element late, so that each is the neighbour's",
+    bug="of the family of S10 pytorch/torchtitan #3356: an offset into a flat vector",
+    case="zero2_2",
+    caught_by="gradients",
+    named="gradients shifted",
+)
+@partial(op.instead, f"{STAGE_1_AND_2}.get_flat_partition")
+def partition_off_by_one(original: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    parts = original(*args, **kwargs)
+    shifted = torch.cat([part.reshape(-1) for part in parts]).roll(1)
+    return list(shifted.split([part.numel() for part in parts]))
+
+
+gradients_not_averaged = fault(
+    breaks="gradients are summed over the data ranks and not divided by their number",
+    bug="of the family of G: a mean that is a sum",
+    case="zero1_2",
+    caught_by="gradients grad_norm",
+    named="contributions",
+    does=op.override_argument(f"{STAGE_1_AND_2}.__init__", gradient_average=False),
+)
+
+gradients_not_reduced = fault(
+    breaks="a bucket of gradients is not reduced: each rank's optimizer gets its own samples' gradients",
+    bug="of the family of G: a reduction that is left out",
+    case="zero2_2",
+    caught_by="gradients traffic",
+    named="gradients not reduced",
+    does=op.instead(
+        f"{STAGE_1_AND_2}.allreduce_bucket", lambda original, self, bucket, *args, **kwargs: self.flatten(bucket)
+    ),
+)
+
+parameters_not_gathered = fault(
+    breaks="what the optimizers of other ranks made of parameters is not gathered",
+    bug="of the family of G: a collective that is left out",
+    case="zero1_2",
+    caught_by="replica_agreement traffic",
+    named="parameters not gathered",
+    does=op.skip_call("deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups"),
+)

@@ -1,0 +1,69 @@
+"""What is said where ZeRO cuts nothing, does not gather what it stepped on, or cuts at another place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import dims, first_line
+from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
+
+from harness.checks import judge
+from harness.diagnosis.zero import shifted_gradients
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+from harness.plan.slices import numel
+
+NINE = replace(ADAMW, global_batch=9)
+
+
+def zero(stage: str) -> Trial:
+    return trial_of(zero_case(stage))
+
+
+def zero_case(stage: str):
+    return tiny_case(dims(shard=3), NINE, wrapper=stage, model=UNEVEN)
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_zero_that_ran_as_ddp_is_named(stage: str) -> None:
+    ran = tiny_case(dims(replicate=3), NINE, model=UNEVEN)
+    told = first_line(trial_of(zero_case(f"zero{stage}"), ran))
+    assert told == f"ZeRO-{stage} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
+
+
+def test_a_stage_that_ran_as_another_is_named() -> None:
+    case = replace(zero_case("zero2"), training=replace(NINE, global_batch=12))
+    case = replace(case, features=replace(case.features, accumulation=2))
+    ran = replace(case, features=replace(case.features, wrapper="zero1"))
+    assert first_line(trial_of(case, ran)) == "wrapper zero2 is requested, zero1 is observed"
+
+
+def test_parameters_that_stay_with_the_rank_that_stepped_on_them_are_named() -> None:
+    def alone(trial: Trial, rank: int) -> Trial:
+        left = tuple(call for call in trial.ranks[rank].collectives if call.op != "all_gather")
+        trial = with_rank(trial, rank, collectives=left)
+        fqn = next(fqn for fqn, part in trial.plan.state_slices[rank].items() if not numel(part))
+        return with_value(trial, rank, 3, "parameters", fqn, lambda value: value + 1)
+
+    told = first_line(with_every_rank(zero("zero1"), alone))
+    gathered = "what the optimizers of other ranks made of parameters is not gathered: no all_gather ran over [0-2]"
+    assert told == gathered + " behind the optimizer"
+
+
+@pytest.mark.parametrize(("by", "where"), [(1, "1 element early"), (-3, "3 elements late")])
+def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, where: str) -> None:
+    def shifted(trial: Trial, rank: int) -> Trial:
+        (unit,), held = trial.plan.flat, trial.plan.gradient_slices[rank]
+        full = trial.reference_step(1).gradients
+        whole = np.concatenate([full[fqn] for fqn in sorted(full, key=unit.starts.__getitem__)])
+        moved = np.roll(whole, by)
+        parts = {f: moved[unit.starts[f] + start : unit.starts[f] + stop] for f, ((start, stop),) in held.items()}
+        return with_step(trial, rank, 1, gradients=parts)
+
+    trial = with_every_rank(zero("zero2"), shifted)
+    broken = {result.check: result for result in judge(trial) if result.verdict is Verdict.FAIL}
+    (fact,) = shifted_gradients(trial, broken)
+    assert fact.cause.text == f"in ZeRO's vector each rank takes its part of the gradients {where}"
+    assert list(shifted_gradients(zero("zero2"), broken)) == []
