@@ -1,6 +1,6 @@
-"""Deliberate mistakes in DeepSpeed itself, each made by
+"""Deliberate mistakes in DeepSpeed itself, for its cases alone, so that they are in no catalogue. Each is made by
 
-    harness run zero1_2 --fault harness/trainers/deepspeed/faults.py:NAME --dtype float32 \\
+    harness run zero1_2 --fault harness/faults/deepspeed.py:NAME --dtype float32 \\
         --trainer deepspeed --cases harness/trainers/deepspeed/cases
 
 What each is named: docs/deepspeed.md.
