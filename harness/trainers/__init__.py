@@ -118,7 +118,8 @@ class Adapter(Protocol):
     `support/process_group.py` can join gloo too. preload: modules that the rank server may import once for
     all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides, which gives
     the adapter of another checkout, or of the folder in which pip laid the version requested:
-    `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs.
+    `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs, and in `package`
+    what it is called on PyPI, if not as here.
     """
 
     name: str
@@ -194,7 +195,7 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
     if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load(name), "of"):
         from harness.trainers.support.environments import release
 
-        source = str(release(name, source, out / ".environments"))
+        source = str(release(getattr(load(name), "package", name), source, out / ".environments"))
     return str(TrainerSpec(name, str(Path(source).resolve()) if Path(source).exists() else source))
 
 

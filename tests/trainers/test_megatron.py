@@ -45,8 +45,13 @@ def case(dims: ParallelDims = ParallelDims(), **parts: object) -> Case:  # noqa:
 def test_what_it_cannot_do_is_refused_with_the_reason(
     requested: Case, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron, "_missing", lambda: "")
+    monkeypatch.setattr(megatron, "_missing", lambda _: "")
     assert (ADAPTER.unsupported(requested) or "").startswith(reason)
+
+
+def test_a_folder_without_it_is_refused_with_its_name(tmp_path: Path) -> None:
+    told = trainers.load(f"megatron@{tmp_path}").unsupported(case())
+    assert told == f"{tmp_path}/megatron/core: no Megatron-core there"
 
 
 def test_each_group_of_heads_and_each_tp_ranks_part_of_the_gated_layer_is_a_block() -> None:

@@ -12,7 +12,9 @@ loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +44,24 @@ LLAMA_3 = RopeScaling()
 """What of it Megatron has written into its code: all but the factor."""
 
 
+IMPORTED = ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "optimizer", "distributed", "pipeline_parallel")
+
+
+@dataclass(frozen=True)
 class Megatron(Adapter):
-    name = "megatron"
-    preload = (
-        "megatron.core.models.gpt.gpt_model",
-        "megatron.core.models.gpt.gpt_layer_specs",
-        "megatron.core.optimizer",
-        "megatron.core.distributed",
-        "megatron.core.pipeline_parallel",
-    )
-    dtypes = ("float64", "float32")
+    """where: a checkout, or the folder of a release; None for the installed one."""
+
+    where: str | None = None
+    name: str = "megatron"
+    package: str = "megatron-core"
+    dtypes: tuple[str, ...] = ("float64", "float32")
+
+    @property
+    def preload(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.where else tuple(f"megatron.core.{name}" for name in IMPORTED)
+
+    def of(self, source: str) -> Megatron:
+        return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
         return TrainerTraits(
@@ -67,7 +77,7 @@ class Megatron(Adapter):
         return tuple(_replaced(case, device))
 
     def unsupported(self, case: Case) -> str | None:
-        return next(_obstacles(case), None)
+        return _missing(self.where) or next(_obstacles(case), None)
 
     def fqn(self, name: str) -> str:
         return renamed(name, NAMES)
@@ -88,6 +98,8 @@ class Megatron(Adapter):
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
+        if self.where:
+            sys.path.insert(0, self.where)
         if device == "cpu":
             from harness.trainers.megatron import cpu
 
@@ -99,8 +111,6 @@ class Megatron(Adapter):
 
 def _obstacles(case: Case) -> Iterator[str]:
     dims, model = case.dims, case.model
-    if reason := _missing():
-        yield reason
     if dims.cp > 1:
         yield f"cp {dims.cp}: attention of the local spec knows no context parallel, that of TransformerEngine needs a GPU"
     if dims.dp_shard > 1:
@@ -119,10 +129,12 @@ def _obstacles(case: Case) -> Iterator[str]:
     yield from beyond(case, KNOWN, "Megatron-core")
 
 
-def _missing() -> str:
+def _missing(where: str | None) -> str:
     """Its folder has no __init__: of megatron alone others may be there, too."""
+    if where:
+        return "" if Path(where, "megatron", "core").is_dir() else f"{where}/megatron/core: no Megatron-core there"
     there = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
-    return "" if there else "megatron-core is not installed: pip install --no-deps megatron-core"
+    return "" if there else "megatron-core is not installed: pip install --no-deps megatron-core, or give --source"
 
 
 def _but_factor(scaling: RopeScaling) -> tuple[float, ...]:
