@@ -145,6 +145,12 @@ def grown(evidence: RankEvidence) -> dict[str, int]:
     return dict(sorted(more.items(), key=lambda item: -item[1]))
 
 
+def unwaited_more(evidence: RankEvidence) -> int:
+    """Functional collectives that nobody waited for, from the first look to the last, where each step brought more."""
+    seen = [step.unwaited for step in evidence.steps if step.unwaited is not None]
+    return seen[-1] - seen[0] if all(later > sooner for sooner, later in itertools.pairwise(seen)) and seen else 0
+
+
 def _growing(trial: Trial, rank: int) -> list[Finding]:
     evidence, most = trial.ranks[rank], trial.plan.table_bytes
     if (rate := growth(evidence)) <= most:

@@ -36,6 +36,8 @@ def _growing(trial: Trial, rank: int) -> tuple[str, str] | None:
     if (rate := memory.growth(trial.ranks[rank])) <= trial.plan.table_bytes:
         return None
     kinds = ", ".join(list(memory.grown(trial.ranks[rank]))[:3])
+    if unwaited := memory.unwaited_more(trial.ranks[rank]):
+        kinds += f"; torch keeps the results of {unwaited} functional collectives that nobody waited for"
     return f"{bytes_text(rate)} more are kept after every step", f": {kinds}"
 
 

@@ -179,6 +179,8 @@ class StepEvidence:
     seconds: from the first forward pass to the end of the optimizer's step, on the device's clock. allocator: of a GPU, the
     bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
     then. No law reads these two.
+    unwaited: functional collectives whose results nobody had waited for when the step was over, counted from the start: torch
+    keeps these. None if nobody looked.
     """
 
     step: int
@@ -203,6 +205,7 @@ class StepEvidence:
     scaled: float | None = None
     seconds: float | None = None
     allocator: dict[str, int] | None = None
+    unwaited: int | None = None
 
 
 @dataclass(frozen=True)

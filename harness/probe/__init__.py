@@ -200,6 +200,7 @@ class Probe:
             positions=self.samples.positions(step),
             after_forward=self.gathered.of_step(step),
             kept=self.growth.of_step(step),
+            unwaited=self.growth.unwaited(step),
             copied=self.copies.of_step(step),
         )
 

@@ -2,12 +2,15 @@
 
 Whoever looks walks through all objects of the process, so that is done after the first three steps and at the end only:
 what grows in each of them grows for ever, while caches that fill in the first steps, and buffers that are filled anew, do
-not. Not seen is what only C++ holds, such as an autograd graph that nobody ran backward through.
+not. Not seen is what only C++ holds, such as an autograd graph that nobody ran backward through. Of functional collectives
+torch itself tells how many nobody has waited for; their results are kept until somebody does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
+import torch
 
 from harness.evidence.records import HeldTensor
 from harness.probe.clock import Clock
@@ -21,6 +24,7 @@ class GrowthRecorder:
     def __init__(self, clock: Clock, look: Callable[[], tuple[HeldTensor, ...]]) -> None:
         self._clock, self._look = clock, look
         self._steps: dict[int, dict[str, int]] = {}
+        self._unwaited: dict[int, int | None] = {}
 
     def attach(self) -> None:
         """Beside what else is done between steps."""
@@ -34,13 +38,26 @@ class GrowthRecorder:
 
     def _step_is_over(self) -> None:
         if 0 < self._clock.step - self._clock.start <= LOOKS:
-            self._steps[self._clock.step] = by_shape(self._look())
+            self._note(self._clock.step, self._look())
 
     def of_step(self, step: int) -> dict[str, int] | None:
         return self._steps.get(step)
 
+    def unwaited(self, step: int) -> int | None:
+        return self._unwaited.get(step)
+
     def note_last(self, step: int, held: Iterable[HeldTensor]) -> None:
-        self._steps[step] = by_shape(held)
+        self._note(step, held)
+
+    def _note(self, step: int, held: Iterable[HeldTensor]) -> None:
+        self._steps[step], self._unwaited[step] = by_shape(held), unwaited_collectives()
+
+
+def unwaited_collectives() -> int | None:
+    """Functional collectives, issued so far, that nobody has waited for; None where torch does not tell."""
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    count = getattr(c10d, "_get_work_registry_size", None)
+    return None if count is None else count()
 
 
 def by_shape(held: Iterable[HeldTensor]) -> dict[str, int]:

@@ -54,6 +54,16 @@ def test_logits_that_are_kept_in_every_step_are_found_and_named() -> None:
     )
 
 
+def test_results_of_collectives_that_nobody_waits_for_are_told_with_what_grows() -> None:
+    trial = keeping({LOGITS: 512}, {LOGITS: 1024}, {LOGITS: 1536})
+    for step in (1, 2, 3):
+        trial = with_step(trial, 1, step, unwaited=step)
+    assert cause_of(diagnose(trial, judge(trial))) == (
+        f"512 B more are kept after every step on rank 1: {LOGITS}; "
+        "torch keeps the results of 2 functional collectives that nobody waited for"
+    )
+
+
 @pytest.mark.parametrize(
     "kept",
     [
