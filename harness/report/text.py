@@ -57,7 +57,7 @@ def _expectation(judgement: Judgement) -> str:
     if expected is None:
         return ""
     if judgement.verdict is Verdict.XFAIL:
-        return f"(expected: {expected.because}; see {expected.script})"
+        return f"(expected: {expected.because.rstrip('.')}; see {expected.script})"
     remedy = f"if {expected.script} passes too, take expected_failure out of {case_files.shown(judgement.case.file)}"
     return f"(expected to fail by {expected.laws}, named {expected.named!r}: {remedy})"
 
