@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -26,7 +27,11 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")))
 }
-TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
 
 
 def room_of(module: str) -> str:
@@ -62,7 +67,7 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
     allowed = OF_ITS_OWN.get(room, set(ROOMS[: ROOMS.index(room) + 1]))
     wrong = [
         f"{module} imports {other}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if room_of(module) == room
         for other in imported(module, tree)
         if other.startswith("harness.") and room_of(other) not in allowed
@@ -75,7 +80,7 @@ def test_every_folder_of_the_harness_is_a_room() -> None:
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    graph = {module: {*imported(module, at_the_top(tree))} & {*FILES} - {module} for module, tree in TREES.items()}
+    graph = {module: {*imported(module, at_the_top(tree))} & {*FILES} - {module} for module, tree in trees().items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -90,7 +95,7 @@ def test_no_file_is_long() -> None:
 def test_no_function_is_long() -> None:
     functions = [
         (f"{module}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
@@ -98,7 +103,7 @@ def test_no_function_is_long() -> None:
 
 
 def test_every_module_says_what_is_in_it() -> None:
-    said = {module: ast.get_docstring(tree) or "" for module, tree in TREES.items()}
+    said = {module: ast.get_docstring(tree) or "" for module, tree in trees().items()}
     assert [module for module, text in said.items() if not text or "TODO" in text] == []
 
 
@@ -112,7 +117,7 @@ def test_the_probe_needs_torch_numpy_and_the_standard_library_only() -> None:
     known = {*sys.stdlib_module_names, "torch", "torchao", "numpy", "harness"}
     wrong = [
         f"{module} imports {other}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if room_of(module) == "probe"
         for other in imported(module, tree)
         if other.split(".")[0] not in known
@@ -130,7 +135,7 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 
 def test_every_law_is_known_to_diagnosis() -> None:
     """One that is not would stand as "not explained" under every cause that breaks it besides."""
-    laws = {module.split(".")[-1] for module in TREES if module.startswith("harness.checks.")}
-    diagnosis = [tree for module, tree in TREES.items() if room_of(module) == "diagnosis"]
+    laws = {module.split(".")[-1] for module in trees() if module.startswith("harness.checks.")}
+    diagnosis = [tree for module, tree in trees().items() if room_of(module) == "diagnosis"]
     named = {node.value for tree in diagnosis for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert laws - named == set()

@@ -48,7 +48,9 @@ def main() -> int:
     parallelize_module(block, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     whole, stopped = unwaited(block, early_stop=False), unwaited(block, early_stop=True)
     if dist.get_rank() == 0:
-        print(f"collectives that nobody waited for: {stopped} after each step; {whole} with early_stop=False", flush=True)
+        print(
+            f"collectives that nobody waited for: {stopped} after each step; {whole} with early_stop=False", flush=True
+        )
     dist.destroy_process_group()
     return int(any(stopped))
 

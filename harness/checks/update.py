@@ -9,7 +9,7 @@ with, and what there is when training has ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,19 +38,31 @@ class _State:
 
 
 def check(trial: Trial) -> Result:
-    norms = {step: 0.0 if clipped_unseen(trial, step) else observed_norm(trial, step) for step in trial.case.steps}
-    rates = {step.step: step.lr for step in trial.reference.steps}
-    findings: list[Finding] = []
-    examined = 0
-    for evidence in trial.ranks.values():
-        for step in _as_requested(trial, evidence):
-            findings += _wrong_lr(trial, evidence.rank, step, rates[step.step])
-        for fqn in trial.start_of(evidence.rank):
-            examined += len(evidence.steps)
-            findings += _replay(trial, evidence, fqn, norms, rates)
+    findings = list(mistakes(trial, clipped_norms(trial)))
+    examined = sum(len(evidence.steps) * len(trial.start_of(rank)) for rank, evidence in trial.ranks.items())
     if not findings and (unseen := _unseen(trial)):
         return Result("update", Verdict.UNKNOWN, examined, note=f"nobody looked at parameters {unseen}")
     return verdict_of("update", findings, examined)
+
+
+def holds(trial: Trial, norms: dict[int, float]) -> bool:
+    """Whether `check` would say PASS, by these norms; ends at the first mistake."""
+    return not _unseen(trial) and next(mistakes(trial, norms), None) is None
+
+
+def clipped_norms(trial: Trial) -> dict[int, float]:
+    """By step, the global norm that clipping was to be told; 0 where nobody saw what was clipped."""
+    return {step: 0.0 if clipped_unseen(trial, step) else observed_norm(trial, step) for step in trial.case.steps}
+
+
+def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
+    """By rank, wrong rates and the first step at which each parameter is wrong. norms: by step, the global ones."""
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    for evidence in trial.ranks.values():
+        for step in _as_requested(trial, evidence):
+            yield from _wrong_lr(trial, evidence.rank, step, rates[step.step])
+        for fqn in trial.start_of(evidence.rank):
+            yield from _replay(trial, evidence, fqn, norms, rates)
 
 
 def _unseen(trial: Trial) -> str:
@@ -87,11 +99,11 @@ def observed_norm(trial: Trial, step: int, ranks: Sequence[int] | None = None) -
     for rank in sorted(trial.ranks) if ranks is None else ranks:
         evidence = trial.ranks[rank]
         for record in evidence.steps:
-            for fqn, gradient in record.gradients.items() if record.step == step else ():
+            for fqn in record.gradients if record.step == step else ():
                 part = trial.gradient_slice_of(rank, fqn)
                 if (fqn, part) not in counted:
                     counted.add((fqn, part))
-                    total.append(float(np.sum(np.square(gradient, dtype=np.float64))))
+                    total.append(record.squares[fqn])
     return math.sqrt(math.fsum(total))
 
 

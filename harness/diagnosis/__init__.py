@@ -29,10 +29,11 @@ from harness.diagnosis.data import other_samples
 from harness.diagnosis.engine import explain
 from harness.diagnosis.exchanged import exchanged_tensors
 from harness.diagnosis.features import odd_traces, other_actions, other_features
-from harness.diagnosis.forward import different_losses, masks_drawn_again, other_forward, rounding
+from harness.diagnosis.forward import masks_drawn_again, other_forward
 from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
+from harness.diagnosis.losses import different_losses, rounding
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, not_trained, process_failed

@@ -16,7 +16,7 @@ from harness.diagnosis.hypothesis import Hypothesis
 from harness.diagnosis.words import Pair
 from harness.evidence.records import RankEvidence
 from harness.judge.assumed import AssumedOptimizer
-from harness.judge.result import Cause, Verdict
+from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
@@ -33,7 +33,7 @@ def agrees(trial: Trial, assumed: AssumedOptimizer, training: TrainingConfig | N
     few = {rank: _with_few_parameters(evidence) for rank, evidence in trial.ranks.items()}
     case = replace(trial.case, training=training) if training else trial.case
     part = replace(trial, case=case, run=replace(trial.run, ranks=few), assumed=assumed)
-    return update.check(part).verdict is Verdict.PASS
+    return update.holds(part, update.clipped_norms(trial))
 
 
 def _with_few_parameters(evidence: RankEvidence) -> RankEvidence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -206,6 +207,11 @@ class StepEvidence:
     seconds: float | None = None
     allocator: dict[str, int] | None = None
     unwaited: int | None = None
+
+    @functools.cached_property
+    def squares(self) -> dict[str, float]:
+        """The sum of the squares of each gradient's elements, by fqn."""
+        return {fqn: float(np.sum(np.square(value, dtype=np.float64))) for fqn, value in self.gradients.items()}
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness import reference
 from harness.reference.config import PRESETS, ModelConfig, RopeScaling
 from harness.reference.model import Llama, initial_weights, llama_from, rotary_frequencies, seed_masks
 from harness.reference.train import forward_loss
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 SEED, SEQ_LEN = 7, 48
 # With theta 100 debug's four pairs turn 4.1, 1.3, 0.4 and 0.1 times in 26 positions: one is kept, one blended, two slowed.
@@ -49,6 +52,8 @@ def float32_means_float64() -> Iterator[None]:
 
 
 def their_config(config: ModelConfig) -> LlamaConfig:
+    from transformers import LlamaConfig  # seconds, which only who needs it takes
+
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
@@ -131,6 +136,8 @@ def ours_and_theirs(config: ModelConfig, dtype: torch.dtype) -> tuple[dict[str, 
 def theirs(
     config: ModelConfig, weights: dict[str, np.ndarray], tokens: Tensor, labels: Tensor, dtype: torch.dtype
 ) -> dict[str, np.ndarray]:
+    from transformers import LlamaForCausalLM
+
     with float32_means_float64() if dtype == torch.float64 else nullcontext():
         model = LlamaForCausalLM(their_config(config)).to(dtype)  # type: ignore[arg-type]
         state = {their_name(f): torch.tensor(their_layout(f, w, config)).to(dtype) for f, w in weights.items()}
