@@ -54,6 +54,16 @@ def test_a_folder_without_it_is_refused_with_its_name(tmp_path: Path) -> None:
     assert told == f"{tmp_path}/megatron/core: no Megatron-core there"
 
 
+def test_a_release_before_the_oldest_that_it_can_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    told = tmp_path / "megatron" / "core" / "package_info.py"
+    told.write_text("MAJOR = 0\nMINOR = 12\nPATCH = 3\n")
+    adapter = trainers.load(f"megatron@{tmp_path}")
+    assert adapter.unsupported(case()) == "megatron-core 0.12: a chunk is not told its virtual stage before 0.13"
+    told.write_text("MAJOR = 0\nMINOR = 13\nPATCH = 0\n")
+    assert adapter.unsupported(case()) is None
+
+
 def test_each_group_of_heads_and_each_tp_ranks_part_of_the_gated_layer_is_a_block() -> None:
     fused = ADAPTER.fused(case(ParallelDims(tp=2), model=ModelConfig(n_layers=1, n_heads=4, n_kv_heads=2)))
     short = {name: [part.split(".")[-2] for part in parts] for name, parts in fused.items()}

@@ -11,7 +11,7 @@ loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py
 
 from __future__ import annotations
 
-import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,6 +40,7 @@ ANY = """pp dp_replicate tp microbatches stages_per_rank accumulation sequence_p
     document_mask"""
 KNOWN: dict[str, Any] = dict.fromkeys(ANY.split(), ...)
 KNOWN |= {"wrapper": ("ddp",), "schedule": ("Interleaved1F1B",), "activation_checkpointing": ("full",)}
+OLDEST = (0, 13)
 LLAMA_3 = RopeScaling()
 """What of it Megatron has written into its code: all but the factor."""
 
@@ -130,11 +131,21 @@ def _obstacles(case: Case) -> Iterator[str]:
 
 
 def _missing(where: str | None) -> str:
-    """Its folder has no __init__: of megatron alone others may be there, too."""
-    if where:
-        return "" if Path(where, "megatron", "core").is_dir() else f"{where}/megatron/core: no Megatron-core there"
-    there = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
-    return "" if there else "megatron-core is not installed: pip install --no-deps megatron-core, or give --source"
+    """Why there is none that this adapter can run; empty if there is. It is not imported for that."""
+    there = [where] if where else sys.path
+    told = next(filter(Path.is_file, (Path(folder, "megatron", "core", "package_info.py") for folder in there)), None)
+    if told is None and where:
+        return f"{where}/megatron/core: no Megatron-core there"
+    if told is None:
+        return "megatron-core is not installed: pip install --no-deps megatron-core, or give --source"
+    version = _version(told.read_text(encoding="utf-8"))
+    number = ".".join(map(str, version))
+    return f"megatron-core {number}: a chunk is not told its virtual stage before 0.13" if version < OLDEST else ""
+
+
+def _version(package_info: str) -> tuple[int, ...]:
+    """MAJOR and MINOR, as it has them in its file of that name."""
+    return tuple(int(number) for number in re.findall(r"^(?:MAJOR|MINOR) = (\d+)", package_info, re.MULTILINE))
 
 
 def _but_factor(scaling: RopeScaling) -> tuple[float, ...]:
