@@ -15,6 +15,7 @@ from harness.run.run_case import run_case
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.spec.loading import find_case, load_all
 from harness.trainers import megatron
 
 THERE = importlib.util.find_spec("megatron") is not None
@@ -89,6 +90,6 @@ def test_its_names_are_the_references_with_or_without_its_wrapper() -> None:
 
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
-def test_tensor_parallel_replicas_of_the_real_one_meet_every_law(tmp_path: Path) -> None:
-    wanted = case(ParallelDims(dp_replicate=2, tp=2), model=ModelConfig(n_layers=1))
-    assert run_case(wanted, Options(out=tmp_path, trainer="megatron")).verdict is Verdict.PASS
+def test_stages_of_tensor_parallel_ranks_of_the_real_one_meet_every_law(tmp_path: Path) -> None:
+    judged = run_case(find_case("pp_2_tp_2", load_all()), Options(out=tmp_path, trainer="megatron"))
+    assert judged.verdict is Verdict.PASS

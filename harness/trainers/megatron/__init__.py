@@ -50,9 +50,14 @@ IMPORTED = ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "optimizer", "
 
 @dataclass(frozen=True)
 class Megatron(Adapter):
-    """where: a checkout, or the folder of a release; None for the installed one."""
+    """where: a checkout, or the folder of a release; None for the installed one.
+
+    overlap_grad_reduce: DDP reduces inside backward, from the second step on. A FILE.py with
+    `adapter = Megatron(overlap_grad_reduce=True)` is a trainer.
+    """
 
     where: str | None = None
+    overlap_grad_reduce: bool = False
     name: str = "megatron"
     package: str = "megatron-core"
     dtypes: tuple[str, ...] = ("float64", "float32")

@@ -16,7 +16,7 @@ from torch import nn
 
 from harness.probe.structure import note_placement, note_wrapper
 from harness.spec.case import Case
-from harness.trainers import Adapter
+from harness.trainers.megatron import Megatron
 from harness.trainers.support.weights import load_weights, tensor_parallel
 
 
@@ -76,13 +76,13 @@ def _recomputation(case: Case) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, adapter: Adapter) -> list[nn.Module]:
+def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, adapter: Megatron) -> list[nn.Module]:
     """One model for each pipeline stage of this rank, in Megatron's DDP, with the seed weights."""
     numbers = [None] if case.stages_per_rank == 1 else range(case.stages_per_rank)
     chunks = [_chunk(case, config, number) for number in numbers]
     cut = tensor_parallel(ps.get_tensor_model_parallel_rank(), case.dims.tp)
     load_weights(chunks, case, weights, adapter.fqn, adapter.rows(case), cut, adapter.fused(case))
-    options = DistributedDataParallelConfig()
+    options = DistributedDataParallelConfig(overlap_grad_reduce=adapter.overlap_grad_reduce)
     wrapped = [DistributedDataParallel(config, options, chunk) for chunk in chunks]
     for chunk in wrapped:
         _tell(chunk)

@@ -25,7 +25,8 @@ from harness.probe.values import note_gradients, reducing_gradients
 from harness.reference.data import IGNORED, documents
 from harness.reference.train import lr_factor
 from harness.spec.case import Case
-from harness.trainers import Adapter, Metrics, StartedTrainer
+from harness.trainers import Metrics, StartedTrainer
+from harness.trainers.megatron import Megatron
 from harness.trainers.megatron.model import build_chunks, build_config
 from harness.trainers.support import float64, process_group
 from harness.trainers.support.samples import dataset_of, rank_samples
@@ -37,7 +38,7 @@ CASTING = """utils optimizer.clip_grads optimizer.optimizer tensor_parallel.cros
 class MegatronTrainer(StartedTrainer):
     """One rank's trainer."""
 
-    def __init__(self, case: Case, weights: Path | None, device: str, adapter: Adapter) -> None:
+    def __init__(self, case: Case, weights: Path | None, device: str, adapter: Megatron) -> None:
         self.case, self.metrics, self.device = case, list[Metrics](), _join(case, device)
         float64.preserve(case.training.dtype, *(f"megatron.core.{name}" for name in CASTING.split()))
         config = build_config(case, device)
@@ -180,7 +181,7 @@ def _loss(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Ten
 
 
 def _note_reductions() -> None:
-    """Megatron's DDP reduces when backward has ended."""
+    """Megatron's DDP reduces when backward has ended; with overlap it does so in the first step alone."""
     original = DistributedDataParallel.finish_grad_sync
 
     @functools.wraps(original)
