@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Change:
     """before: a commit of the side before, where the one right before cannot be run. valid: with valid labels only.
-    breaks: it brought the bug, rather than taking it away.
+    breaks: it brought the bug, rather than taking it away. rotation: the K/V exchange over cp, if not the case's.
     """
 
     commit: str
@@ -18,6 +18,7 @@ class Change:
     valid: bool = True
     before: str = ""
     breaks: bool = False
+    rotation: str = ""
 
     @property
     def name(self) -> str:
@@ -32,7 +33,7 @@ FIXES = (
     Change("046de5694", "#649", "gradients are clipped by the norm of one pipeline stage", "pp_2"),
     Change("3e3909a0c", "#683", "context parallel without data ranks looks for a mesh that is not there", "cp_2"),
     Change("9a4eebe1c", "#713", "HSDP runs as FSDP", "hsdp_2x2"),
-    Change("9a4eebe1c", "#713", "HSDP with context parallel runs as FSDP", "hsdp_2x2_cp_2"),
+    Change("9a4eebe1c", "#713", "HSDP with context parallel runs as FSDP", "hsdp_2x2_cp_2", rotation="allgather"),
     Change("40a0873b3", "#685", "context parallel without data ranks: no FSDP, nobody sums gradients", "cp_2"),
     Change("6b03ffa32", "#761", "the reported loss is averaged over dp, not over cp", "cp_2"),
     Change("d9898423e", "#792", "a stage's rotary frequencies are not cut over cp", "pp_2_cp_2"),

@@ -56,6 +56,10 @@ class Sides:
 def case_of(change: Change) -> Case:
     """The case that it names, with valid labels only where that is asked: before 2026-01-25 others fail for the loss alone."""
     case = find_case(change.case, load_all())
+    if change.rotation:
+        case = dataclasses.replace(
+            case, features=dataclasses.replace(case.features, cp_rotation=change.rotation), file=""
+        )
     if not change.valid or case.training.all_valid:
         return case
     recipe = dataclasses.replace(case.training, all_valid=True)
