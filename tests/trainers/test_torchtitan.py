@@ -262,6 +262,22 @@ def test_a_tied_weight_under_tp_fails_as_its_script_shows(release: Path) -> None
     assert adapter.traits(case(ParallelDims(dp_shard=2), model=tied)).expected_failure is None
 
 
+@pytest.mark.parametrize(
+    ("torch_release", "dims", "chosen", "why"),
+    [
+        ("2.13.0+cpu", FSDP, None, "torch 2.13 cannot shard its parameters"),
+        ("2.15.0", FSDP, None, ""),
+        ("2.15.0", ParallelDims(cp=2), None, "which does context parallel with FlexAttention only"),
+        ("2.13.0", FSDP, "full_dtensor", ""),
+    ],
+)
+def test_another_backend_stands_in_for_the_default_only_where_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, torch_release: str, dims: ParallelDims, chosen: str | None, why: str
+) -> None:
+    monkeypatch.setattr(source.importlib.metadata, "version", lambda _: torch_release)
+    assert source.why_not_spmd_types(case(dims), chosen) == why
+
+
 def test_positions_begin_anew_after_every_separator() -> None:
     from harness.trainers.torchtitan.data_loader import anew
 

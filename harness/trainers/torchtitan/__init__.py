@@ -46,9 +46,8 @@ from harness.trainers.torchtitan.obstacles import obstacles
 class Torchtitan(Adapter):
     """harness.trainers.Adapter. where: a checkout, a folder that holds the package, or None for the installed one.
 
-    spmd_backend: parallelism.spmd_backend of versions that have it; None: "partial_dtensor" where the
-    default is one that torch 2.13 cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a
-    trainer.
+    spmd_backend: parallelism.spmd_backend of versions that have it; None: the default of its users, or "partial_dtensor" where
+    that cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a trainer.
     """
 
     where: str | None = None

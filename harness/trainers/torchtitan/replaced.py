@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from harness.spec.case import Case
 from harness.trainers.torchtitan.eras import MAIN_FUNCTION, TRAINER_CONFIG
-from harness.trainers.torchtitan.source import Source, chunks_of, why_whole
+from harness.trainers.torchtitan.source import Source, chunks_of, why_not_spmd_types, why_whole
 
 
 def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
@@ -30,8 +30,8 @@ def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
     elif not source.era.masks(case):
         yield "attention: SDPA, whose samples lie each in a row of their own"
-    if source.era.fed_microbatches and source.spmd_backend is None:
-        yield "spmd_backend: spmd_types by partial_dtensor (torch 2.13 cannot shard its parameters)"
+    if source.era.fed_microbatches and (why := why_not_spmd_types(case, source.spmd_backend)):
+        yield f"spmd_backend: spmd_types by partial_dtensor ({why})"
 
 
 def _on_cpu(source: Source) -> Iterator[str]:

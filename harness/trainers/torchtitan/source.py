@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.spec import releases
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import FEATURE_CHOICES
@@ -17,6 +19,7 @@ from harness.trainers.torchtitan import eras, expected, syntax
 from harness.trainers.torchtitan.eras import Era
 
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
+STARTS_SPMD_TYPES = ">=2.15"  # releases of torch on which it was seen to start; not on 2.13, and 2.14 was not tried
 LOSS_CHUNKS = 8  # torchtitan's own number
 HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
 
@@ -147,6 +150,15 @@ class Source:
             loss_chunks=chunks_of(case, era),
             expected_failure=expected.expected_failure(case, era),
         )
+
+
+def why_not_spmd_types(case: Case, spmd_backend: str | None) -> str:
+    """Why "partial_dtensor" stands in for the backend that its users have by default; empty where nothing does."""
+    if spmd_backend is not None:
+        return ""
+    if not releases.holds(STARTS_SPMD_TYPES, importlib.metadata.version("torch")):
+        return "torch 2.13 cannot shard its parameters"
+    return "which does context parallel with FlexAttention only" if case.dims.cp > 1 else ""
 
 
 def chunks_of(case: Case, era: Era) -> int:

@@ -18,7 +18,7 @@ from harness.trainers.torchtitan import cpu, model_config, options
 from harness.trainers.torchtitan.data_loader import Inputs, Microbatches, Positioned, Rows, Samples
 from harness.trainers.torchtitan.eras import Era
 from harness.trainers.torchtitan.loss import show_loss
-from harness.trainers.torchtitan.source import Source, chunks_of
+from harness.trainers.torchtitan.source import Source, chunks_of, why_not_spmd_types
 from harness.trainers.torchtitan.trainer import TitanTrainer, no_sleep
 
 NORMS = r"norm\.weight$"
@@ -70,7 +70,7 @@ def configuration(case: Case, era: Era, spmd_backend: str | None = None) -> Any:
         model_config.put(getattr(config, section) if section else config, **{key: value})
     if spmd_backend is not None:
         config.parallelism.spmd_backend = spmd_backend
-    elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types":  # which needs a newer torch
+    elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types" and why_not_spmd_types(case, None):
         config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
     return config
 
