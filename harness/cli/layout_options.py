@@ -15,8 +15,10 @@ from harness.spec.validation import validate
 KEYS = ("dims", "model", "seq", "batch", "microbatches", "schedule", "checkpointing")
 
 
-def add_layout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("case", metavar="CASE", nargs="?", help="a case or published layout by its name; or --dims")
+def add_layout(parser: argparse.ArgumentParser, *, or_command: bool = False) -> None:
+    """or_command: the words of a command may stand for CASE, behind "--"; `case` is then a list."""
+    more = {"metavar": "CASE | -- COMMAND", "nargs": "*"} if or_command else {"metavar": "CASE", "nargs": "?"}
+    parser.add_argument("case", help="a case or published layout by its name; or --dims", **more)  # type: ignore[arg-type]
     add_cases(parser)
     what = parser.add_argument_group("a layout that is in no file")
     what.add_argument("--dims", metavar="DEGREES", help="pp=16,dp_shard=128,tp=8, or torchtitan's FILE.toml")

@@ -42,15 +42,12 @@ from harness.spec.case import Case, CaseError, to_json
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "preflight", command, "judge a large layout on this machine: some ranks, each alone")
-    add_layout(parser)
+    add_layout(parser, or_command=True)
     parser.add_argument(
         "--config", type=Path, metavar="FILE.toml", help="or torchtitan's own configuration, with --world"
     )
     parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config or a command is for")
     parser.add_argument("--layout", metavar="DEGREES", help="of a command: dp_shard=512, or torchtitan's FILE.toml")
-    parser.add_argument(
-        "words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what one rank runs: python train.py .."
-    )
     how = parser.add_argument_group("how")
     how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
     how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")
@@ -65,12 +62,16 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    return _of_command(args) if args.layout else _of_case(args)
-
-
-def _of_command(args: argparse.Namespace) -> int:
     """Raises BadInput, CaseError and EvidenceError."""
-    words = [word for word in (args.case, *args.words) if word]
+    words, args.case = args.case, args.case[0] if args.case else None
+    if args.layout:
+        return _of_command(args, words)
+    if len(words) > 1:
+        raise BadInput(f"one CASE, not {len(words)}; a command needs --layout and --world")
+    return _of_case(args)
+
+
+def _of_command(args: argparse.Namespace, words: list[str]) -> int:
     if not words or not args.world or args.dims or args.config:
         raise BadInput(
             "--layout is of a command: `harness preflight --world 512 --layout dp_shard=512 -- python train.py`"

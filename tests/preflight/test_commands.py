@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import parser
 from harness.evidence.records import Exit
 from harness.preflight.commands import CommandRun, _ended, judged, log_file, run_alone
 from harness.spec.dims import ParallelDims
@@ -42,3 +43,11 @@ def test_a_rank_that_trained_nothing_is_known_by_its_last_words(tmp_path: Path) 
 
 def test_a_rank_that_ended_well_and_trained_nothing_has_left_no_evidence(tmp_path: Path) -> None:
     assert ended(tmp_path, 0, "nothing to do") == Exit(3, "ok", 0)
+
+
+def test_options_behind_a_case_are_options_and_behind_two_dashes_they_are_the_commands() -> None:
+    of_case = parser("preflight").parse_args(["preflight", "llama3_8b_512", "--ranks", "3"])
+    assert (of_case.case, of_case.ranks) == (["llama3_8b_512"], "3")
+    told = ["--world", "512", "--layout", "dp_shard=512", "--", "python", "train.py", "--ranks", "7"]
+    of_command = parser("preflight").parse_args(["preflight", *told])
+    assert (of_command.case, of_command.ranks) == (["python", "train.py", "--ranks", "7"], "auto")
