@@ -11,7 +11,7 @@ PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test faults gpu gpu-packages lint titan titan-months mutants
+.PHONY: matrix test faults gpu gpu-packages lint titan titan-months titan-history mutants
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
@@ -28,6 +28,10 @@ titan: .venv-titan/.installed
 # One case each of pp, cp and tp at every month's end of the clone's history; makes the table of docs/torchtitan.md.
 titan-months: .venv-titan/.installed
 	.venv-titan/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
+
+# Its fixes, and what made them necessary, before and after; makes the tables of docs/torchtitan_history.md.
+titan-history: .venv-titan/.installed
+	.venv-titan/bin/python benchmarks/torchtitan_history.py $(TORCHTITAN)
 
 .venv-titan/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-titan
