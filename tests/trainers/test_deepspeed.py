@@ -12,10 +12,15 @@ import torch
 from literal import ADAMW, tiny_case
 
 from harness import trainers
+from harness.judge.result import Verdict
+from harness.run.options import Options
+from harness.run.run_case import run_case
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import load_cases
+from harness.spec.variants import in_dtype
 from harness.trainers.deepspeed import shards
 
+THERE = importlib.util.find_spec("deepspeed") is not None
 FLOAT32 = replace(ADAMW, dtype="float32")
 CASES = Path(trainers.__file__).parent / "deepspeed" / "cases" / "zero.yaml"
 
@@ -75,3 +80,10 @@ def test_gradients_are_the_interval_of_the_vector_that_the_engine_says() -> None
     assert list(found.gradients()) == []
     vector.grad = torch.arange(6.0)
     assert [(name, part.tolist()) for name, part in found.gradients()] == [("weight", [2.0, 3.0, 4.0])]
+
+
+@pytest.mark.skipif(not THERE, reason="deepspeed is not installed")
+def test_zero2_of_the_real_one_meets_every_law(tmp_path: Path) -> None:
+    (wanted,) = (case for case in load_cases(CASES) if case.name == "zero2_2_accum")
+    options = Options(out=tmp_path, trainer="deepspeed")
+    assert run_case(in_dtype(wanted, "float32"), options).verdict is Verdict.PASS
