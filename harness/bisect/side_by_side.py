@@ -106,8 +106,8 @@ def facts(trial: Trial) -> dict[str, str]:
         over = {"it shards over": wrapper.shard_ranks, "it replicates over": wrapper.replicate_ranks}
         found |= {axis: ranks_text(ranks) for axis, ranks in over.items() if ranks}
     first = evidence.parameters[0]
-    part = trial.holdings[0][first.fqn]
-    found[f"its {first.fqn}"] = slice_text(part, first.global_shape) if part else "found nowhere"
+    part, shape = trial.holdings[0][first.fqn], trial.plan.shapes.get(first.fqn, first.global_shape)
+    found[f"its {first.fqn}"] = slice_text(part, shape, flat=bool(trial.plan.flat)) if part else "found nowhere"
     moved: dict[str, int] = {}
     for call in evidence.collectives:
         if call.step == step.step and call.phase in ("forward", "backward"):

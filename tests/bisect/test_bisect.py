@@ -346,3 +346,11 @@ def test_a_side_whose_rank_0_left_nothing_is_told_as_that() -> None:
     right = trial_of(tiny_case(ParallelDims(dp_shard=2)))
     without = dataclasses.replace(right, run=dataclasses.replace(right.run, ranks={1: right.ranks[1]}))
     assert facts(without) == {"rank 0": "left no evidence"}
+
+
+def test_facts_of_a_stage_of_zero_are_of_flattened_parameters() -> None:
+    case = tiny_case(ParallelDims(dp_shard=2), wrapper="zero1")
+    found = facts(trial_of(case))
+    assert (found["its tok_embeddings.weight"], found["it shards over"]) == ("whole", "[0,1]")
+    cut = facts(trial_of(tiny_case(ParallelDims(dp_shard=2), wrapper="zero3")))
+    assert cut["its tok_embeddings.weight"] == "1/2 of its elements [0:16]"
