@@ -39,8 +39,10 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
 
 
 def _shapes_alone(case: Case) -> Mapping[str, Any]:
-    """For parameters without memory, which hold nothing: tensors without memory as well."""
-    return {fqn: torch.empty(shape, dtype=torch.float64) for fqn, shape in case.model.parameter_shapes().items()}
+    """For parameters without memory, which hold nothing: tensors without memory as well, of one number each, so that they
+    count for nothing in what a rank has at once."""
+    one = torch.empty((), dtype=torch.float64)
+    return {fqn: one.expand(shape) for fqn, shape in case.model.parameter_shapes().items()}
 
 
 class DoNotFit(ValueError):
