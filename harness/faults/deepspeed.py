@@ -62,7 +62,7 @@ gradients_not_averaged = fault(
     bug="of the family of G: a mean that is a sum",
     case="zero1_2",
     caught_by="gradients grad_norm",
-    named="contributions",
+    named="gradients scaled",
     does=op.override_argument(f"{STAGE_1_AND_2}.__init__", gradient_average=False),
 )
 
