@@ -240,7 +240,7 @@ def test_finding_a_trainer_does_not_import_torch() -> None:
 
 
 def test_an_unknown_trainer_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no trainer is named 'llama4'; known: llama3"):
+    with pytest.raises(ValueError, match="no trainer is named 'llama4'; known: deepspeed, llama3, megatron"):
         load("llama4")
 
 
