@@ -69,7 +69,10 @@ def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
             ["plan", "hsdp_2x9"],
             "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x8'?; `harness matrix --list` lists them",
         ),
-        (["run", "single", "--trainer", "lama"], "--trainer: no trainer is named 'lama'; known: deepspeed, llama3, megatron"),
+        (
+            ["run", "single", "--trainer", "lama"],
+            "--trainer: no trainer is named 'lama'; known: deepspeed, llama3, megatron",
+        ),
         (["run", "single", "--fault", "nowhere.py:x"], "nowhere.py: no such file; a fault is given as FILE.py:NAME"),
         (["run", "single", "--fault", "nonsense"], "no fault is named 'nonsense'; `harness faults --list` lists them"),
         (["matrix", "-k", "nonsense"], "-k 'nonsense' selects no case; `harness matrix --list` lists them"),
