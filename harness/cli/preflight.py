@@ -38,13 +38,16 @@ from harness.run.folders import fresh_folder
 from harness.run.options import Unsupported
 from harness.spec import layout, traits
 from harness.spec.case import Case, CaseError, to_json
+from harness.spec.trainer_spec import TrainerSpec
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "preflight", command, "judge a large layout on this machine: some ranks, each alone")
     add_layout(parser, or_command=True)
     parser.add_argument(
-        "--config", type=Path, metavar="FILE.toml", help="or torchtitan's own configuration, with --world"
+        "--config",
+        metavar="FILE.toml|MODULE:FUNCTION",
+        help="or torchtitan's own configuration, with --world: a file, or what returns one",
     )
     parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config or a command is for")
     parser.add_argument("--layout", metavar="DEGREES", help="of a command: dp_shard=512, or torchtitan's FILE.toml")
@@ -113,11 +116,23 @@ def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
     if args.config is not None:
         if args.case or args.dims or not args.world:
             raise BadInput("--config needs --world, and neither CASE nor --dims")
-        found = config_file.read(args.config, args.world)
+        found = _configured(args)
         return replace(found.case, training=replace(found.case.training, steps=args.steps)), found.set_aside
     case = layout_case(args)
     steps = min(args.steps, case.training.steps) if args.case else args.steps
     return replace(case, training=replace(case.training, steps=steps)), ()
+
+
+def _configured(args: argparse.Namespace) -> config_file.FromFile:
+    """A function of a module, or of a FILE.py; else a file of options. Raises BadInput and CaseError."""
+    if ":" not in args.config:
+        return config_file.read(Path(args.config), args.world)
+    wanted = TrainerSpec.parse(_trainer(args))
+    if wanted.name != "torchtitan":
+        raise BadInput("--config MODULE:FUNCTION needs --trainer torchtitan")
+    from harness.preflight import config_function  # imports torch
+
+    return config_function.read(args.config, args.world, wanted.source or None)
 
 
 def _trainer(args: argparse.Namespace) -> str:

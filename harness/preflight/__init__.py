@@ -7,6 +7,7 @@ lone_rank.py     what one process does
 unable.py        why a rank could not, where that says nothing of the trainer
 chosen.py        which ranks
 commands.py      instead of a trainer with an adapter, somebody's command; scripted.py is in its processes
+config_file.py   torchtitan's options as a case; config_function.py: as a function of somebody's returns them
 launches.py      a process each, as many at a time as there are cores
 judging.py       the trial of those ranks, for the same laws
 figures.py       what ranks hold, move and need at the most, in a few lines

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.preflight.request import LLAMA_3
-from harness.reference.config import PRESETS
+from harness.reference.config import PRESETS, ModelConfig
 from harness.spec.case import Case, CaseError
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
@@ -49,16 +49,21 @@ def read(path: Path, world: int) -> FromFile:
         told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CaseError(f"--config {path}: {error}") from error
-    said = {key: value for section in SECTIONS for key, value in told.get(section, {}).items()}
     model = told.get("model", {})
     flavor = "debug" if model.get("flavor") == "debugmodel" else model.get("flavor")
     if model.get("name") != "llama3" or flavor not in PRESETS:
         known = ", ".join(PRESETS)
         raise CaseError(f"--config {path}: model {model.get('name')} {flavor}: llama3 of a size {known} is known here")
+    return case_of(str(path), told, PRESETS[flavor], world)
+
+
+def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int) -> FromFile:
+    """name: of the configuration. told: what it says, by section. Raises CaseError."""
+    said = {key: value for section in SECTIONS for key, value in told.get(section, {}).items()}
     try:
-        case = _case(path, said, _dims(said, world), str(flavor), told.get("activation_checkpoint", {}))
+        case = _case(name, said, _dims(said, world), model, told.get("activation_checkpoint", {}))
     except ValueError as error:
-        raise CaseError(f"--config {path}: {error}") from error
+        raise CaseError(f"--config {name}: {error}") from error
     return FromFile(case, tuple(_set_aside(told, said)))
 
 
@@ -76,7 +81,9 @@ def _dims(said: Mapping[str, Any], world: int) -> ParallelDims:
     return dims
 
 
-def _case(path: Path, said: Mapping[str, Any], dims: ParallelDims, size: str, recompute: Mapping[str, Any]) -> Case:
+def _case(
+    name: str, said: Mapping[str, Any], dims: ParallelDims, model: ModelConfig, recompute: Mapping[str, Any]
+) -> Case:
     local = int(said.get("local_batch_size", said.get("batch_size", 8)))
     microbatches = _microbatches(said, dims, local)
     whole = int(said.get("global_batch_size", -1))
@@ -84,10 +91,10 @@ def _case(path: Path, said: Mapping[str, Any], dims: ParallelDims, size: str, re
     if samples % (local * dims.dp) or local % microbatches:
         raise ValueError(f"{samples} samples are not {dims.dp} data ranks x {local} samples x a whole number")
     return Case(
-        name=f"{size}_{dims.world_size}",
-        why=f"torchtitan's {path.name}, before a cluster is spent on it",
+        name=f"{model.name}_{dims.world_size}",
+        why=f"torchtitan's {Path(name).name}, before a cluster is spent on it",
         dims=dims,
-        model=PRESETS[size],
+        model=model,
         training=replace(LLAMA_3, seq_len=int(said.get("seq_len", 2048)), global_batch=samples, steps=1),
         features=Features(
             schedule=said.get("pipeline_parallel_schedule", "1F1B") if dims.pp > 1 else "1F1B",
