@@ -85,6 +85,7 @@ def _watched(
 
     world.join(this, case.dims.world_size)
     neighbours.vote_alone()
+    neighbours.tell_shapes(case)
     mode = imagined.prepared()
     fired: list[bool] = []
     if fault:

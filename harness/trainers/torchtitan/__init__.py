@@ -96,7 +96,14 @@ class Torchtitan(Adapter):
         training = dataclasses.replace(case.training, dtype="float64", compute_dtype=None)
         if reason := self.unsupported(dataclasses.replace(case, model=model, training=training, features=features)):
             return reason
+        if case.dims.pp > 1 and case.dims.tp > 1 and self._exchanges_by_types(case):
+            return "what the stages of a pipeline exchange with spmd_backend spmd_types is not known alone"
         return next(needs_memory(case), None)
+
+    def _exchanges_by_types(self, case: Case) -> bool:
+        if self._found().era.run_by != TRAINER_CONFIG.run_by:
+            return False
+        return self.spmd_backend == "spmd_types" if self.spmd_backend else not source.why_not_spmd_types(case, None)
 
     def dry(self, case: Case) -> StartedTrainer:
         return self._run(case, None, "cpu")
