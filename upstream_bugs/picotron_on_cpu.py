@@ -56,7 +56,7 @@ class Batches:
         return {
             "input_ids": mine[:, :-1].contiguous(),
             "target_ids": mine[:, 1:].contiguous(),
-            "position_ids": None,
+            "position_ids": torch.arange(self.seq_length_per_gpu).expand(self.micro_batch_size, -1),
             "hidden_states": None,
         }
 

@@ -214,7 +214,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
 
 def _step(summaries: Sequence[Summary]) -> Rows:
     """What moved in the step that is shown."""
-    inside = _axes(axes(summaries), several=len(summaries) > 1)
+    inside = list(_axes(axes(summaries))) or _no_axes(summaries)
     return [*inside, *outside_rows(summaries, groups_text), *_idle(summaries)]
 
 
@@ -238,13 +238,19 @@ def _model(summaries: Sequence[Summary]) -> str:
     )
 
 
-def _axes(found: Sequence[Axis], *, several: bool) -> Iterator[tuple[str, str]]:
+def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
     for axis in found:
         yield f"over {axis.size} ranks", f"{_role(axis)}{groups_text(axis.groups)}"
         for moved in sorted(axis.moved, key=lambda moved: PHASES.index(moved.phase))[:6]:
             yield "", f"  {_moved(moved)}"
-    if not found and several:
-        yield "groups", "no collective ran in forward or backward: each rank trains alone"
+
+
+def _no_axes(summaries: Sequence[Summary]) -> Rows:
+    """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
+    if len(summaries) == 1:
+        return []
+    alone = "" if any(one.outside for one in summaries) else ": each rank trains alone"
+    return [("groups", f"no collective ran in forward or backward{alone}")]
 
 
 def _role(axis: Axis) -> str:

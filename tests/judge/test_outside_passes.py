@@ -152,3 +152,10 @@ def test_a_snapshot_of_before_they_were_kept_is_accepted_anew_and_is_not_the_sam
         assert main(words) == 2
         said = capsys.readouterr()
         assert "--accept" in said.err and "the same" not in said.out
+
+
+def test_ranks_that_send_between_passes_do_not_train_alone() -> None:
+    sends = outside(ALL, 1, 16384, "1-3")
+    told_of = {moved: " ".join(page(recording(*moved, uses=())).split()) for moved in ((), (sends,))}
+    assert all("no collective ran in forward or backward" in text for text in told_of.values())
+    assert "trains alone" in told_of[()] and "trains alone" not in told_of[(sends,)]
