@@ -141,7 +141,13 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
     found = {law: reasons["of slices"] for law in ("traffic", "memory", "reshard") if reasons}
     if "traffic" not in found and (reason := _not_derived(records)):
         found["traffic"] = reason
+    if case.shards == 1 and not kinds and not _dtensors(ranks.values()):
+        found["placements"] = "nothing says where it lies: plain tensors, and no wrapper of torch's"
     return found
+
+
+def _dtensors(ranks: Iterable[RankEvidence]) -> bool:
+    return any(tensor.mesh is not None for evidence in ranks for tensor in evidence.parameters)
 
 
 def _not_derived(records: Mapping[int, RankRecord]) -> str:

@@ -50,6 +50,23 @@ def test_a_correct_job_passes_every_law_that_needs_no_reference(name: str) -> No
     assert found == dict.fromkeys(wanted, Verdict.PASS)
 
 
+def without_claims(ran: Trial, ranks: range) -> Trial:
+    """Gradients are reduced by functions of its own there."""
+    bare = {rank: replace(one, structure={}) if rank in ranks else one for rank, one in ran.ranks.items()}
+    return replace(ran, run=replace(ran.run, ranks=bare))
+
+
+def test_replicas_that_nothing_claims_break_no_law() -> None:
+    own = without_claims(trial_of(tiny_case("ddp_2")), range(2))
+    found = verdicts(recorded_trial(own, LAYOUTS["ddp_2"]))
+    assert set(found.values()) == {Verdict.PASS} and "placements" not in found
+
+
+def test_a_wrapper_that_one_rank_alone_lacks_is_missing() -> None:
+    own = without_claims(trial_of(tiny_case("ddp_2")), range(1))
+    assert verdicts(recorded_trial(own, LAYOUTS["ddp_2"]))["placements"] == Verdict.FAIL
+
+
 def test_laws_that_need_a_reference_are_not_applicable_and_say_so() -> None:
     results = {one.check: one for one in judged(recorded_trial(trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]))}
     for name in ("loss", "gradients", "update", "shard_contents"):
