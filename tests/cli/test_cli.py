@@ -365,6 +365,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def harness(*arguments: str, cwd: Path = ROOT, **how: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CI": "", "PYTHONPATH": str(cwd)}
+    """Under a limit on file sizes Python would leave truncated bytecode beside the sources, for every later process."""
+    environment = {**os.environ, "CI": "", "PYTHONPATH": str(cwd), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "harness", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, **how)

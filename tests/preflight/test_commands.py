@@ -29,6 +29,15 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
     )
 
 
+def test_a_rank_in_which_the_recorder_cannot_be_installed_ends_and_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.preflight.commands.BY", "harness.no_such_module")
+    run = run_alone([sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1)
+    assert run.codes == {3: 70} and "could not be installed" in run.unable[3]
+    assert "no_such_module" in log_file(run.directory, 3).read_text()
+
+
 def ended(tmp_path: Path, code: int, log: str) -> Exit:
     """Of a rank that left no record."""
     log_file(tmp_path, 3).write_text(log)
