@@ -21,6 +21,7 @@ _issued: dict[str, int] = {}
 
 def join() -> int:
     dist.init_process_group("gloo", init_method=os.environ.get("INIT_METHOD", "env://"), **place())
+    dist.barrier()  # a rank that exits breaks those that are still connecting
     return dist.get_rank()
 
 
@@ -141,7 +142,7 @@ def tells_timeouts(options: dict[str, Any]) -> None:
     groups = [dist.group.WORLD, *mesh.get_all_groups(), dist.new_group()]
     limits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     print("timeouts", sorted(limit.total_seconds() for limit in limits))
-    dist.barrier()  # a rank that exits breaks those that are still connecting the last group
+    dist.barrier()  # as in join
 
 
 def subgroup_hangs(_: dict[str, Any]) -> None:

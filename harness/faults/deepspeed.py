@@ -16,16 +16,21 @@ from harness.faults import operators as op
 
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
+
+def configured_with(**zero: int) -> op.Operator:
+    return op.change_result(
+        "harness.trainers.deepspeed.engine:_config",
+        lambda config: config | {"zero_optimization": config["zero_optimization"] | zero},
+    )
+
+
 zero1_runs_as_zero0 = fault(
     breaks="the engine is configured with stage 0 where ZeRO-1 is requested: every rank has all optimizer state",
     bug="of the family of M01 pytorch/torchtitan #711: another parallelism than requested, and equal losses",
     case="zero1_2",
     caught_by="features memory",
     named="another stage of ZeRO",
-    does=op.change_result(
-        "harness.trainers.deepspeed.engine:_config",
-        lambda config: config | {"zero_optimization": config["zero_optimization"] | {"stage": 0}},
-    ),
+    does=configured_with(stage=0),
 )
 
 zero2_runs_as_zero1 = fault(
@@ -34,10 +39,7 @@ zero2_runs_as_zero1 = fault(
     case="zero2_2_accum",
     caught_by="features traffic",
     named="another feature",
-    does=op.change_result(
-        "harness.trainers.deepspeed.engine:_config",
-        lambda config: config | {"zero_optimization": config["zero_optimization"] | {"stage": 1}},
-    ),
+    does=configured_with(stage=1),
 )
 
 

@@ -24,9 +24,6 @@ from harness.spec.dims import ParallelDims
 ALONE = "HARNESS_RECORD_ALONE"
 """Of how many ranks the command's process is one; in its environment."""
 BY = "harness.preflight.scripted"
-NO_RECORDER = 70
-"""A process in which the recorder could not be installed ends with this (harness/record/site/sitecustomize.py)."""
-NOT_INSTALLED = "the recorder could not be installed in it, and its log says why"
 UNDECLARED = {law: "a command says no recipe" for law in OF_ALONE if law not in OF_RECORDED}
 
 
@@ -58,7 +55,6 @@ def run_alone(
     unable = {
         rank: file.read_text(encoding="utf-8") for rank in ranks if (file := unable_file(directory, rank)).exists()
     }
-    unable |= {rank: NOT_INSTALLED for rank, code in codes.items() if code == NO_RECORDER}
     return CommandRun(directory, codes, records, unable, time.monotonic() - began)
 
 

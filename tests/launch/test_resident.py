@@ -149,12 +149,13 @@ def test_a_command_that_is_interrupted_or_killed_leaves_the_resident_server_alon
     try:
         wait_for(lambda: all((tmp_path / name).exists() for name in "01"))
         assert len(leftovers(tmp_path / "job", range(2))) >= 4  # two ranks, a process of each
+        [serves] = [status["pid"] for status in status_of_all() if status["commands"]]
         command.send_signal(number)
         assert command.communicate(timeout=20)[0] == printed
     finally:
         command.kill()
     wait_for(lambda: not leftovers(tmp_path / "job", range(2)))
-    wait_for(lambda: [status["commands"] for status in status_of_all() if status["ends"] > 1] == [0])
+    wait_for(lambda: [status["commands"] for status in status_of_all() if status["pid"] == serves] == [0])
 
 
 # ---- which server it is

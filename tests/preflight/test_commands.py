@@ -34,8 +34,8 @@ def test_a_rank_in_which_the_recorder_cannot_be_installed_ends_and_is_unknown(
 ) -> None:
     monkeypatch.setattr("harness.preflight.commands.BY", "harness.no_such_module")
     run = run_alone([sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1)
-    assert run.codes == {3: 70} and "could not be installed" in run.unable[3]
-    assert "no_such_module" in log_file(run.directory, 3).read_text()
+    assert run.codes == {3: 1} and "could not be installed" in run.unable[3]
+    assert "no_such_module" in run.unable[3] and "no_such_module" in log_file(run.directory, 3).read_text()
 
 
 def ended(tmp_path: Path, code: int, log: str) -> Exit:

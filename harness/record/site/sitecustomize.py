@@ -53,8 +53,7 @@ def tell(name: str) -> None:
         note("failed", repr(error))
         print(f"harness: this process is not recorded: {error!r}", file=sys.stderr)
         if "HARNESS_RECORD_ALONE" in os.environ:  # of a world that is not there it would wait for ever
-            sys.stderr.flush()
-            os._exit(70)
+            end_alone(f"the recorder could not be installed in it: {error!r}")
 
 
 def note(state: str, text: str = "") -> None:
@@ -65,6 +64,15 @@ def note(state: str, text: str = "") -> None:
             file.write(" ".join([text, *sys.orig_argv]))
     except OSError as error:
         print(f"harness: {folder} cannot be written: {error}", file=sys.stderr)
+
+
+def end_alone(reason: str) -> None:
+    """As a rank of which nothing can be said."""
+    file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
+    with open(file, "w") as told:
+        told.write(reason)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def the_hidden_one() -> None:
