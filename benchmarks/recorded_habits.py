@@ -271,7 +271,7 @@ def record(name: str, folder: Path) -> None:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            recorder._recorder._at_exit()
+            recorder._recorder.end()
             os._exit(0)
         children.append(child)
     print(name, "ended", [os.waitpid(child, 0)[1] for child in children], flush=True)

@@ -109,9 +109,10 @@ class TrainingConfig:
     clipping. `data` names a file of tokens; None means the dataset made from `seed`.
 
     `compute_dtype`: what parameters are cast to for forward and backward; None leaves them as they are. `quantize`: the
-    format of the blocks' matmuls, by torchao. `variable_length`: even steps train on the first half of each
-    sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the row's first
-    token (rotary attention sees distances only, so starting anew in each document would be the same).
+    format of the blocks' matmuls, by torchao. `tf32`: GPUs may round the operands of float32 matmuls to TF32, 10 bits of
+    mantissa (torch's `set_float32_matmul_precision("high")`); CPUs do not. `variable_length`: even steps train on the first
+    half of each sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the
+    row's first token (rotary attention sees distances only, so starting anew in each document would be the same).
     `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
     of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight
     decay that leaves norm weights alone. `rates`: the learning rate of each step, of a trainer that keeps its own schedule,
@@ -135,6 +136,7 @@ class TrainingConfig:
     data: str | None = None
     compute_dtype: str | None = None
     quantize: str | None = None
+    tf32: bool = False
     variable_length: bool = False
     document_mask: bool = False
     masked_samples: bool = False
@@ -147,6 +149,8 @@ class TrainingConfig:
             if getattr(self, key) not in known:
                 named = ", ".join("null" if choice is None else choice for choice in known)
                 raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {named}")
+        if self.tf32 and "float32" not in (self.compute_dtype or self.dtype, self.quantize and self.dtype):
+            raise ValueError("tf32 is a way to multiply float32, of which this recipe multiplies none; leave it out")
         for key in ("steps", "global_batch", "seq_len"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")

@@ -6,9 +6,10 @@ trainer alike.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,17 @@ from torch import Tensor, nn
 from .config import TrainingConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def float32_matmuls(training: TrainingConfig) -> Iterator[None]:
+    """Torch's precision of float32 matmuls as the recipe has it; the switch is the process's, and put back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if training.tf32 else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
 from .model import at_least_float32, initial_weights, llama_from, seed_masks
 from .noise import Order, Reordered, measure, orders
-from .precision import DTYPES, Worker
+from .precision import DTYPES, Worker, float32_matmuls
 from .record import ReferenceRun, ReferenceStep
 
 
@@ -46,13 +46,15 @@ def train(
     ]
     worker = Worker(model, training, quantized_modules(model_config))
     inputs = _inputs(worker, batches[0][0], training)
-    trained = _train_steps(model, worker, batches, training)
+    with float32_matmuls(training):
+        trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
         again = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
         return _train_steps(again, Worker(again, training, quantized_modules(model_config)), batches, training, order)
 
-    spread = {key: measure(trained, [repeat(order) for order in noise_orders(key, training)]) for key in noise}
+    with float32_matmuls(training):
+        spread = {key: measure(trained, [repeat(order) for order in noise_orders(key, training)]) for key in noise}
     return ReferenceRun(
         weights=start,
         steps=trained,

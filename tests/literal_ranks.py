@@ -39,6 +39,7 @@ APART = TrainerTraits(fsdp_units="apart")
 
 SETTINGS = {
     **{"autograd anomaly detection": "off", "deterministic algorithms": "off", "cudnn.benchmark": "off"},
+    **{"TF32 in CUDA matmuls": "off"},
     **{"float32 matmul precision": "highest", "default dtype": "float32", "threads": "1"},
 }
 

@@ -5,7 +5,7 @@
     python -m tools.gpu --stage programs       only what follows the cases
     python -m tools.gpu --device cpu           the same without a GPU: how this file is tried where there is none
 
-Stages follow each other: one rank in float64, float32 and bfloat16 and in 8 bits, one rank compiled, then several ranks on
+Stages follow each other: one rank in float64, float32, TF32, bfloat16 and in 8 bits, one rank compiled, then several ranks on
 each GPU; at last programs: a model of 1B parameters with and without the recorder, the probe's cost on it, torchtitan, the
 catalogue of faults. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be committed:
 
@@ -21,6 +21,7 @@ A case that has its line is not run again, unless --again. Exit codes as the har
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -70,6 +71,12 @@ def plain(cases: Sequence[Case], dtype: str) -> list[Case]:
     return [in_dtype(case, dtype) for case in alone(cases) if not (case.training.quantize or case.features.compile)]
 
 
+def in_tf32(cases: Sequence[Case]) -> list[Case]:
+    """Those whose matmuls are in float32."""
+    whole = [case for case in plain(cases, "float32") if not case.training.compute_dtype]
+    return [dataclasses.replace(case, training=dataclasses.replace(case.training, tf32=True)) for case in whole]
+
+
 def quantized(cases: Sequence[Case]) -> list[Case]:
     return [case for case in alone(cases) if case.training.quantize]
 
@@ -87,6 +94,7 @@ def shared(cases: Sequence[Case]) -> list[Case]:
 STAGES = (
     Stage("float64", "one rank", lambda cases: plain(cases, "float64")),
     Stage("float32", "one rank", lambda cases: plain(cases, "float32")),
+    Stage("tf32", "one rank, float32 rounded to TF32 as it is multiplied", in_tf32),
     Stage("bfloat16", "one rank", lambda cases: plain(cases, "bfloat16")),
     Stage("8 bits", "one rank, float8 and MXFP8", quantized),
     Stage("compiled", "one rank, torch.compile", compiled),

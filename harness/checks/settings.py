@@ -16,7 +16,8 @@ from harness.judge.trial import Trial
 STAGE = "structure"
 
 DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
-FLOAT32 = ("float32 matmul precision", "TF32 in CUDA matmuls", "NVIDIA_TF32_OVERRIDE")
+TF32 = "TF32 in CUDA matmuls"
+FLOAT32 = ("float32 matmul precision", TF32, "NVIDIA_TF32_OVERRIDE")
 FREE = ("cudnn.benchmark", "bfloat16 sums in CUDA matmuls", "CUBLAS_WORKSPACE_CONFIG")  # kernels that are all right
 
 
@@ -35,12 +36,13 @@ def is_free(trial: Trial, name: str) -> bool:
     training = trial.case.training
     multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
     deterministic = trial.case.runs > 1 and name in DETERMINISM
-    return name in FREE or deterministic or (name in FLOAT32 and not multiplies_float32)
+    chosen = training.tf32 and name == FLOAT32[0]  # how TF32 is asked for
+    return name in FREE or deterministic or chosen or (name in FLOAT32 and not multiplies_float32)
 
 
 def allowed(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
-    """A recipe's dtype may be the default of all tensors."""
-    requested = evidence.settings[name]
+    """A recipe's dtype may be the default of all tensors, and TF32 is as it says."""
+    requested = "on" if name == TF32 and trial.case.training.tf32 else evidence.settings[name]
     return (requested, trial.case.training.dtype) if name == "default dtype" else (requested,)
 
 

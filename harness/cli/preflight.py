@@ -85,7 +85,9 @@ def _of_command(args: argparse.Namespace, words: list[str]) -> int:
     ends = tuple(sorted({0, args.world - 1}))
     selected = Chosen({"first and last": ends}, args.seed) if args.ranks == "auto" else _listed(args.ranks, args.world)
     try:
-        run = commands.run_alone(words, selected.ranks, args.world, args.out / "preflight_command", args.jobs)
+        run = commands.run_alone(
+            words, selected.ranks, args.world, args.out / "preflight_command", args.jobs, args.timeout
+        )
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     verdicts = commands.judged(run, dims)

@@ -3,10 +3,12 @@
 failed_alone   it died by a signal that was not ours, or was stopped, or raised something else than "my peer is gone"
 disagreeing    at one place of a group's sequence it issued another collective than the others
 aborted        C++ ended it for an exception, which is gloo's way of finding out about the above
+nobody         all lost their peers, one of them in what every member of the group had issued: nothing came through between
+               them. Who is ahead then, has received before the link went down what others still wait for
 waited_for     others are ahead of it in a group's sequence, while it waits for nobody; in a cycle, all of it
 left_early     it exited 0 before the others lost their connection
 stuck          it was killed while computing, the others while waiting; if no stack tells, all that were killed
-nobody         the first to fail timed out in what every member of the group had issued: nothing came through between them
+nobody         the first to fail timed out in what every member of the group had issued: likewise
 first_failed   it raised first
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
 from harness.launch.rank_exit import Fate, busy, failed, frames, moment, render, useful, winding_up
-from harness.launch.sequences import describe, disagreeing, waited_for
+from harness.launch.sequences import describe, disagreeing, place, position, waited_for
 
 
 def judge(fates: Sequence[Fate]) -> list[Exit]:
@@ -117,11 +119,12 @@ def culprits(fates: Sequence[Fate]) -> dict[int, str]:
         failed_alone(fates)
         or disagreeing(fates)
         or aborted(fates)
-        or waited_for(fates)
-        or left_early(fates)
-        or stuck(fates)
-        or ({} if undelivered(fates) else first_failed(fates))
+        or ({} if all(map(lost_peer, fates)) and undelivered(fates) else lagging(fates))
     )
+
+
+def lagging(fates: Sequence[Fate]) -> dict[int, str]:
+    return waited_for(fates) or left_early(fates) or stuck(fates) or ({} if undelivered(fates) else first_failed(fates))
 
 
 def failed_alone(fates: Sequence[Fate]) -> dict[int, str]:
@@ -153,13 +156,15 @@ def thrown(fate: Fate) -> str:
 
 
 def undelivered(fates: Sequence[Fate]) -> str:
-    """In words, where nobody lags and still nothing came: the network, not a rank. "" where that was not seen."""
-    first = min(filter(failed, fates), key=moment, default=None)
-    if first is None or not first.issued or any(fate.status == 0 or died(fate) for fate in fates):
+    """In words, where all had issued what timed out and still nothing came: the network, not a rank. "" where that was not
+    seen."""
+    if any(fate.status == 0 or died(fate) for fate in fates):
         return ""
-    if not (lost_peer(first) and TIMED_OUT.search((first.failure or {}).get("message", ""))):
+    lost = sorted(filter(failed, fates), key=moment)
+    asked = lost if all(map(lost_peer, fates)) else lost[:1]
+    issued = next((fate.issued[-1] for fate in asked if timed_out(fate) and issued_by_all(fate, fates)), None)
+    if issued is None:
         return ""
-    issued = first.issued[-1]
     hosts: dict[str, list[int]] = defaultdict(list)
     for fate in fates:
         if fate.rank in issued.ranks:
@@ -167,6 +172,18 @@ def undelivered(fates: Sequence[Fate]) -> str:
     ends = " and ".join(f"{host} (ranks {ranks_text(ranks)})" for host, ranks in sorted(hosts.items()))
     between = f"between {ends}" if len(hosts) > 1 else "between them"
     return f"nothing came through {between} in {describe(issued)}, which all of them had issued"
+
+
+def timed_out(fate: Fate) -> bool:
+    return lost_peer(fate) and bool(TIMED_OUT.search((fate.failure or {}).get("message", "")))
+
+
+def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
+    """What this rank issued last."""
+    if not fate.issued:
+        return False
+    mine = fate.issued[-1]
+    return all(position(peer, place(mine)) >= mine.seq for peer in fates if peer.rank in mine.ranks)
 
 
 def first_failed(fates: Sequence[Fate]) -> dict[int, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +20,12 @@ from harness.evidence.records import Exit
 from harness.judge.recorded import trial_of
 from harness.judge.trial import Alone, Trial
 from harness.preflight.judging import Verdicts
+from harness.preflight.launches import LATE
 from harness.record import injection
 from harness.spec.dims import ParallelDims
 
+STEPS = "1-3"
+"""What of a command's training is recorded; with the step that follows a rank's process ends."""
 ALONE = "HARNESS_RECORD_ALONE"
 """Of how many ranks the command's process is one; in its environment."""
 BY = "harness.preflight.scripted"
@@ -39,15 +44,25 @@ class CommandRun:
 
 
 def run_alone(
-    words: Sequence[str], ranks: Sequence[int], world: int, directory: Path, at_once: int | None
+    words: Sequence[str],
+    ranks: Sequence[int],
+    world: int,
+    directory: Path,
+    at_once: int | None = None,
+    timeout: float = 600.0,
 ) -> CommandRun:
-    """The command once for each rank. Raises injection.CommandError and EvidenceError."""
+    """The command once for each rank. timeout: seconds for one. Raises injection.CommandError and EvidenceError."""
     began = time.monotonic()
     injection.fresh(directory)
 
     def alone(rank: int) -> int:
         environment = dict(places(rank, world)) | {injection.BY: BY, ALONE: str(world)}
-        return injection.run(words, directory, "1-3", more=environment, log=log_file(directory, rank))
+        log = log_file(directory, rank)
+        try:
+            return injection.run(words, directory, STEPS, more=environment, log=log, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            unable_file(directory, rank).write_text(LATE.format(timeout), encoding="utf-8")
+            return -signal.SIGKILL
 
     with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as pool:
         codes = dict(zip(ranks, pool.map(alone, ranks), strict=True))

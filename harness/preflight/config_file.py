@@ -30,7 +30,7 @@ READ = (
     *DEGREES,
     *("seq_len", "batch_size", "local_batch_size", "global_batch_size", "max_norm"),
     *("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "pipeline_parallel_microbatches"),
-    *("fsdp_reshard_after_forward", "enable_cpu_offload", "mixed_precision_param", "mixed_precision_reduce"),
+    *("fsdp_reshard_after_forward", "enable_cpu_offload", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
 )
 OF_NUMBERS = ("steps", "warmup_steps", "dataset", "dataset_path", "seed", "deterministic", "gc_freq")
 
@@ -84,6 +84,7 @@ def _dims(said: Mapping[str, Any], world: int) -> ParallelDims:
 def _case(
     name: str, said: Mapping[str, Any], dims: ParallelDims, model: ModelConfig, recompute: Mapping[str, Any]
 ) -> Case:
+    stored, computed = said.get("dtype", "float32"), said.get("mixed_precision_param", "bfloat16")
     local = int(said.get("local_batch_size", said.get("batch_size", 8)))
     microbatches = _microbatches(said, dims, local)
     whole = int(said.get("global_batch_size", -1))
@@ -95,7 +96,15 @@ def _case(
         why=f"torchtitan's {Path(name).name}, before a cluster is spent on it",
         dims=dims,
         model=model,
-        training=replace(LLAMA_3, seq_len=int(said.get("seq_len", 2048)), global_batch=samples, steps=1),
+        training=replace(
+            LLAMA_3,
+            seq_len=int(said.get("seq_len", 2048)),
+            global_batch=samples,
+            steps=1,
+            max_norm=said.get("max_norm", 1.0),
+            dtype=stored,
+            compute_dtype=None if computed == stored else computed,
+        ),
         features=Features(
             schedule=said.get("pipeline_parallel_schedule", "1F1B") if dims.pp > 1 else "1F1B",
             microbatches=microbatches if dims.pp > 1 else None,
@@ -104,7 +113,7 @@ def _case(
             activation_checkpointing=_recomputed(recompute),
             reshard_after_forward=said.get("fsdp_reshard_after_forward", "default"),
             cpu_offload=bool(said.get("enable_cpu_offload", False)),
-            reduce_dtype="float32",
+            reduce_dtype=said.get("mixed_precision_reduce", "float32"),
         ),
     )
 

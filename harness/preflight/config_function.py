@@ -21,7 +21,7 @@ from harness.spec.case import Case, CaseError
 from harness.trainers.torchtitan import source
 
 ALSO_READ = (
-    *("dtype", "enable_sequence_parallel", "context_parallel_load_balancer", "spmd_backend"),
+    *("enable_sequence_parallel", "context_parallel_load_balancer", "spmd_backend"),
     *("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"),
 )
 OF_GPUS = ("disable_cuda_graphs", "gc_debug", "expert_parallel_degree")  # the last has no effect on a Llama
@@ -137,17 +137,14 @@ def _scaling(rope: Any) -> RopeScaling | None:
 
 def carried_out(case: Case, said: Mapping[str, Any]) -> Case:
     """With what a file of options does not say."""
-    dtype, computed = said.get("dtype", "float32"), said.get("mixed_precision_param", "bfloat16")
     features = dataclasses.replace(
         case.features,
-        reduce_dtype=said.get("mixed_precision_reduce", "float32"),
         sequence_parallel=said.get("enable_sequence_parallel", True),
         cp_load_balance=said.get("context_parallel_load_balancer") is not None or case.dims.cp == 1,
         first_stage_less_layers=_fewer(case, said, "first"),
         last_stage_less_layers=_fewer(case, said, "last"),
     )
-    training = dataclasses.replace(case.training, dtype=dtype, compute_dtype=None if computed == dtype else computed)
-    return dataclasses.replace(case, features=features, training=training)
+    return dataclasses.replace(case, features=features)
 
 
 def _fewer(case: Case, said: Mapping[str, Any], which: str) -> int:

@@ -19,6 +19,7 @@ from harness.preflight.lone_rank import Used, evidence_file, unable_file
 from harness.spec.case import Case, to_json
 
 ENTRY = "harness.preflight.lone_rank:rank"
+LATE = "it had not ended after {:g} s, and alone it waits for nobody: --timeout gives it more"
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def fly(
     evidence, used = _read(folder, ranks)
     run = Run(str(folder), case.dims.world_size, exits, evidence, fault=fault, trainer=trainer)
     unable = {rank: text.read_text(encoding="utf-8") for rank in ranks if (text := unable_file(folder, rank)).exists()}
-    late = f"it had not ended after {timeout:g} s, and alone it waits for nobody: --timeout gives it more"
-    unable |= {exit.rank: late for exit in exits if exit.how == "killed" and AT_LIMIT in exit.error}
+    unable |= {exit.rank: LATE.format(timeout) for exit in exits if exit.how == "killed" and AT_LIMIT in exit.error}
     return Flown(run, tuple(ranks), time.monotonic() - began, used, unable)
 
 

@@ -58,9 +58,25 @@ def _begin(of: Recorder) -> None:
     of.seen.reads_contents = False
     of.collectives.close()
     _note_what_cannot_be(unable_file(of.directory, rank))
+    _end_behind(of, max(last for _, last in of.chosen.spans))
     _entered.enter_context(mode)
     _entered.enter_context(computing_with(mode))
     imagined.silence_propagation(_entered.enter_context(Witness(Watched(of))))  # type: ignore[arg-type]
+
+
+def _end_behind(of: Recorder, last: int) -> None:
+    """A rank alone trains for nobody: as the step begins that follows this one, its process ends."""
+    between = of.clock.between_steps
+
+    def over() -> None:
+        between()
+        if of.clock.finished >= last:
+            of.end()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    of.clock.between_steps = over
 
 
 def _note_what_cannot_be(file: Path) -> None:

@@ -58,9 +58,11 @@ def run(
     *,
     more: Mapping[str, str] | None = None,
     log: Path | None = None,
+    timeout: float | None = None,
 ) -> int:
     """Its exit code, or minus the signal that ended it: that of Ctrl-C where it failed after one, as torchrun does. more: of
-    its environment. log: where it writes; None: here. Raises CommandError where it cannot be started."""
+    its environment. log: where it writes; None: here. Raises CommandError where it cannot be started, and TimeoutExpired
+    where it was killed after this many seconds."""
     if missing := missing_script(command):
         raise CommandError(f"{missing}: no such file")
     try:
@@ -71,7 +73,12 @@ def run(
     except OSError as error:
         raise CommandError(f"{command[0]}: cannot be run: {error.strerror}") from error
     with _signals_for(process) as interrupted:
-        code = process.wait()
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
     return -signal.SIGINT if code and interrupted else code
 
 

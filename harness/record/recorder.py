@@ -70,7 +70,7 @@ class Recorder:
         torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer)
         self.clock.between_steps = self._between_steps
         self._see_calls()
-        atexit.register(self._at_exit)
+        atexit.register(self.end)
         self._see_errors()
 
     def is_chosen(self) -> bool:
@@ -162,7 +162,8 @@ class Recorder:
 
         sys.excepthook = raised
 
-    def _at_exit(self) -> None:
+    def end(self) -> None:
+        """With the process."""
         if self.seen.classes and self.seen.pid == os.getpid():
             self.ended = self.ended or "ok"
             self.save()

@@ -95,3 +95,12 @@ def test_evidence_without_settings_is_no_pass() -> None:
     for rank, step in EVERYWHERE:
         trial = with_step(trial, rank, step, settings={})
     assert judged("settings", trial).verdict is Verdict.UNKNOWN
+
+
+def test_tf32_is_on_where_the_recipe_has_it_and_off_where_it_does_not() -> None:
+    name = "TF32 in CUDA matmuls"
+    requested, silent = (trial_of(tiny_case("fsdp_2", replace(FLOAT32, tf32=on))) for on in (True, False))
+    switched = with_setting(with_setting(requested, name, "on"), "float32 matmul precision", "high")
+    assert judged("settings", switched).verdict is Verdict.PASS
+    assert cause(requested) == f"{name} are off from step 1 on, requested on"
+    assert cause(with_setting(silent, name, "on")) == f"{name} are on from step 1 on, requested off"

@@ -312,6 +312,19 @@ def test_where_all_had_issued_the_collective_that_timed_out_the_network_is_told_
     assert {e.undelivered for e in judge(on_one_host)} == {f"nothing came through between them in {where}"}
 
 
+def test_who_still_waits_for_what_all_had_issued_as_the_link_went_down_is_not_blamed_for_lagging() -> None:
+    """Rank 1 had received its peer's part of #3, and went on; its own part never arrived."""
+    behind = Fate(0, 1, failure=failure(TIMED_OUT), issued=(all_reduce(3),), host="one")
+    ahead = Fate(1, 1, failure=failure(TIMED_OUT, time=9.5), issued=(all_reduce(3), all_reduce(4)), host="two")
+    assert blamed(behind, ahead) == {}
+    where = "all_reduce #3 of group [0,1] (step 2, backward, 16 B), which all of them had issued"
+    assert judge([behind, ahead])[0].undelivered == (
+        f"nothing came through between one (ranks [0]) and two (ranks [1]) in {where}"
+    )
+    reset = replace(behind, failure=failure(RESET))
+    assert list(blamed(reset, replace(ahead, issued=(all_reduce(4),)))) == [0]
+
+
 def test_a_rank_that_lags_is_blamed_for_a_time_out_whatever_host_it_is_on() -> None:
     ahead = Fate(0, 1, failure=failure(TIMED_OUT), issued=(all_reduce(3),), host="one")
     lags = Fate(1, -9, killed=LIMIT, issued=(all_reduce(2),), host="two")

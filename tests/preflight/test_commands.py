@@ -10,6 +10,7 @@ import pytest
 from harness.cli import parser
 from harness.evidence.records import Exit
 from harness.preflight.commands import CommandRun, _ended, judged, log_file, run_alone
+from harness.preflight.launches import LATE
 from harness.spec.dims import ParallelDims
 
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
@@ -20,8 +21,11 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
 ) -> None:
     monkeypatch.setenv("REPLICATE", "2")
     monkeypatch.setenv("WRONG", "1")
-    run = run_alone([sys.executable, SCRIPT], (3,), 64, tmp_path / "command", 1)
+    forever = tmp_path / "forever.py"  # each rank ends with the steps that are looked at
+    forever.write_text(Path(SCRIPT).read_text(encoding="utf-8").replace("range(1, 5)", "range(1, 1_000_000)"))
+    run = run_alone([sys.executable, str(forever)], (3,), 64, tmp_path / "command")
     assert (run.codes, run.unable) == ({3: 0}, {}), log_file(run.directory, 3).read_text()
+    assert (run.records[3].ended, run.records[3].steps_seen) == ("ok", 3)
     verdicts = judged(run, ParallelDims(dp_replicate=2, dp_shard=32))
     assert verdicts.diagnosis is not None
     assert verdicts.diagnosis.cause == (
@@ -36,6 +40,12 @@ def test_a_rank_in_which_the_recorder_cannot_be_installed_ends_and_is_unknown(
     run = run_alone([sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1)
     assert run.codes == {3: 1} and "could not be installed" in run.unable[3]
     assert "no_such_module" in run.unable[3] and "no_such_module" in log_file(run.directory, 3).read_text()
+
+
+def test_a_rank_that_trains_nothing_within_the_limit_is_killed_and_unknown(tmp_path: Path) -> None:
+    idle = [sys.executable, "-c", "import time; time.sleep(600)"]
+    run = run_alone(idle, (3,), 64, tmp_path / "idle", timeout=0.5)
+    assert (run.codes, run.unable) == ({3: -9}, {3: LATE.format(0.5)})
 
 
 def ended(tmp_path: Path, code: int, log: str) -> Exit:

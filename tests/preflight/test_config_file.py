@@ -62,6 +62,13 @@ def test_the_shard_degree_is_what_the_others_leave_of_the_world(tmp_path: Path) 
     assert found.case.features.activation_checkpointing == "full"
 
 
+def test_its_precision_and_clipping_are_those_of_the_case(tmp_path: Path) -> None:
+    asked = '[training]\nmax_norm = 0.5\nmixed_precision_param = "float32"\nmixed_precision_reduce = "bfloat16"'
+    case = read(file(tmp_path, OF_2025.replace("[training]", asked)), 512).case
+    assert (case.training.dtype, case.training.compute_dtype, case.training.max_norm) == ("float32", None, 0.5)
+    assert case.features.reduce_dtype == "bfloat16"
+
+
 def test_what_is_not_run_is_said(tmp_path: Path) -> None:
     assert read(file(tmp_path, OF_2025), 512).set_aside == ("torch.compile", "8 bits", "enable_async_tensor_parallel")
 

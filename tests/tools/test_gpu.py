@@ -86,7 +86,7 @@ def test_what_is_left_is_told_by_stage_and_by_reason() -> None:
         record("shared", "ddp_2", "FAIL", backend="gloo", cause="gradients are halved"),
     ]
     assert gpu.table(found)[2] == "| float64 | 1 | 1 PASS | 10.0 ms | 2 MiB | nccl |"
-    assert gpu.table(found)[7] == "| shared | 2 | 1 SKIPPED, 1 FAIL | - | 0 MiB | gloo |"
+    assert gpu.table(found)[8] == "| shared | 2 | 1 SKIPPED, 1 FAIL | - | 0 MiB | gloo |"
     assert gpu.cannot_run(found, MACHINE) == [
         *("without torchao: no recipes in float8 and MXFP8", "", "gloo sends no tensor", "    pp_2 (shared)"),
     ]

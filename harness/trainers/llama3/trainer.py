@@ -58,6 +58,8 @@ def join(case: Case, device: str) -> torch.device:
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(here)
         torch.use_deterministic_algorithms(case.runs > 1)  # else kernels of GPUs may add up in any order
+    if case.training.tf32:
+        torch.set_float32_matmul_precision("high")
     if "RANK" in os.environ:
         process_group.join(process_group.backend_for(here.type))
     return here
