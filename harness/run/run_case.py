@@ -55,12 +55,12 @@ def to_itself(case: Case, options: Options) -> Iterator[Path]:
 
 def make(case: Case, options: Options) -> Path:
     """The left half of the line: all evidence, in a folder that nobody else uses meanwhile. Raises as run_case does."""
-    chosen = trainers.traits_by_launch(case, options.trainer)
+    chosen, place = trainers.traits_by_launch(case, options.trainer), folder_of(case, options)
     case = traits.settled(case, chosen)
     for name, launched in case.launches.items():
         make_plan(launched, chosen[name])
     cached = reference_folder(case, options)
-    folder = fresh_folder(folder_of(case, options))
+    folder = fresh_folder(place)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
     write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in chosen.items()}, indent=1))
     hard_link(cached / "reference.npz", folder / "reference.npz")

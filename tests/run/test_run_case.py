@@ -18,6 +18,8 @@ from harness.evidence.store import EvidenceError, load_run
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.report.text import case_report
+from harness.run import run_case as module
+from harness.run.folders import folder_of
 from harness.run.judging import judge_folder
 from harness.run.launches import commit_of
 from harness.run.options import Options
@@ -26,6 +28,7 @@ from harness.run.run_case import run_case
 from harness.run.supported import unsupported
 from harness.spec.case import Case
 from harness.spec.loading import from_json
+from harness.spec.traits import TrainerTraits
 
 
 def case_of(name: str, **parts: Any) -> Case:
@@ -92,6 +95,19 @@ def test_a_folder_that_is_not_ours_is_not_deleted(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="not empty and not written by this harness; choose another --out"):
         run_case(case_of("mine"), Options(out=tmp_path))
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_evidence_lies_where_it_is_looked_for_though_the_trainer_keeps_its_own_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case_of("own_rates", training={"dtype": "float32"}), file="cases/any.yaml")
+    own = TrainerTraits(rates=(1e-3,) * case.training.steps)
+    monkeypatch.setattr(module.trainers, "traits_by_launch", lambda *_: {"run": own})
+    monkeypatch.setattr(module, "reference_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(module, "hard_link", lambda *_: None)
+    monkeypatch.setattr(module, "launch_all", lambda *_: None)
+    options = Options(out=tmp_path / "out")
+    assert module.make(case, options) == folder_of(case, options)
 
 
 def test_two_nodes_make_one_run(tmp_path: Path) -> None:

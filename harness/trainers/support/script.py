@@ -40,6 +40,7 @@ class Script:
         float64.widen(dtype, *beside)
         self._function = TrainingFunction(lambda _: self._run())
         self._model: nn.Module | None = None
+        self._called: Any = nn.Module.__call__
 
     def replace(self, name: str, by: Any) -> None:
         """In the script and in all that lies beside it, wherever this name is. Raises ValueError where it is nowhere."""
@@ -65,6 +66,13 @@ class Script:
             load(self._model)
         return self._model
 
+    def wait(self, model: nn.Module) -> None:
+        """For what an adapter puts into a script whose first forward pass is too late to stop, as in a pipeline, where the last
+        stage waits for the others first. model: what the script trains, with whatever wraps it."""
+        nn.Module.__call__ = self._called
+        self._model = model
+        self._function.wait()
+
     def run(self) -> None:
         """On to its end. Raises what the script raises."""
         self._function.train()
@@ -78,13 +86,11 @@ class Script:
 
     def _at_first_call(self) -> None:
         """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
-        original: Any = nn.Module.__call__
+        original = self._called = nn.Module.__call__
 
         def stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.current_thread().name == "trainer" and any(True for _ in module.parameters()):
-                nn.Module.__call__ = original
-                self._model = module
-                self._function.wait()
+                self.wait(module)
             return original(module, *args, **kwargs)
 
         nn.Module.__call__ = stop
