@@ -14,6 +14,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -92,6 +93,7 @@ class Judge:
         """Its verdict is still open."""
         began = time.monotonic()
         git(self.checkout, "checkout", "--quiet", "--detach", commit)
+        forget_bytecode(self.checkout)
         date, _, subject = git(self.checkout, "show", "--no-patch", "--format=%cs %s", commit).strip().partition(" ")
         found = Judged(commit, date, subject, "")
         for case in self.cases:
@@ -137,6 +139,12 @@ def clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
     """A clone that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as folder:
         yield cloned(repo, Path(folder) / "trainer", files)
+
+
+def forget_bytecode(folder: Path) -> None:
+    """It is found by the second and the size of its source, and two commits may have both alike."""
+    for compiled in list(folder.rglob("__pycache__")):
+        shutil.rmtree(compiled)
 
 
 def cloned(repo: Path, checkout: Path, files: Sequence[str]) -> Path:

@@ -29,8 +29,7 @@ def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
     began, folder = time.monotonic(), folder_of(case, options)
     fresh_folder(folder).rmdir()
     words = [sys.executable, "-m", "harness", "run", case.name, *_typed(case, options)]
-    # bytecode is found by second and size of its source, and checkouts of two commits may have both alike
-    environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own"}
     done = subprocess.run(
         words, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
     )

@@ -39,8 +39,16 @@ class Toy:
 
 
 def judged(case: Case, options: Options) -> Judgement:
-    """What the file `state` says: laws that break, "raises" before the first step, "unsupported", or "interrupt"."""
-    said = (Path(options.trainer.partition("@")[2]) / "state").read_text().split()[1:]
+    """What the file `state` says: laws that break, "raises" before the first step, "unsupported", or "interrupt".
+
+    It leaves bytecode as a trainer does, and must not meet that of another commit.
+    """
+    checkout = Path(options.trainer.partition("@")[2])
+    number, *said = (checkout / "state").read_text().split()
+    bytecode = checkout / "__pycache__" / "state.pyc"
+    bytecode.parent.mkdir(exist_ok=True)
+    assert not bytecode.exists() or bytecode.read_text() == number
+    bytecode.write_text(number)
     if "unsupported" in said:
         raise Unsupported("torchtitan is not installed")
     if "interrupt" in said:
