@@ -189,10 +189,11 @@ def expected_after_first_step(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the optimizer makes of this parameter's gradient times `clip`, and the bound on what is seen of it."""
     first, state = evidence.steps[0], _start(trial, evidence, tensor.fqn)
-    if first.gradients[tensor.fqn].shape != state.value.shape:  # explains nothing
+    gradient = first.gradients.get(tensor.fqn)
+    if gradient is None or gradient.shape != state.value.shape:  # explains nothing
         return np.full_like(state.value, math.nan), np.zeros_like(state.value)
     lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn)
-    expected, magnitude = _advance(state, first, clip * first.gradients[tensor.fqn], lr, recipe)
+    expected, magnitude = _advance(state, first, clip * gradient, lr, recipe)
     return expected, tolerance.update_bound(trial.case, magnitude)
 
 

@@ -236,6 +236,6 @@ def first_moves(trial: Trial, clip: float, *, explained: bool) -> list[Pair]:
         for rank, evidence in sorted(trial.ranks.items())
         for tensor in evidence.parameters
         if (left := evidence.steps[0].parameters.get(tensor.fqn)) is not None
-        if tensor.value.size and left.shape == tensor.value.shape
+        if left.shape == tensor.value.shape and trial.stepped_part(rank, tensor.fqn, left).size
         if update.explained_by_clip(trial, evidence, tensor, clip=clip) is explained
     ]

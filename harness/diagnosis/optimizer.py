@@ -178,13 +178,13 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> H
 
 def _move(trial: Trial, rank: int, fqn: str, *, decays: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the first step: the right move, with its decay or without; the one that was seen; and what was there before."""
-    evidence, before = trial.ranks[rank], trial.start_of(rank)[fqn].astype(np.float64)
+    evidence, before = trial.ranks[rank], trial.stepped_part(rank, fqn, trial.start_of(rank)[fqn]).astype(np.float64)
     tensor = next(tensor for tensor in evidence.parameters if tensor.fqn == fqn)
     recipe = update.recipe_of(trial, fqn)
     recipe = recipe if decays else replace(recipe, weight_decay=0.0)
     other = replace(trial, assumed=AssumedOptimizer(recipe=lambda fqn: recipe))
     wanted = update.expected_after_first_step(other, evidence, tensor, clip=first_clip(trial))[0] - before
-    return wanted, evidence.steps[0].parameters[fqn] - before, before
+    return wanted, trial.stepped_part(rank, fqn, evidence.steps[0].parameters[fqn]) - before, before
 
 
 def _rate_factor(trial: Trial, rank: int, fqn: str) -> float | None:

@@ -16,7 +16,7 @@ from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.traffic import observed_outside, planned_outside
 from harness.judge.trial import Trial
-from harness.plan.slices import BYTES, numel
+from harness.plan.slices import BYTES, Slice, numel
 from harness.plan.traffic.flow import Flow
 
 FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
@@ -77,9 +77,9 @@ def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """An offset into the vector: what a rank is given of the gradients lies some elements before or behind what it steps on."""
     if "gradients" not in broken or not trial.plan.gradient_slices:
         return
-    pairs = [_vectors(trial, rank) for rank in trial.ranks]
+    vectors = [_vectors(trial, rank) for rank in trial.ranks]
     near = [sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)]
-    if by := next((by for by in near if all(_shifted(trial, *pair, by) for pair in pairs)), 0):
+    if by := next((by for by in near if all(_shifted(trial, *vector, by) for vector in vectors)), 0):
         where = "early" if by > 0 else "late"
         text = (
             f"in ZeRO's vector each rank takes its part of the gradients {abs(by)} element{'s' * (abs(by) > 1)} {where}"
@@ -91,20 +91,29 @@ def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
         )
 
 
-def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the rank has of the gradients of its first step, end to end, and what it should have."""
+def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the rank has of the gradients of its first step, what it should have, and at which places of ZeRO's vector."""
     held, step = trial.plan.gradient_slices[rank], trial.first_step
-    starts = {fqn: start for unit in trial.plan.flat for fqn, start in unit.starts.items()}
-    names = [fqn for fqn in sorted(held, key=lambda fqn: starts[fqn]) if numel(held[fqn])]
+    names = [fqn for fqn in held if numel(held[fqn])]
     seen = seen_gradients(trial, rank, step)
     if any(seen[fqn].size != numel(held[fqn]) for fqn in names if fqn in seen) or not {*names} <= {*seen}:
-        return np.empty(0), np.empty(0)
+        return np.empty(0), np.empty(0), np.empty(0)
     expected = [take(trial.reference_step(step).gradients[fqn], held[fqn]) for fqn in names]
-    return np.concatenate([seen[fqn] for fqn in names]), np.concatenate(expected)
+    places = np.concatenate([_places(trial, fqn, held[fqn]) for fqn in names])
+    return np.concatenate([seen[fqn] for fqn in names]), np.concatenate(expected), places
 
 
-def _shifted(trial: Trial, seen: np.ndarray, expected: np.ndarray, by: int) -> bool:
+def _places(trial: Trial, fqn: str, held: Slice) -> np.ndarray:
+    """Of each element of a parameter's slice, all vectors one behind the other."""
+    before = np.cumsum([0, *(unit.numel + MOST_ELEMENTS for unit in trial.plan.flat)])
+    first, starts = next((at, u.starts[fqn]) for at, u in zip(before, trial.plan.flat, strict=False) if fqn in u.starts)
+    (size,) = trial.plan.shapes[fqn]
+    return take(np.concatenate([first + start + np.arange(size // len(starts)) for start in starts]), held)
+
+
+def _shifted(trial: Trial, seen: np.ndarray, expected: np.ndarray, places: np.ndarray, by: int) -> bool:
+    """Judged where both places are of parameters: between two of them there may be padding."""
     if len(seen) <= 2 * MOST_ELEMENTS:
         return False
-    mine, there = (seen[by:], expected[:-by]) if by > 0 else (seen[:by], expected[-by:])
-    return tolerance.relative_difference(mine, there) <= trial.bounds.gradient[trial.first_step]
+    _, there, mine = np.intersect1d(places, places - by, return_indices=True)
+    return tolerance.relative_difference(seen[mine], expected[there]) <= trial.bounds.gradient[trial.first_step]

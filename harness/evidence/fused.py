@@ -8,7 +8,9 @@ blocks as the fused tensor has, divided by n, and they are the same parts in the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,7 +37,7 @@ def held_blocks(whole: Sequence[Block], length: int) -> Sequence[Block]:
 
 
 def places(held: Sequence[Block]) -> dict[str, np.ndarray]:
-    """By part: int64, the rows of the fused tensor that are the part's, in the part's own order."""
+    """By part: int64, the rows (or elements) of the fused tensor that are the part's, in the part's own order."""
     found: dict[str, list[np.ndarray]] = {}
     start = 0
     for part, size in held:
@@ -44,51 +46,70 @@ def places(held: Sequence[Block]) -> dict[str, np.ndarray]:
     return {part: np.concatenate(rows) for part, rows in found.items()}
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """Where the parts of fused tensors lie in what a rank has of these. shapes: of what it has whole, starts: as
+    RankEvidence.starts."""
+
+    fused: Fused
+    shapes: Mapping[str, tuple[int, ...]]
+    starts: Mapping[str, int]
+
+    def of(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+        """By part: int64, its rows; of an interval of the flattened tensor its elements. Empty if it is left as it is."""
+        whole = self.fused.get(name, ())
+        if not whole or not array.ndim:
+            return {}
+        if array.ndim > 1 or name not in self.starts:
+            return places(held_blocks(whole, len(array)))
+        (rows, *columns), start = self.shapes[name], self.starts[name]
+        held = [(part, size * math.prod(columns)) for part, size in held_blocks(whole, rows)]
+        inside = {part: at[(at >= start) & (at < start + len(array))] - start for part, at in places(held).items()}
+        return {part: at for part, at in inside.items() if at.size}
+
+
 def apart(evidence: RankEvidence, fused: Fused) -> RankEvidence:
-    """Fused tensors of which the rank holds whole blocks. Any other slice is left as it is, for no law knows what is in it."""
+    """Fused tensors of which the rank holds whole blocks, and intervals of which is told where they begin. Any other slice is
+    left as it is, for no law knows what is in it."""
     if not fused:
         return evidence
+    cuts = Cuts(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, evidence.starts)
     steps = tuple(
         dataclasses.replace(
             step,
-            gradients=_arrays(step.gradients, fused),
-            parameters=_arrays(step.parameters, fused),
-            optimizer_state=_states(step.optimizer_state, fused),
-            changed=None if step.changed is None else _arrays(step.changed, fused),
+            gradients=_arrays(step.gradients, cuts),
+            parameters=_arrays(step.parameters, cuts),
+            optimizer_state=_states(step.optimizer_state, cuts),
+            changed=None if step.changed is None else _arrays(step.changed, cuts),
         )
         for step in evidence.steps
     )
-    parameters = tuple(part for tensor in evidence.parameters for part in _tensors(tensor, fused))
+    parameters = tuple(part for tensor in evidence.parameters for part in _tensors(tensor, cuts))
     return dataclasses.replace(evidence, steps=steps, parameters=parameters)
 
 
-def _rows(array: np.ndarray, whole: Sequence[Block]) -> dict[str, np.ndarray]:
-    return places(held_blocks(whole, len(array))) if array.ndim else {}
-
-
-def _arrays(arrays: Arrays, fused: Fused) -> Arrays:
+def _arrays(arrays: Arrays, cuts: Cuts) -> Arrays:
     found: Arrays = {}
     for name, array in arrays.items():
-        found |= {part: array[rows] for part, rows in _rows(array, fused.get(name, ())).items()} or {name: array}
+        found |= {part: array[at] for part, at in cuts.of(name, array).items()} or {name: array}
     return found
 
 
-def _states(states: dict[str, Arrays], fused: Fused) -> dict[str, Arrays]:
+def _states(states: dict[str, Arrays], cuts: Cuts) -> dict[str, Arrays]:
     """An optimizer's counter of steps is each part's."""
     found: dict[str, Arrays] = {}
     for name, state in states.items():
-        cut = next((cut for array in state.values() if (cut := _rows(array, fused.get(name, ())))), {})
+        cut = next((cut for array in state.values() if (cut := cuts.of(name, array))), {})
         parts = {
-            part: {key: array[rows] if array.ndim else array for key, array in state.items()}
-            for part, rows in cut.items()
+            part: {key: array[at] if array.ndim else array for key, array in state.items()} for part, at in cut.items()
         }
         found |= parts or {name: state}
     return found
 
 
-def _tensors(tensor: TensorEvidence, fused: Fused) -> Iterator[TensorEvidence]:
+def _tensors(tensor: TensorEvidence, cuts: Cuts) -> Iterator[TensorEvidence]:
     """What is claimed of the fused tensor is claimed of each part."""
-    parts = _rows(tensor.value, fused.get(tensor.fqn, ()))
+    parts = cuts.of(tensor.fqn, tensor.value)
     for name, rows in parts.items():
         value = tensor.value[rows]
         times = tensor.global_shape[0] // len(tensor.value)

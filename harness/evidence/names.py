@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
-from harness.evidence.records import RankEvidence, Resumed
+from harness.evidence.records import RankEvidence, Resumed, StepEvidence
 from harness.evidence.store import T
 
 
 def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     """The same with parameters and modules under the names that `fqn` gives them."""
-
-    def keys(found: dict[str, T]) -> dict[str, T]:
-        return {fqn(name): value for name, value in found.items()}
-
-    steps = tuple(
-        dataclasses.replace(
-            step,
-            gradients=keys(step.gradients),
-            parameters=keys(step.parameters),
-            optimizer_state=keys(step.optimizer_state),
-            activity=dataclasses.replace(
-                step.activity,
-                calls={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.calls.items()},
-                quantized={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.quantized.items()},
-                other_states=keys(step.activity.other_states),
-                inputs=keys(step.activity.inputs),
-            ),
-            changed=None if step.changed is None else keys(step.changed),
-            after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
-        )
-        for step in evidence.steps
-    )
+    keys = functools.partial(_keys, fqn)
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
     resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
     left = tuple(
@@ -44,5 +24,34 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
         for module, wrapper in evidence.structure.items()
     }
     return dataclasses.replace(
-        evidence, steps=steps, parameters=parameters, resumed=resumed, structure=structure, after_evaluation=left
+        evidence,
+        steps=tuple(_renamed_step(step, fqn) for step in evidence.steps),
+        parameters=parameters,
+        resumed=resumed,
+        structure=structure,
+        after_evaluation=left,
+        starts=keys(evidence.starts),
     )
+
+
+def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence:
+    keys = functools.partial(_keys, fqn)
+    return dataclasses.replace(
+        step,
+        gradients=keys(step.gradients),
+        parameters=keys(step.parameters),
+        optimizer_state=keys(step.optimizer_state),
+        activity=dataclasses.replace(
+            step.activity,
+            calls={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.calls.items()},
+            quantized={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.quantized.items()},
+            other_states=keys(step.activity.other_states),
+            inputs=keys(step.activity.inputs),
+        ),
+        changed=None if step.changed is None else keys(step.changed),
+        after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
+    )
+
+
+def _keys(fqn: Callable[[str], str], found: dict[str, T]) -> dict[str, T]:
+    return {fqn(name): value for name, value in found.items()}

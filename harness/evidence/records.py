@@ -264,6 +264,7 @@ class RankEvidence:
     after_evaluation: one record for each model part and time between two steps at which there was any.
     held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
     rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
+    starts: of a fused tensor of whose gradient and optimizer state there is an interval, at which of its elements that begins.
     settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
     """
 
@@ -280,6 +281,7 @@ class RankEvidence:
     resumed: Resumed | None = None
     reports: tuple[str, ...] = ("loss", "grad_norm")
     rows: dict[str, np.ndarray] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
     held: tuple[HeldTensor, ...] | None = None
     settings: dict[str, str] = field(default_factory=dict)
     reports_every: int = 1

@@ -106,7 +106,8 @@ def _with_zero(case: Case, plan: Plan) -> Plan:
     if case.wrapper not in ZERO:
         return plan
     ranks = {rank: rank for rank in range(case.dims.world_size)}
-    cut = PerRank(ranks, lambda rank: flat_slices(plan.flat, plan.shapes, *shard_place(case.dims, rank)))
+    held = PerRank(ranks, lambda rank: {fqn: plan.shapes[fqn] for fqn in plan.slices[rank]})
+    cut = PerRank(ranks, lambda rank: flat_slices(plan.flat, held[rank], *shard_place(case.dims, rank)))
     kept = PerRank(ranks, lambda rank: state_bytes(case, cut[rank], plan.flat))
     gradients = {} if case.wrapper == "zero1" else kept
     return replace(plan, gradient_slices=cut, state_slices=cut, gradient_bytes=gradients, state_bytes=kept)

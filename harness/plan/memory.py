@@ -8,6 +8,7 @@ from harness.plan.plan import Kept
 from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
 from harness.plan.stages import stages_of_rank
 from harness.plan.units import fsdp2_units
+from harness.plan.zero import units_held
 from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.spec.traits import TrainerTraits
@@ -20,7 +21,8 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
     degree = case.dims.dp_shard * case.dims.cp
     least = sum(numel(part) for part in held.values()) * size
     if flat:
-        return least, sum(unit.part(degree) for unit in flat) * (degree // case.shards) * size
+        parts = sum(unit.part(degree) for unit in units_held(flat, held))
+        return least, parts * (degree // case.shards) * size
     most = sum(padded_numel(case, fqn, tp_index) // degree for fqn in held) * size
     return least, max(least, most)
 
@@ -28,7 +30,8 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
 def state_bytes(case: Case, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
     """Of each number that ZeRO's optimizer keeps of its part of every parameter: (least, most), the most with padding."""
     size = BYTES[case.training.dtype]
-    return sum(map(numel, held.values())) * size, sum(unit.part(case.dims.dp_shard) for unit in flat) * size
+    padded = sum(unit.part(case.dims.dp_shard) for unit in units_held(flat, held))
+    return sum(map(numel, held.values())) * size, padded * size
 
 
 def table_bytes(case: Case) -> int:
@@ -43,7 +46,7 @@ def spare_bytes(
     weights on which its optimizer steps, where these are a copy (`master_weights`), and what FSDP2 gathered for a loss in
     chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
     if case.wrapper in ZERO:
-        return table_bytes(case) + traits.master_weights * state_bytes(case, {}, flat)[1]
+        return table_bytes(case) + traits.master_weights * state_bytes(case, held, flat)[1]
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
     unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
     kept = traits.keeps_loss_unit and traits.loss_chunks > 1 and case.shards > 1

@@ -41,17 +41,28 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 class FlatUnit:
     """A module's parameters one after the other in a vector, which FSDP1 or ZeRO cuts in equal parts, one a rank.
 
-    starts: where each parameter begins, by fqn. numel: elements of the vector, before it is padded to equal parts.
-    multiple: of which each part's elements are one.
+    starts: by fqn, where each of a parameter's equal blocks begins: one, but for parts of a fused tensor that has several of
+    each. numel: elements of the vector, before it is padded to equal parts. multiple, whole: of which each part's elements,
+    and the vector's, are one.
     """
 
-    starts: dict[str, int]
+    starts: dict[str, tuple[int, ...]]
     numel: int
     multiple: int = 1
+    whole: int = 1
 
     def part(self, degree: int) -> int:
         """Elements of each rank's part."""
-        return -(-self.numel // (degree * self.multiple)) * self.multiple
+        padded = math.lcm(degree * self.multiple, self.whole)
+        return -(-self.numel // padded) * padded // degree
+
+    def held(self, fqn: str, size: int, first: int, last: int) -> Interval:
+        """Of a parameter's `size` elements those from `first` to `last` of the vector. They are one interval, for its blocks
+        follow each other in its own order."""
+        starts = self.starts[fqn]
+        block = size // len(starts)
+        begin, end = (sum(min(max(at - start, 0), block) for start in starts) for at in (first, last))
+        return begin, end
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:
@@ -78,10 +89,10 @@ def flat_units(case: Case) -> tuple[FlatUnit, ...]:
 
 
 def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
-    aligned, end, starts = 16 // BYTES[case.training.dtype], 0, {}
+    aligned, end, starts = 16 // BYTES[case.training.dtype], 0, dict[str, tuple[int, ...]]()
     for fqn in names:
-        starts[fqn] = -(-end // aligned) * aligned
-        end = starts[fqn] + math.prod(parameter_shapes(case.model)[fqn])
+        start = -(-end // aligned) * aligned
+        starts[fqn], end = (start,), start + math.prod(parameter_shapes(case.model)[fqn])
     return FlatUnit(starts, end)
 
 
@@ -92,9 +103,8 @@ def flat_slices(
     found: dict[str, Slice] = {}
     for unit in units:
         first = index * unit.part(degree)
-        for fqn, start in unit.starts.items():
-            bounds = (min(max(at - start, 0), shapes[fqn][0]) for at in (first, first + unit.part(degree)))
-            found[fqn] = (tuple(bounds),)  # type: ignore[assignment]
+        for fqn in unit.starts.keys() & shapes.keys():
+            found[fqn] = (unit.held(fqn, shapes[fqn][0], first, first + unit.part(degree)),)
     return {fqn: found[fqn] for fqn in shapes}
 
 

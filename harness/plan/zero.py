@@ -5,26 +5,41 @@ An interval of a vector falls into whatever parameters lie there: of one a rank 
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterable
 
 from harness.plan.slices import FlatUnit, parameter_shapes
+from harness.plan.stages import parameters_of_stage
 from harness.spec.case import Case
-from harness.spec.traits import TrainerTraits
+from harness.spec.traits import FlatLayout, TrainerTraits
 
 
 def zero_units(case: Case, traits: TrainerTraits) -> tuple[FlatUnit, ...]:
-    """ZeRO-1 and 2 cut one vector of all parameters, ZeRO-3 each parameter by itself."""
+    """ZeRO-1 and 2 cut one vector of all parameters, of a pipeline one of each stage's; ZeRO-3 each parameter by itself."""
     layout, names = traits.zero_layout, list(parameter_shapes(case.model))
     if case.wrapper == "zero3":
-        return tuple(FlatUnit({fqn: 0}, _numel(case, fqn), layout.parts) for fqn in names)
-    ordered = names[::-1] if layout.reverse else names
-    ends = itertools.accumulate(
-        (_numel(case, fqn) for fqn in ordered), lambda end, size: _up(end, layout.starts) + size
-    )
-    end_of = dict(zip(ordered, ends, strict=True))
-    starts = {fqn: end_of[fqn] - _numel(case, fqn) for fqn in names}
-    return (FlatUnit(starts, max(end_of.values()), layout.parts),)
+        return tuple(FlatUnit({fqn: (0,)}, _numel(case, fqn), layout.parts) for fqn in names)
+    tensors = layout.order or tuple((fqn,) for fqn in names)
+    ordered = tensors[::-1] if layout.reverse else tensors
+    held = ({*parameters_of_stage(case, stage)} for stage in range(case.n_stages))
+    return tuple(_vector(case, layout, [parts for parts in ordered if {*parts} <= mine]) for mine in held)
+
+
+def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) -> FlatUnit:
+    starts: dict[str, list[int]] = {fqn: [] for parts in tensors for fqn in parts}
+    end = 0
+    for parts in tensors:
+        end = _up(end, layout.starts)
+        for fqn in parts:
+            starts[fqn].append(end)
+            end += _numel(case, fqn) // parts.count(fqn)
+    return FlatUnit({fqn: tuple(begun) for fqn, begun in starts.items()}, end, layout.parts, layout.whole)
+
+
+def units_held(units: Iterable[FlatUnit], held: Iterable[str]) -> tuple[FlatUnit, ...]:
+    """Those of whose parameters a rank holds any."""
+    mine = {*held}
+    return tuple(unit for unit in units if mine & unit.starts.keys())
 
 
 def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:

@@ -41,6 +41,7 @@ from harness.probe.resharding import GatheredRecorder
 from harness.probe.samples import SampleRecorder
 from harness.probe.saved_tensors import SavedTensorsRecorder
 from harness.probe.settings import SettingsRecorder
+from harness.probe.shards import starts_of
 from harness.probe.values import StepValues, ValueRecorder
 from harness.probe.without_memory import computing_with
 from harness.probe.witness import Witness
@@ -174,6 +175,7 @@ class Probe:
             held=self._held,
             settings=self.settings.started,
             after_evaluation=tuple(self.gathered.after_evaluation),
+            starts=starts_of(self._parts),
         )
 
     def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:

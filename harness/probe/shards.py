@@ -6,7 +6,8 @@ the parameter is one too. Where they lie the adapter tells (`note_shards`); what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -30,11 +31,19 @@ class Shards(Protocol):
 
 
 _shards: WeakKeyDictionary[nn.Module, Shards] = WeakKeyDictionary()
+_starts: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
 
 
-def note_shards(part: nn.Module, shards: Shards) -> None:
-    """For the adapter of a trainer that keeps a model part's parameters, gradients or optimizer state in vectors of its own."""
-    _shards[part] = shards
+def note_shards(part: nn.Module, shards: Shards, starts: Mapping[str, int] = MappingProxyType({})) -> None:
+    """For the adapter of a trainer that keeps a model part's parameters, gradients or optimizer state in vectors of its own.
+
+    starts: of tensors that are fused (an adapter's `fused`), at which of their elements begins what gradients and state give.
+    """
+    _shards[part], _starts[part] = shards, starts
+
+
+def starts_of(parts: Iterable[nn.Module]) -> dict[str, int]:
+    return {name: start for part in parts for name, start in _starts.get(part, {}).items()}
 
 
 def shards_of(part: nn.Module) -> Shards | None:

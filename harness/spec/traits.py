@@ -25,13 +25,16 @@ CHOICES = {
 class FlatLayout:
     """How ZeRO lays parameters one after the other in the vector that it cuts in equal parts, one a rank.
 
-    reverse: the last parameter comes first. starts: a parameter begins at a multiple of so many elements. parts: each rank's
-    part has a multiple of so many.
+    order: the tensors as they follow, each with its parts, as an adapter's `fused` names those of one that is fused; empty for
+    the reference's parameters in their order. reverse: the last tensor comes first. starts: a tensor begins at a multiple of so
+    many elements. parts: each rank's part has a multiple of so many. whole: the vector has a multiple of so many.
     """
 
+    order: tuple[tuple[str, ...], ...] = ()
     reverse: bool = False
     starts: int = 1
     parts: int = 1
+    whole: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,7 @@ def from_json(record: Mapping[str, Any]) -> TrainerTraits:
     """The inverse. Raises TypeError or ValueError for what is not one."""
     allow = tuple(Allowance(**one) for one in record.get("allow", ()))
     layout = FlatLayout(**record.get("zero_layout", {}))
+    layout = dataclasses.replace(layout, order=tuple(tuple(parts) for parts in layout.order))
     rates, expected = record.get("rates"), record.get("expected_failure")
     rates = None if rates is None else tuple(rates)
     parts = {"allow": allow, "rates": rates, "zero_layout": layout}

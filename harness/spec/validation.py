@@ -128,10 +128,11 @@ def _validate_features(case: Case, where: str) -> None:
 
 
 def _validate_zero(case: Case, where: str) -> None:
-    """ZeRO cuts over dp_shard, and over nothing else."""
+    """ZeRO cuts over dp_shard, and over nothing else; ZeRO-1 also what a pipeline's stage has."""
     if case.wrapper not in ZERO:
         return
-    other = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis != "dp_shard" and degree > 1]
+    planned = ("dp_shard", "pp") if case.wrapper == "zero1" else ("dp_shard",)
+    other = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis not in planned and degree > 1]
     if other or case.dims.dp_shard == 1:
         problem = f"with {other[0]}" if other else "with dp_shard 1"
         raise CaseError(f"{where}: wrapper {case.wrapper!r} {problem}: ZeRO is planned over dp_shard ranks alone")

@@ -111,7 +111,7 @@ def test_a_number_of_ranks_makes_groups_of_neighbours_that_gather_again() -> Non
 
 
 def test_flat_units_are_cut_in_equal_parts_wherever_parameters_end() -> None:
-    unit, shapes = FlatUnit({"a": 0, "b": 6}, 8), {"a": (6,), "b": (2,)}
+    unit, shapes = FlatUnit({"a": (0,), "b": (6,)}, 8), {"a": (6,), "b": (2,)}
     cut = [flat_slices([unit], shapes, 4, index) for index in range(4)]
     assert [part["a"] for part in cut] == [((0, 2),), ((2, 4),), ((4, 6),), ((6, 6),)]
     assert [part["b"] for part in cut] == [((0, 0),), ((0, 0),), ((0, 0),), ((0, 2),)]
@@ -121,9 +121,9 @@ def test_flat_units_begin_parameters_at_16_bytes() -> None:
     odd = replace(tiny_case("single").model, vocab_size=7, dim=4)
     float32 = replace(tiny_case("single").training, dtype="float32")
     root = make_plan(tiny_case("fsdp_2", float32, model=odd, wrapper="fsdp1")).flat[0]
-    assert root.starts == {"tok_embeddings.weight": 0, "norm.weight": 28, "output.weight": 32}
+    assert root.starts == {"tok_embeddings.weight": (0,), "norm.weight": (28,), "output.weight": (32,)}
     root = make_plan(tiny_case("fsdp_2", model=replace(odd, dim=2, n_heads=1, n_kv_heads=1), wrapper="fsdp1")).flat[0]
-    assert root.starts == {"tok_embeddings.weight": 0, "norm.weight": 14, "output.weight": 16}
+    assert root.starts == {"tok_embeddings.weight": (0,), "norm.weight": (14,), "output.weight": (16,)}
 
 
 # ---- correct runs

@@ -10,10 +10,13 @@ from diagnosed import dims, first_line
 from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
 
 from harness.checks import judge
+from harness.diagnosis.optimizer import _rates_and_decays
 from harness.diagnosis.zero import shifted_gradients
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
 from harness.plan.slices import numel
+from harness.spec.traits import FlatLayout, TrainerTraits
 
 NINE = replace(ADAMW, global_batch=9)
 
@@ -52,17 +55,42 @@ def test_parameters_that_stay_with_the_rank_that_stepped_on_them_are_named() -> 
     assert told == gathered + " behind the optimizer"
 
 
+def test_a_rate_is_told_by_the_part_that_each_rank_steps_on() -> None:
+    def doubled(trial: Trial, rank: int) -> Trial:
+        start, moved = trial.start_of(rank), trial.ranks[rank].steps[0].parameters
+        return with_step(trial, rank, 1, parameters={fqn: 2 * value - start[fqn] for fqn, value in moved.items()})
+
+    (twice, *_) = _rates_and_decays(with_every_rank(zero("zero1"), doubled))
+    assert twice.cause.text == "every optimizer step is 2 times what it should be, as by 2 times the learning rate"
+
+
+def test_a_part_without_gradients_tells_nothing_of_the_rate() -> None:
+    trial = zero("zero1")
+    assert list(_rates_and_decays(with_step(trial, 0, 1, gradients={}))) == []
+
+
+GATED = tuple(f"layers.0.feed_forward.{name}.weight" for name in ("w1", "w3"))
+FUSED = FlatLayout(
+    order=(*((fqn,) for fqn in UNEVEN.parameter_shapes() if fqn not in GATED), GATED * 2), reverse=True, starts=8
+)
+"""Blocks of two parameters alternate, and between tensors there is padding."""
+
+
+@pytest.mark.parametrize("layout", [FlatLayout(), FUSED])
 @pytest.mark.parametrize(("by", "where"), [(1, "1 element early"), (-3, "3 elements late")])
-def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, where: str) -> None:
+def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, where: str, layout: FlatLayout) -> None:
     def shifted(trial: Trial, rank: int) -> Trial:
         (unit,), held = trial.plan.flat, trial.plan.gradient_slices[rank]
-        full = trial.reference_step(1).gradients
-        whole = np.concatenate([full[fqn] for fqn in sorted(full, key=unit.starts.__getitem__)])
-        moved = np.roll(whole, by)
-        parts = {f: moved[unit.starts[f] + start : unit.starts[f] + stop] for f, ((start, stop),) in held.items()}
+        vector, place = np.zeros(unit.numel + 8), dict[str, np.ndarray]()
+        for fqn, starts in unit.starts.items():
+            full = trial.reference_step(1).gradients[fqn]
+            place[fqn] = np.concatenate([start + np.arange(full.size // len(starts)) for start in starts])
+            vector[place[fqn] + by] = full
+        parts = {fqn: vector[place[fqn]][start:stop] for fqn, ((start, stop),) in held.items()}
         return with_step(trial, rank, 1, gradients=parts)
 
-    trial = with_every_rank(zero("zero2"), shifted)
+    traits = TrainerTraits(zero_layout=layout)
+    trial = with_every_rank(replace(zero("zero2"), plan=make_plan(zero_case("zero2"), traits)), shifted)
     broken = {result.check: result for result in judge(trial) if result.verdict is Verdict.FAIL}
     (fact,) = shifted_gradients(trial, broken)
     assert fact.cause.text == f"in ZeRO's vector each rank takes its part of the gradients {where}"

@@ -12,6 +12,7 @@ from harness.checks import judge
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
+from harness.plan.slices import FlatUnit, flat_slices
 from harness.spec.case import Case, CaseError
 from harness.spec.dims import ParallelDims
 from harness.spec.features import ZERO
@@ -104,10 +105,30 @@ def test_a_vector_may_begin_with_the_last_parameter_and_have_larger_parts() -> N
     traits = TrainerTraits(zero_layout=FlatLayout(reverse=True, starts=8, parts=128))
     plan = make_plan(zero_case("zero1"), traits)
     (unit,) = plan.flat
-    assert unit.starts["output.weight"] == 0 and unit.starts["norm.weight"] == 32
+    assert unit.starts["output.weight"] == (0,) and unit.starts["norm.weight"] == (32,)
     assert plan.gradient_slices[0]["output.weight"] == ((0, 28),)
     assert plan.gradient_slices[2]["tok_embeddings.weight"] == ((28, 28),)
     assert plan.state_bytes[0][1] == 128 * 8
+
+
+def test_a_part_of_a_fused_tensor_is_cut_in_its_own_order() -> None:
+    """Two blocks of 8 elements of w1, and between them one of w3, half of which each of two ranks has."""
+    unit, shapes = FlatUnit({"w1": (0, 16), "w3": (8,)}, 24), {"w1": (16,), "w3": (8,)}
+    cut = [flat_slices([unit], shapes, 2, index) for index in range(2)]
+    assert cut == [{"w1": ((0, 8),), "w3": ((0, 4),)}, {"w1": ((8, 16),), "w3": ((4, 8),)}]
+
+
+def test_the_vector_follows_the_trainers_tensors_and_is_padded_as_a_whole() -> None:
+    """As Megatron: of what is fused the parts alternate, and 192 elements become a multiple of 128 and of the ranks' number."""
+    case = zero_case("zero1")
+    names = list(case.model.parameter_shapes())
+    gated = tuple(f"layers.0.feed_forward.{name}.weight" for name in ("w1", "w3"))
+    order = (*((name,) for name in names if name not in gated), gated * 2)
+    plan = make_plan(case, TrainerTraits(zero_layout=FlatLayout(order=order, whole=128)))
+    (unit,) = plan.flat
+    assert unit.starts[gated[0]] == (unit.numel - 40, unit.numel - 20)
+    assert unit.starts[gated[1]] == (unit.numel - 30, unit.numel - 10)
+    assert [unit.part(degree) * degree for degree in (2, 3)] == [256, 384]
 
 
 def test_master_weights_are_a_copy_of_the_ranks_part() -> None:

@@ -162,7 +162,8 @@ def plan_of(name: str) -> Iterator[str]:
     outside = " ".join(map(str, sorted(set(plan.outside_bytes.values()))))
     yield f"  shards over {plan.shard_axis}, outside {outside}, integers {plan.integer_bytes}, quantized {len(plan.quantized)}"
     for unit in plan.flat:
-        yield f"  flat {unit.numel}: {' '.join(map(str, unit.starts.values()))}"
+        starts = (",".join(map(str, begun)) for begun in unit.starts.values())
+        yield f"  flat {unit.numel}: {' '.join(starts)}"
     told: dict[tuple[str, ...], list[int]] = {}
     for rank in range(plan.dims.world_size):
         told.setdefault(tuple(_of_rank(case, plan, rank)), []).append(rank)

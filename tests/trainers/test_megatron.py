@@ -9,7 +9,7 @@ import pytest
 
 from harness import trainers
 from harness.judge.result import Verdict
-from harness.reference.config import ModelConfig, RopeScaling
+from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case
@@ -33,7 +33,16 @@ def case(dims: ParallelDims = ParallelDims(), **parts: object) -> Case:  # noqa:
             case(ParallelDims(cp=2)),
             "cp 2: attention of the local spec knows no context parallel, that of TransformerEngine",
         ),
-        (case(ParallelDims(dp_shard=2)), "dp_shard 2: this adapter does not request the distributed optimizer"),
+        (
+            case(ParallelDims(dp_shard=2)),
+            "dp_shard 2: its distributed optimizer cuts optimizer state alone (wrapper zero1)",
+        ),
+        (
+            case(
+                ParallelDims(dp_shard=2), training=TrainingConfig(optimizer="sgd"), features=Features(wrapper="zero1")
+            ),
+            "optimizer sgd: its distributed optimizer steps by Adam alone",
+        ),
         (
             case(ParallelDims(pp=2), features=Features(accumulation=2)),
             "accumulation with pp 2: Megatron's schedules accumulate over microbatches alone",

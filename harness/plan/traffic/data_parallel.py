@@ -22,7 +22,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         yield from _fsdp1_flows(case)
         return
     if case.wrapper in ZERO:
-        yield from zero_flows(case, traits)
+        yield from zero_flows(case, traits, rank)
         return
     dims, features, tp_index = case.dims, case.features, coordinate(case.dims, rank)["tp"]
     stored = case.training.dtype
@@ -79,9 +79,12 @@ def _fsdp1_flows(case: Case) -> Iterable[Flow]:
         yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
 
 
-def pipelined_data_parallel_flows(case: Case, rank: int, units: list[Unit]) -> Iterable[Flow]:
+def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
     """Under pp torch gathers a stage when its schedule needs it, and reduces once a pass, after its last backward.
-    DDP's hooks reduce in the last microbatch's backward of each pass."""
+    DDP's hooks reduce in the last microbatch's backward of each pass. ZeRO-1 does as without a pipeline."""
+    if case.wrapper in ZERO:
+        yield from zero_flows(case, traits, rank)
+        return
     dims, features, stored = case.dims, case.features, case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
     sizes = {

@@ -27,7 +27,7 @@ def flows_of_rank(
     """
     pipelined = case.dims.pp > 1
     flows = (
-        *(pipelined_data_parallel_flows(case, rank, units) if pipelined else ()),
+        *(pipelined_data_parallel_flows(case, traits, rank, units) if pipelined else ()),
         *(data_parallel_flows(case, traits, rank, units) if not pipelined else ()),
         *tensor_parallel_flows(case, traits, stages_of_rank(case, rank), length, torch),
         *scale_flows(case, rank, length),

@@ -6,21 +6,23 @@ import math
 from collections.abc import Iterable
 
 from harness.plan.slices import BYTES, parameter_shapes
+from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import OUTSIDE, Flow
-from harness.plan.zero import padded_elements, zero_units
+from harness.plan.zero import padded_elements, units_held, zero_units
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
 
 
-def zero_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
+def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     """ZeRO-1 reduces once a step, if the case says no other; ZeRO-2 and 3 keep no whole gradients and reduce after each
     microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, ZeRO-3 each parameter before forward and
     before backward."""
     degree, passes, size = case.dims.dp_shard, case.features.accumulation, BYTES[case.training.dtype]
-    vectors = padded_elements(zero_units(case, traits), degree) * size
+    held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
+    vectors = padded_elements(units_held(zero_units(case, traits), held), degree) * size
     whole = (
-        sum(map(math.prod, parameter_shapes(case.model).values())) * size
-    )  # an all_reduce takes gradients as they are
+        sum(math.prod(parameter_shapes(case.model)[fqn]) for fqn in held) * size
+    )  # an all_reduce takes them as they are
     reduced = vectors if traits.zero_reduces_by == "reduce_scatter" else whole
     times = 1 if case.wrapper == "zero1" and case.features.defer_sync else passes
     yield Flow("dp_shard", "gradients", traits.zero_reduces_by, "backward", times * reduced)

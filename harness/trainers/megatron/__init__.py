@@ -5,6 +5,7 @@ clipping and optimizer. Handed over as data are sizes, seed weights, samples, an
 loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py and its train_step do, in their order.
 
     model.py    configuration, the model in chunks, names and marks of its parameters
+    shards.py   where the distributed optimizer has its part of each
     trainer.py  the step, the loop
     cpu.py      what is lent on a machine without accelerator
 """
@@ -22,7 +23,7 @@ from harness.plan.slices import BYTES
 from harness.reference.config import RopeScaling
 from harness.spec.allowance import Allowance
 from harness.spec.case import Case
-from harness.spec.traits import TrainerTraits
+from harness.spec.traits import FlatLayout, TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.requests import beyond
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 NAMES = pairs("""module= embedding= word_embeddings=tok_embeddings decoder= final_layernorm=norm output_layer=output
     input_layernorm=attention_norm self_attention=attention linear_qkv=wqkv linear_proj=wo pre_mlp_layernorm=ffn_norm
     mlp=feed_forward linear_fc1=w13 linear_fc2=w2""")
-ANY = """pp dp_replicate tp microbatches stages_per_rank accumulation sequence_parallel name dim n_layers n_heads n_kv_heads
-    vocab_size ffn_dim norm_eps rope_theta rope_scaling tied_embeddings steps seed global_batch seq_len lr beta1 beta2 eps
-    weight_decay warmup_steps final_lr_fraction rates data max_norm optimizer decay dtype all_valid masked_samples
-    document_mask"""
+ANY = """pp dp_replicate dp_shard tp microbatches stages_per_rank accumulation sequence_parallel name dim n_layers n_heads
+    n_kv_heads vocab_size ffn_dim norm_eps rope_theta rope_scaling tied_embeddings steps seed global_batch seq_len lr
+    beta1 beta2 eps weight_decay warmup_steps final_lr_fraction rates data max_norm optimizer decay dtype all_valid
+    masked_samples document_mask"""
 KNOWN: dict[str, Any] = dict.fromkeys(ANY.split(), ...)
-KNOWN |= {"wrapper": ("ddp",), "schedule": ("Interleaved1F1B",), "activation_checkpointing": ("full",)}
+KNOWN |= {"wrapper": ("ddp", "zero1"), "schedule": ("Interleaved1F1B",), "activation_checkpointing": ("full",)}
 OLDEST = (0, 13)
 LLAMA_3 = RopeScaling()
 """What of it Megatron has written into its code: all but the factor."""
@@ -76,6 +77,7 @@ class Megatron(Adapter):
             own_model=True,
             loss_in_forward=True,
             gathers_input_again=True,
+            zero_layout=FlatLayout(order=_order(case), reverse=True, starts=64, whole=128),
             allow=(Allowance("kept", _buffer_bytes(case), "the global memory buffer of megatron.core"),),
         )
 
@@ -95,10 +97,7 @@ class Megatron(Adapter):
         """linear_qkv is cut by groups of heads; linear_fc1 has on each tp rank its part of w1 above its part of w3."""
         found = {}
         for block in (f"layers.{n}" for n in range(case.model.n_layers)):
-            qkv = tuple(f"{block}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
-            gated = tuple(f"{block}.feed_forward.{name}.weight" for name in ("w1", "w3"))
-            found[f"{block}.attention.wqkv.weight"] = qkv * case.model.n_kv_heads
-            found[f"{block}.feed_forward.w13.weight"] = gated * case.dims.tp
+            found[f"{block}.attention.wqkv.weight"], found[f"{block}.feed_forward.w13.weight"] = _fused(case, block)
         return found
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
@@ -115,12 +114,32 @@ class Megatron(Adapter):
         return MegatronTrainer(case, weights, device, self)
 
 
+def _fused(case: Case, block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The blocks of linear_qkv and of linear_fc1, by what they are parts of."""
+    qkv = tuple(f"{block}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
+    gated = tuple(f"{block}.feed_forward.{name}.weight" for name in ("w1", "w3"))
+    return qkv * case.model.n_kv_heads, gated * case.dims.tp
+
+
+def _order(case: Case) -> tuple[tuple[str, ...], ...]:
+    """Its tensors in the order of its modules, each with its blocks."""
+    order: list[tuple[str, ...]] = [("tok_embeddings.weight",)]
+    for block in (f"layers.{n}" for n in range(case.model.n_layers)):
+        qkv, gated = _fused(case, block)
+        order += [(f"{block}.attention_norm.weight",), (f"{block}.attention.wo.weight",), qkv]
+        order += [(f"{block}.ffn_norm.weight",), gated, (f"{block}.feed_forward.w2.weight",)]
+    last = ("norm.weight", "output.weight")
+    return (*order, *((fqn,) for fqn in last if fqn in case.model.parameter_shapes()))
+
+
 def _obstacles(case: Case) -> Iterator[str]:
     dims, model = case.dims, case.model
     if dims.cp > 1:
         yield f"cp {dims.cp}: attention of the local spec knows no context parallel, that of TransformerEngine needs a GPU"
-    if dims.dp_shard > 1:
-        yield f"dp_shard {dims.dp_shard}: this adapter does not request the distributed optimizer"
+    if dims.dp_shard > 1 and case.wrapper != "zero1":
+        yield f"dp_shard {dims.dp_shard}: its distributed optimizer cuts optimizer state alone (wrapper zero1)"
+    if case.wrapper == "zero1" and case.training.optimizer != "adamw":
+        yield f"optimizer {case.training.optimizer}: its distributed optimizer steps by Adam alone"
     if dims.pp > 1 and case.features.accumulation > 1:
         yield f"accumulation with pp {dims.pp}: Megatron's schedules accumulate over microbatches alone"
     if model.n_layers % case.n_stages:

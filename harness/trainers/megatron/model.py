@@ -82,7 +82,9 @@ def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, ad
     chunks = [_chunk(case, config, number) for number in numbers]
     cut = tensor_parallel(ps.get_tensor_model_parallel_rank(), case.dims.tp)
     load_weights(chunks, case, weights, adapter.fqn, adapter.rows(case), cut, adapter.fused(case))
-    options = DistributedDataParallelConfig(overlap_grad_reduce=adapter.overlap_grad_reduce)
+    options = DistributedDataParallelConfig(
+        overlap_grad_reduce=adapter.overlap_grad_reduce, use_distributed_optimizer=case.wrapper == "zero1"
+    )
     wrapped = [DistributedDataParallel(config, options, chunk) for chunk in chunks]
     for chunk in wrapped:
         _tell(chunk)
@@ -131,7 +133,11 @@ def _number_by_model(layers: Any) -> None:
 
 def _tell(chunk: nn.Module) -> None:
     """What Megatron's DDP and its parallel layers say of themselves."""
-    note_wrapper(chunk, "ddp", replicate_ranks=dist.get_process_group_ranks(chunk.dp_cp_group))
+    data = dist.get_process_group_ranks(chunk.dp_cp_group)
+    if chunk.ddp_config.use_distributed_optimizer:
+        note_wrapper(chunk, "zero1", shard_ranks=data)
+    else:
+        note_wrapper(chunk, "ddp", replicate_ranks=data)
     ranks = dist.get_process_group_ranks(ps.get_tensor_model_parallel_group())
     for parameter in chunk.parameters() if len(ranks) > 1 else ():
         cut = getattr(parameter, "tensor_model_parallel", False)

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 
 from harness.probe.losses import note_loss
 from harness.probe.pipeline import note_action, pass_of_schedule
-from harness.probe.values import note_gradients, reducing_gradients
+from harness.probe.shards import note_shards
+from harness.probe.values import note_gradients, note_update, reducing_gradients
 from harness.reference.data import IGNORED, documents
 from harness.reference.train import lr_factor
 from harness.spec.case import Case
 from harness.trainers import Metrics, StartedTrainer
 from harness.trainers.megatron import Megatron
 from harness.trainers.megatron.model import build_chunks, build_config
+from harness.trainers.megatron.shards import Ranges
 from harness.trainers.support import float64, process_group
 from harness.trainers.support.samples import dataset_of, rank_samples
 
-CASTING = """utils optimizer.clip_grads optimizer.optimizer tensor_parallel.cross_entropy
+CASTING = """utils optimizer.clip_grads optimizer.optimizer optimizer.distrib_optimizer tensor_parallel.cross_entropy
     models.common.embeddings.rotary_pos_embedding"""
 
 
@@ -51,6 +53,7 @@ class MegatronTrainer(StartedTrainer):
         config.no_sync_func = config.no_sync_func if len(self.model_parts) > 1 else config.no_sync_func[0]
         _note_reductions()
         _note_clipping(self.optimizer)
+        _note_shards(self.model_parts, self.optimizer)
         self.actions = Actions(case.dims.pp)
         if case.dims.pp > 1:
             self.actions.install()
@@ -67,6 +70,7 @@ class MegatronTrainer(StartedTrainer):
         rate = self.set_rates(step)
         succeeded, norm, _ = self.optimizer.step()
         assert succeeded
+        note_update()
         return Metrics(step, self.mean_loss(losses), norm, rate)
 
     def forward_backward(self, step: int) -> list[dict[str, Tensor]]:
@@ -165,6 +169,7 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
         sgd_momentum=0.0,
         clip_grad=recipe.max_norm or 0.0,
         params_dtype=getattr(torch, recipe.dtype),
+        use_distributed_optimizer=case.wrapper == "zero1",
     )
 
 
@@ -194,8 +199,19 @@ def _note_reductions() -> None:
 
 def _note_clipping(optimizer: Any) -> None:
     """Its own functions clip what prepare_grads makes of the buffers."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in _each(optimizer):
         one.prepare_grads = _then_note(one.prepare_grads)
+
+
+def _note_shards(chunks: list[nn.Module], optimizer: Any) -> None:
+    for chunk in (chunk for chunk in chunks if chunk.ddp_config.use_distributed_optimizer):
+        (one,) = _each(optimizer)
+        shards = Ranges(chunk, one)
+        note_shards(chunk, shards, shards.starts())
+
+
+def _each(optimizer: Any) -> Any:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _then_note(prepare: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Deliberate mistakes in Megatron's distributed optimizer, for its cases alone, so that they are in no catalogue. Made by
+
+    harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/trainers/megatron/cases
+
+What each is named: docs/megatron.md.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from harness.faults import fault
+from harness.faults import operators as op
+
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+distributed_optimizer_left_out = fault(
+    breaks="the distributed optimizer is not used where it is requested: every rank has all optimizer state",
+    bug="of the family of M01 pytorch/torchtitan #711: another parallelism than requested, and equal losses",
+    case="zero1_2",
+    caught_by="features memory",
+    named="another stage of ZeRO",
+    does=op.together(
+        op.override_argument(
+            "harness.trainers.megatron.model:DistributedDataParallelConfig.__init__", use_distributed_optimizer=False
+        ),
+        op.override_argument(
+            "harness.trainers.megatron.trainer:OptimizerConfig.__init__", use_distributed_optimizer=False
+        ),
+    ),
+)
+
+parameters_not_gathered = fault(
+    breaks="what the optimizers of other ranks made of parameters is not gathered",
+    bug="of the family of G: a collective that is left out",
+    case="zero1_2",
+    caught_by="replica_agreement traffic",
+    named="parameters not gathered",
+    does=op.skip_call(f"{DDP}.start_param_sync"),
+)
+
+gradients_not_reduced = fault(
+    breaks="gradients are not reduced: each rank's optimizer steps on its own samples' gradients",
+    bug="of the family of G: a reduction that is left out",
+    case="zero1_2",
+    caught_by="gradients traffic",
+    named="gradients not reduced",
+    does=op.skip_call(f"{BUCKETS}.start_grad_sync"),
+)
+
+
+@fault(
+    breaks="the rank's shard of the gradients is read one element off, so that each is the neighbour's",
+    bug="of the family of S10 pytorch/torchtitan #3356: an offset into a flat vector",
+    case="zero1_2",
+    caught_by="gradients",
+    named="gradients shifted",
+)
+@partial(op.before_call, f"{OPTIMIZER}._copy_model_grads_to_main_grads")
+def gradients_one_off(optimizer: Any) -> None:
+    for buffer in optimizer.buffers:
+        part = buffer.grad_data.chunk(optimizer.data_parallel_group.size())[optimizer.data_parallel_group.rank()]
+        part.copy_(part.roll(1))
+
+
+@fault(
+    breaks="the ranges of parameters that a rank owns begin one element late: it steps on one that is not reduced for it",
+    bug="of the family of S10 pytorch/torchtitan #3356: an offset into a flat vector",
+    case="zero1_2",
+    caught_by="gradients",
+    named="gradients misshapen",
+)
+@partial(op.instead, f"{OPTIMIZER}._build_model_gbuf_param_range_map")
+def ranges_one_off(original: Any, places: Any, shard: Any, offset: int) -> Any:
+    return original(places, type(shard)(shard.start + 1, shard.end + 1), offset)
