@@ -56,14 +56,25 @@ class Sides:
 def case_of(change: Change) -> Case:
     """The case that it names, with valid labels only where that is asked: before 2026-01-25 others fail for the loss alone."""
     case = find_case(change.case, load_all())
-    if change.rotation:
-        case = dataclasses.replace(
-            case, features=dataclasses.replace(case.features, cp_rotation=change.rotation), file=""
-        )
+    if change.features or change.recipe:
+        recipe = dataclasses.replace(case.training, **change.recipe)
+        features = dataclasses.replace(case.features, **change.features)
+        case = dataclasses.replace(case, training=recipe, features=features, file="")
     if not change.valid or case.training.all_valid:
         return case
     recipe = dataclasses.replace(case.training, all_valid=True)
     return dataclasses.replace(case, name=f"{case.name}_valid", training=recipe, file="")
+
+
+def trainer_of(change: Change, checkout: Path, out: Path) -> str:
+    """The adapter itself, or a file with one that has what the change asks for."""
+    asked = {"options": change.options, "chosen": change.chosen, "shows": change.shows}
+    if asked == {"options": {}, "chosen": {}, "shows": True}:
+        return trainers.spec("torchtitan", str(checkout))
+    given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    path = out / f"{change.commit}_{change.case}.py"
+    write_text(path, f"from harness.trainers.torchtitan import Torchtitan\n\nadapter = Torchtitan({given})\n")
+    return trainers.spec(str(path), str(checkout))
 
 
 def judged(repo: Path, change: Change, out: Path) -> Sides:
@@ -74,8 +85,8 @@ def judged(repo: Path, change: Change, out: Path) -> Sides:
 
 def judged_at(checkout: Path, commit: str, change: Change, out: Path) -> Found:
     git(checkout, "checkout", "--quiet", "--detach", commit)
-    trainer = trainers.spec("torchtitan", str(checkout))
-    return found(case_of(change), Options(out=out / change.commit, trainer=trainer, timeout=240.0))
+    options = Options(out=out / change.commit, trainer=trainer_of(change, checkout, out), timeout=240.0)
+    return found(case_of(change), options)
 
 
 def stored() -> dict[str, Sides]:
@@ -113,7 +124,9 @@ def table(head: str, wanted: str, changes: Sequence[Change], rows: Mapping[str, 
 
 
 def row(change: Change, sides: Sides) -> str:
-    return f"| {change.name} | {change.bug} | `{case_of(change).name}` | {line(sides.before)} | {line(sides.after)} |"
+    asked = f", {change.asked}" if change.asked else ""
+    run = f"`{case_of(change).name}`{asked}"
+    return f"| {change.name} | {change.bug} | {run} | {line(sides.before)} | {line(sides.after)} |"
 
 
 def line(found: Found) -> str:

@@ -1,5 +1,7 @@
 """The loss that a rank reports is the reference's: a claim, judged apart from the training itself.
 
+A largest loss that is reported beside it, of any parts of the batch, is not below it: no mean is above all that it is made of.
+
 A rank that reports none claims nothing; if none does, though its trainer is one that reports losses, that is UNKNOWN. One
 that reports it in some of the steps that are due and not in others is a finding.
 """
@@ -7,12 +9,15 @@ that reports it in some of the steps that are due and not in others is a finding
 from __future__ import annotations
 
 from harness.evidence.records import StepEvidence
-from harness.judge.reporting import judge_reports, relative
+from harness.judge.reporting import below, judge_reports, relative
 from harness.judge.result import Finding, Result, not_applicable
+from harness.judge.tolerance import UNIT_ROUNDOFF
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
+CLOSE = 2 * UNIT_ROUNDOFF["float32"]
+"""A largest loss may be shown in float32."""
 
 
 def check(trial: Trial) -> Result:
@@ -24,9 +29,16 @@ def check(trial: Trial) -> Result:
         wanted = reference.loss if assumed is None else assumed(rank, step.step)
         difference = relative(shown, wanted)
         if difference <= bounds.loss[step.step]:
-            return difference, None
+            return difference, _largest(rank, step, shown)
         found = f"{shown!r} (off by {difference:.2e})"
         bound = bounds.text(bounds.loss[step.step])
         return difference, Finding.at(rank, repr(wanted), found, bound, step=step.step)
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)
+
+
+def _largest(rank: int, step: StepEvidence, mean: float) -> Finding | None:
+    if below(mean, step.reported_largest) <= CLOSE:
+        return None
+    wanted = f"a largest loss of at least the mean, {mean!r}"
+    return Finding.at(rank, wanted, repr(step.reported_largest), f"{CLOSE:.1e}", step=step.step)

@@ -22,7 +22,7 @@ from harness.diagnosis.norms import axes_left_out, other_norms, peers
 from harness.diagnosis.words import finding_line, rank_words
 from harness.evidence.records import RankEvidence
 from harness.judge.losses import losses
-from harness.judge.reporting import Read, due, silences
+from harness.judge.reporting import Read, below, due, silences
 from harness.judge.result import Cause, Verdict
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
@@ -80,7 +80,7 @@ def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
             continue
         for text, number in _instead(trial, reported):
             clause = text if text.startswith("it is") else f"{reported.who} {text}"
-            cause = Cause("wrong report", f"{_what(trial, law, broken)}: {clause}{reported.when(number)}")
+            cause = Cause("wrong report", f"{_what(trial, SHOWN[law], broken)}: {clause}{reported.when(number)}")
             yield Hypothesis(
                 cause,
                 partial(assuming_reports, reported=reported, number=number),
@@ -95,15 +95,17 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
             continue
         if silences(trial, "", READ[law]):
             yield stated(broken, law, "report lacking", _silent(trial, what, READ[law]))
+        elif law == "reported_loss" and (text := _below(trial)):
+            yield stated(broken, law, "wrong report", f"{_what(trial, 'largest loss', broken)}: {text}")
         elif reported := reported_of(trial, law):
-            text = f"{_what(trial, law, broken)}: {reported.who} {_another_number(reported)}"
+            text = f"{_what(trial, SHOWN[law], broken)}: {reported.who} {_another_number(reported)}"
             yield stated(broken, law, "wrong report", text)
 
 
-def _what(trial: Trial, law: str, broken: Broken) -> str:
+def _what(trial: Trial, what: str, broken: Broken) -> str:
     alone = trial.as_requested and not {"loss", "gradients", "update"} & set(broken)
     alone = alone and verdict_of(trial, "gradients") is not Verdict.FAIL
-    return f"the reported {SHOWN[law]} is wrong{', the training itself is right' * alone}"
+    return f"the reported {what} is wrong{', the training itself is right' * alone}"
 
 
 def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
@@ -250,6 +252,17 @@ def _another_number(reported: Reported) -> str:
     if ratios and all(times_text(ratio) == times_text(1.0) for ratio in ratios):
         return f"a number that is off by {max(abs(ratio - 1) for ratio in ratios):.1e}"
     return "another number"
+
+
+def _below(trial: Trial) -> str:
+    """Of a largest loss that is below the mean shown beside it; empty where none is, or where the mean is wrong too."""
+    shown = {(rank, step.step): step for rank, step, _ in trial.steps() if step.reported_loss is not None}
+    wrong = [at for at, step in shown.items() if below(step.reported_loss or 0.0, step.reported_largest) > CLOSE]
+    if not wrong or reported_of(trial, "reported_loss"):
+        return ""
+    mean, largest = shown[wrong[0]].reported_loss, shown[wrong[0]].reported_largest
+    ranks = sorted({rank for rank, _ in wrong})
+    return f"{rank_words(ranks)} show{'s' * (len(ranks) == 1)} {largest:.6g} where the mean is {mean:.6g}"
 
 
 def _silent(trial: Trial, what: str, read: Read) -> str:

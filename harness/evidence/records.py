@@ -164,7 +164,7 @@ class StepEvidence:
 
     gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
     likewise, kept for the last step, and for one after which a checkpoint was written.
-    reported_loss, grad_norm, reported_lr: what the trainer reports. lr: read from the optimizer as it stepped.
+    reported_loss, grad_norm, reported_lr, reported_largest: what the trainer reports. lr: read from the optimizer in its step.
     scaled: where no clipping of torch's was seen, the number by which all gradients were multiplied between the end of backward
     and the optimizer; `gradients` are those before. NaN: altered otherwise, and as the optimizer was given them.
     changed: of parameters that were something else when the next step began, or training ended, what they then were;
@@ -207,6 +207,7 @@ class StepEvidence:
     seconds: float | None = None
     allocator: dict[str, int] | None = None
     unwaited: int | None = None
+    reported_largest: float | None = None
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:

@@ -45,6 +45,11 @@ def relative(shown: float, wanted: float) -> float:
     return abs(shown - wanted) / abs(wanted) if wanted else (0.0 if shown == 0 else math.inf)
 
 
+def below(mean: float, largest: float | None) -> float:
+    """By how much of it a mean is above the largest of what it is the mean of; 0 where it is not, or none is shown."""
+    return max(0.0, relative(largest, mean)) if largest is not None and not largest >= mean else 0.0
+
+
 def due(trial: Trial, rank: int) -> list[int]:
     """The steps of which a rank that reports at all must report."""
     evidence = trial.ranks[rank]

@@ -46,8 +46,8 @@ from harness.probe.values import StepValues, ValueRecorder
 from harness.probe.without_memory import computing_with
 from harness.probe.witness import Witness
 
-Reported = tuple[float | None, float | None, float | None]
-"""Loss, gradient norm and learning rate."""
+Reported = tuple[float | None, ...]
+"""Loss, gradient norm, learning rate and largest loss; those at the end may be left out."""
 
 
 class Probe:
@@ -179,7 +179,7 @@ class Probe:
         )
 
     def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:
-        loss, norm, rate = reported.get(step, (None, None, None))
+        loss, norm, rate, largest = (*reported.get(step, ()), *[None] * 4)[:4]
         return StepEvidence(
             step=step,
             microbatches=self.samples.microbatches(step),
@@ -188,6 +188,7 @@ class Probe:
             grad_norm=norm,
             lr=None if values.lr is None else float(values.lr),
             reported_lr=rate,
+            reported_largest=largest,
             gradients=values.gradients,
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,

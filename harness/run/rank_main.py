@@ -59,7 +59,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             probe.resumed(case.steps.start - 1)
         started_file(Path(options["directory"]), this).touch()
         _train(trainer, case, checkpoints, probe)
-        reported = {metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr) for metrics in trainer.metrics}
+        reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
         evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
         evidence = in_the_references_words(evidence, adapter, case)
         evidence = dataclasses.replace(evidence, reports=getattr(trainer, "reports", adapter.reports))

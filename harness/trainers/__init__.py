@@ -78,12 +78,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Metrics:
     """What a trainer reports of a step (counted from 1), None where it does not. grad_norm: global, before clipping. lr: the
-    one that the step was made with."""
+    one that the step was made with. largest: of the mean losses of parts of the batch, as those of ranks, the largest."""
 
     step: int
     loss: float | None
     grad_norm: float | None
     lr: float | None
+    largest: float | None = None
 
 
 class StartedTrainer(Protocol):

@@ -179,3 +179,13 @@ def test_a_tp_peer_that_computes_fewer_losses_is_found() -> None:
     assert findings("loss", with_step(trial, 1, 2, microbatches=(silent,))) == (
         Finding("rank 1, step 2", "tp peer 0's for the same tokens: 1 losses", "0"),
     )
+
+
+def test_a_largest_loss_below_the_mean_is_found_and_one_above_it_is_not() -> None:
+    trial = with_step(trial_of(tiny_case("fsdp_2")), 0, 1, reported_largest=9.0)
+    assert judged("reported_loss", trial).verdict is Verdict.PASS
+    (finding,) = findings("reported_loss", with_step(trial, 1, 2, reported_largest=0.5))
+    assert (finding.where, finding.observed) == ("rank 1, step 2", "0.5")
+    assert finding.expected.startswith("a largest loss of at least the mean, ")
+    (finding,) = findings("reported_loss", with_step(trial, 1, 2, reported_largest=float("nan")))
+    assert finding.observed == "nan"

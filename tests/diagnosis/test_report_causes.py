@@ -313,3 +313,11 @@ def test_a_norm_of_one_stage_or_one_shard_group_is_told_by_the_axis_that_is_left
         for step in evidence.steps:
             trial = with_step(trial, rank, step.step, grad_norm=observed_norm(trial, step.step, peers))
     assert shown_instead(trial, "grad_norm") == "it is not summed over tp"
+
+
+def test_a_largest_loss_below_the_mean_is_told_beside_a_training_that_is_right() -> None:
+    trial = with_step(trial_of(tiny_case("fsdp_2")), 1, 2, reported_largest=0.5)
+    (told,) = [line for line in (first_line(trial),) if line]
+    assert told.startswith(
+        "the reported largest loss is wrong, the training itself is right: rank 1 shows 0.5 where the mean is "
+    )

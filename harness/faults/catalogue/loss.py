@@ -232,6 +232,16 @@ loss_displayed_once = fault(
         op.skip_call(".trainer:Trainer.display"),
     ),
 )
+displayed_largest_of_the_global_tokens = fault(
+    breaks="the largest loss reported is of the ranks' sums over all valid tokens, not over each rank's own",
+    bug="L06 pytorch/torchtitan #2314: the largest loss is below the mean",
+    case="fsdp_2",
+    caught_by="reported_loss",
+    named="wrong report",
+    does=op.change_result(
+        ".trainer:Trainer.train_step", lambda m: dataclasses.replace(m, largest=m.loss and m.loss / 2)
+    ),
+)
 displayed_rate_of_the_next_step = fault(
     breaks="the reported learning rate is read after the scheduler has stepped, so it is that of the next step",
     bug="E07 huggingface/transformers #35942, #28124: logged after lr_scheduler.step()",

@@ -30,8 +30,10 @@ import dataclasses
 import importlib
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
@@ -48,10 +50,18 @@ class Torchtitan(Adapter):
 
     spmd_backend: parallelism.spmd_backend of versions that have it; None: the default of its users, or "partial_dtensor" where
     that cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a trainer.
+
+    options: others of torchtitan's own, as its users give them: {"metrics.log_freq": 2}; None leaves one as torchtitan has it
+    where the case would say. With one of `lr_scheduler` its own learning rates are under test, and the case says `rates`.
+    With validation on, it is of the samples of the step that comes next, and its loss is judged as that step's.
+    chosen: traits that it is judged by in place of those of its version. shows: False where nothing that it reports is judged.
     """
 
     where: str | None = None
     spmd_backend: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    shows: bool = True
     name: str = "torchtitan"
     files: tuple[str, ...] = source.FILES
 
@@ -69,13 +79,17 @@ class Torchtitan(Adapter):
 
     @property
     def reports(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._found().era.reports
+        return self._found().era.reports if self.shows else ()
+
+    @property
+    def reports_every(self) -> int:  # type: ignore[override]
+        return self.options.get("metrics.log_freq", 1)
 
     def of(self, where: str) -> Torchtitan:
         return dataclasses.replace(self, where=where)
 
     def traits(self, case: Case) -> TrainerTraits:
-        return self._found().traits(case)
+        return dataclasses.replace(self._found().traits(case), **self.chosen)
 
     def unsupported(self, case: Case) -> str | None:
         try:
@@ -126,13 +140,14 @@ class Torchtitan(Adapter):
         torch_names.bridge()
         float64.preserve(case.training.dtype)
         process_group.redirect()
-        learning_rate.follow_recipe(case)
+        if not any(name.startswith("lr_scheduler.") for name in self.options):
+            learning_rate.follow_recipe(case)
         runs = importlib.import_module(f"{__name__}.{found.era.run_by}")
         return runs.start(case, found, weights, device)
 
     def _found(self) -> source.Source:
         """Raises NotThere."""
-        return dataclasses.replace(source.find(self.where), spmd_backend=self.spmd_backend)
+        return dataclasses.replace(source.find(self.where), spmd_backend=self.spmd_backend, options=self.options)
 
     def fqn(self, name: str) -> str:
         return self._found().era.fqn(name)

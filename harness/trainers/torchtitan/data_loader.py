@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,34 @@ class Rows(Microbatches):
     def __iter__(self) -> Iterator[Any]:
         for inputs, labels in super().__iter__():
             yield {name: values.flatten() for name, values in inputs.items()}, labels.flatten()
+
+
+class Ahead:
+    """A data loader of validation: whenever an iterator is asked for, samples of the step that comes next, so that the loss of
+    validation is the one that this step then has. make: samples from the first step on."""
+
+    def __init__(self, make: Callable[[], Samples]) -> None:
+        self.make, self.finished = make, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.finished += 1
+        samples = self.make()
+        samples.step = min(self.finished, samples.case.training.steps - 1)
+        return iter(samples)
+
+
+@dataclasses.dataclass
+class AheadOf:
+    """The same in a configuration, whose builder it is; asked to build it once a validation."""
+
+    case: Case
+    inputs: type[Samples]
+    infinite: bool = True
+    loaders: dict[int, Ahead] = dataclasses.field(default_factory=dict)
+
+    def build(self, *, dp_world_size: int, dp_rank: int, **_: Any) -> Ahead:
+        ahead = Ahead(lambda: self.inputs(self.case, dp_world_size, dp_rank, lambda: None))
+        return self.loaders.setdefault(dp_rank, ahead)
 
 
 def anew(tokens: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ MAIN_FUNCTION = Era(
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
     training=("steps", "seed", "dtype", "global_batch", "seq_len", "lr", "warmup_steps", "final_lr_fraction")
-    + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples"),
+    + ("max_norm", "data", "compute_dtype", "variable_length", "all_valid", "masked_samples", "rates"),
     traits=TrainerTraits(fsdp_units="root", attention="fused", own_model=True, defers_sync=False),
     replicates_by="replicate",
     wraps_alone=False,

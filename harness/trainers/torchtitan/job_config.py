@@ -7,10 +7,12 @@ more, is left out.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,17 +40,39 @@ OF_OLD = {"1F1B": "1f1b", "GPipe": "gpipe"}  # names until 2024-10-09; since the
 CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
-def configured(job: Any, case: Case) -> Any:
-    """torchtitan's own defaults, and the case's values."""
+def configured(job: Any, case: Case, own: Mapping[str, Any] | None = None) -> Any:
+    """torchtitan's own defaults, the case's values, and options of one's own in their place."""
+    own = own or {}
     for name in CONFIG_MODULES:
         if name in sys.modules:
             sys.modules[name].TORCH_DTYPE_MAP["float64"] = torch.float64
     if hasattr(job, "parse_args"):
-        job.parse_args([])
+        of_file(job, own)
     for name, value in given(case).items():
         section, _, key = name.partition(".")
-        put(getattr(job, section, SimpleNamespace()), key, value)
+        if name not in own:
+            put(getattr(job, section, SimpleNamespace()), key, value)
+    if not hasattr(job, "parse_args"):
+        options.put_own(job, own)
     return job
+
+
+def of_file(job: Any, own: Mapping[str, Any]) -> None:
+    """A job that parses its command line reads these from a file, as its users have it read them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "own.toml")
+        path.write_text(toml(own))
+        job.parse_args(["--job.config_file", str(path)] if own else [])
+
+
+def toml(own: Mapping[str, Any]) -> str:
+    """What is None is left out. Texts, numbers and lists are written as in JSON."""
+    given = [(*name.split("."), value) for name, value in own.items() if value is not None]
+    sections = dict.fromkeys(section for section, _, _ in given)
+    lines = {
+        one: [f"{key} = {json.dumps(value)}" for section, key, value in given if section == one] for one in sections
+    }
+    return "".join(f"[{one}]\n" + "\n".join(told) + "\n" for one, told in lines.items())
 
 
 def put(section: Any, key: str, value: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,11 +25,13 @@ from harness.trainers.torchtitan.source import Source
 class MainTrainer:
     """harness.trainers.StartedTrainer around `main`, stopped where it asks its data loader for an iterator."""
 
-    def __init__(self, train: ModuleType, case: Case, weights: Path | None) -> None:
+    def __init__(
+        self, train: ModuleType, case: Case, weights: Path | None, own: Mapping[str, Any] | None = None
+    ) -> None:
         self.model_parts: list[nn.Module] = []
         self.metrics: list[Metrics] = []
         self._train, self._case, self._weights = train, case, weights
-        self._job = job_config.configured(train.JobConfig(), case)
+        self._job = job_config.configured(train.JobConfig(), case, own)
         self._main = TrainingFunction(self._run)
         self._substitute()
         self._main.set_up()
@@ -93,7 +95,7 @@ class MainTrainer:
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> MainTrainer:
     assert source.script is not None
-    return MainTrainer(load_script(source.script), case, weights)
+    return MainTrainer(load_script(source.script), case, weights, source.options)
 
 
 def load_script(path: Path) -> ModuleType:

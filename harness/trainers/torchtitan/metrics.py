@@ -9,7 +9,7 @@ from harness.trainers import Metrics
 
 
 def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) -> Any:
-    """The same logger; what it is told to log is noted: the loss averaged over ranks, the gradient norm if it has one.
+    """The same logger; what it is told to log is noted: the loss averaged over ranks and the largest, the gradient norm if any.
 
     shows: as of note_processor.
     """
@@ -17,8 +17,9 @@ def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) 
 
     def log(values: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         norm = values.get("grad_norm", values.get("optim/grad_norm"))
-        loss = float(values["loss_metrics/global_avg_loss"]) if shows() else None
-        metrics.append(Metrics(step, loss, norm, values.get("lr")))
+        mean, largest = (float(values[f"loss_metrics/global_{which}_loss"]) for which in ("avg", "max"))
+        loss, most = (mean, largest) if shows() else (None, None)
+        metrics.append(Metrics(step, loss, norm, values.get("lr"), most))
         original(values, step, *args, **kwargs)
 
     logger.log = log
@@ -30,12 +31,29 @@ def note_processor(processor: Any, metrics: list[Metrics], shows: Callable[[], b
 
     shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
     """
-    original = processor.log
+    original, validated = processor.log, note_validation(processor)
 
     def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
         rate = (extra.get("extra_metrics") or {}).get("lr")
-        metrics.append(Metrics(step, float(average) if shows() else None, norm[0] if norm else None, rate))
+        loss, most = (float(average), float(largest)) if shows() else (None, None)
+        if loss is not None and step in validated:
+            loss, most = validated[step], None
+        metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, most))
         original(step, average, largest, *norm, **extra)
 
     processor.log = log
     return processor
+
+
+def note_validation(processor: Any) -> dict[int, float]:
+    """The loss of each validation, by the step after it, whose samples and weights it is of."""
+    validated: dict[int, float] = {}
+    original = getattr(processor, "log_validation", None)
+
+    def log_validation(loss: float, step: int, *args: Any, **kwargs: Any) -> None:
+        validated[step + 1] = float(loss)
+        original(loss, step, *args, **kwargs)  # type: ignore[misc]
+
+    if original is not None:
+        processor.log_validation = log_validation
+    return validated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from harness.spec.case import Case
@@ -38,6 +39,17 @@ def parallelism(case: Case) -> dict[str, Any]:
         "pipeline_parallel_microbatch_size": case.local_batch,
         "fsdp_reshard_after_forward": features.reshard_after_forward,
     }
+
+
+def put_own(config: Any, own: Mapping[str, Any]) -> None:
+    """Options of one's own, by `section.name`; what is None stays as it is. Raises ValueError for one that there is not."""
+    for name, value in own.items():
+        section, _, key = name.rpartition(".")
+        holder = getattr(config, section, None) if section else config
+        if not hasattr(holder, key):
+            raise ValueError(f"this torchtitan has no option {name}")
+        if value is not None:
+            setattr(holder, key, value)
 
 
 def under(section: str, values: dict[str, Any]) -> dict[str, Any]:

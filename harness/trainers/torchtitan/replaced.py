@@ -19,6 +19,8 @@ def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
     if era.run_by == TRAINER_CONFIG.run_by:
         yield from _of_configurations(case, source, device)
+    for name, value in source.options.items():
+        yield f"{name}: {'as it comes' if value is None else value!r}, requested by the trainer's file"
     if case.training.dtype == "float64":
         yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
     if device == "cpu":

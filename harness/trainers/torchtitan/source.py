@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from harness.trainers.torchtitan.eras import Era
 FILES = ("/torchtitan/", "/train.py")  # of the repository, all that running it needs
 STARTS_SPMD_TYPES = ">=2.15"  # releases of torch on which it was seen to start; not on 2.13, and 2.14 was not tried
 LOSS_CHUNKS = 8  # torchtitan's own number
+MANY_STAGES = tuple(range(1, 65))
+OF_CLASSES = tuple(
+    name for name in FEATURE_CHOICES["schedule"] if name != "DualPipeV"
+)  # schedules that it looks up by name
 HOW_TO_GET_IT = "`make titan` prepares an environment with it, or give --source a checkout of pytorch/torchtitan"
 
 
@@ -53,6 +58,12 @@ class Change:
 CHANGES = (
     Change("distributed/context_parallel/api.py", syntax.an_attribute("spmd_backend"), {"cp_by_types": True}),
     Change("parallelisms/pipeline_llama.py", syntax.a_keyword("output_args"), {"shapes_by_example": True}),
+    *(
+        Change(
+            file, syntax.a_call("get_schedule_class"), features={"schedule": OF_CLASSES, "stages_per_rank": MANY_STAGES}
+        )
+        for file in ("parallelisms/pipelining_utils.py", "parallelisms/pipeline.py", "distributed/pipeline.py")
+    ),
     Change("hf_datasets/text_datasets.py", syntax.a_key("positions"), {"gives_positions": True}),
     Change("config_manager.py", syntax.an_option("--experimental.context_parallel_degree"), {"axes": AXES}),
     Change(
@@ -126,13 +137,14 @@ def holds(fact: syntax.Fact, path: Path) -> bool:
 class Source:
     """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one.
 
-    script: its train.py, where that is what runs. spmd_backend: see Torchtitan.
+    script: its train.py, where that is what runs. spmd_backend, options: see Torchtitan.
     """
 
     package: Path
     era: Era
     script: Path | None = None
     spmd_backend: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 from harness.spec.case import Case
 from harness.trainers.support.weights import load_weights
 from harness.trainers.torchtitan import job_config
-from harness.trainers.torchtitan.data_loader import Inputs, Samples
+from harness.trainers.torchtitan.data_loader import AheadOf, Inputs, Samples
 from harness.trainers.torchtitan.source import Source
 from harness.trainers.torchtitan.trainer import TitanTrainer, no_sleep
 
@@ -18,10 +18,22 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     train = importlib.import_module("torchtitan.train")
     no_sleep("torchtitan.train")
     specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
-    trainer = train.Trainer(job_config.configured(train.JobConfig(), case))
+    validate(case, source)
+    trainer = train.Trainer(job_config.configured(train.JobConfig(), case, source.options))
     train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` reads it
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     return TitanTrainer(trainer, case)
+
+
+def validate(case: Case, source: Source) -> None:
+    """Where validation is requested by an option, its data loader has the samples of the step that comes next."""
+    if not source.options.get("validation.enable"):
+        return
+    module = importlib.import_module("torchtitan.components.validate")
+    ahead = AheadOf(case, Inputs if source.era.inputs_by_name else Samples)
+    for name in ("build_hf_validation_dataloader", "build_text_validation_dataloader"):
+        if hasattr(module, name):
+            setattr(module, name, ahead.build)
 
 
 def specify(specs: Any, case: Case, inputs: type[Samples]) -> None:

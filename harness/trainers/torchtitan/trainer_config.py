@@ -15,7 +15,7 @@ from harness.spec.features import LOOPED
 from harness.trainers.support import float64
 from harness.trainers.support.weights import load_weights
 from harness.trainers.torchtitan import cpu, model_config, options
-from harness.trainers.torchtitan.data_loader import Inputs, Microbatches, Positioned, Rows, Samples
+from harness.trainers.torchtitan.data_loader import AheadOf, Inputs, Microbatches, Positioned, Rows, Samples
 from harness.trainers.torchtitan.eras import Era
 from harness.trainers.torchtitan.loss import show_loss
 from harness.trainers.torchtitan.source import Source, chunks_of, why_not_spmd_types
@@ -42,18 +42,19 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     if source.era.masks(case) and device == "cpu":
         cpu.attend_densely()
     float64.widen(case.training.dtype, "torchtitan.components.loss")  # where gradients of chunks are collected
-    trainer = configuration(case, source.era, source.spmd_backend).build()
+    trainer = configuration(case, source).build()
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     show_loss(trainer.loss_fn)
     return TitanTrainer(trainer, case)
 
 
-def configuration(case: Case, era: Era, spmd_backend: str | None = None) -> Any:
-    """torchtitan's own for its debug model, with the case's values."""
+def configuration(case: Case, source: Source) -> Any:
+    """torchtitan's own for its debug model, with the case's values, and options of one's own in their place."""
     from torchtitan.components import loss
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
+    era = source.era
     TORCH_DTYPE_MAP["float64"] = torch.float64
     config = llama3_debugmodel()
     config.model_spec.model = model_config.sized(case, masked=era.masks(case))
@@ -64,12 +65,16 @@ def configuration(case: Case, era: Era, spmd_backend: str | None = None) -> Any:
     config.optimizer = adamw(case)
     inputs = fed(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
+    if source.options.get("validator.enable"):
+        config.validator.dataloader = AheadOf(case, inputs)
     config.tokenizer = Built(None)
     for name, value in given(case).items():
         section, _, key = name.rpartition(".")
-        model_config.put(getattr(config, section) if section else config, **{key: value})
-    if spmd_backend is not None:
-        config.parallelism.spmd_backend = spmd_backend
+        if name not in source.options:
+            model_config.put(getattr(config, section) if section else config, **{key: value})
+    options.put_own(config, source.options)
+    if source.spmd_backend is not None:
+        config.parallelism.spmd_backend = source.spmd_backend
     elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types" and why_not_spmd_types(case, None):
         config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
     return config

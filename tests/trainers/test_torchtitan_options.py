@@ -1,0 +1,60 @@
+"""Options of torchtitan that a trainer's file requests, and validation, without torchtitan."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness import trainers
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+from harness.trainers import Metrics
+from harness.trainers.torchtitan.data_loader import AheadOf, Samples
+from harness.trainers.torchtitan.job_config import configured, toml
+from harness.trainers.torchtitan.metrics import note_processor
+
+CASE = Case("any", "a test", ParallelDims(dp_shard=4))
+
+
+def test_an_option_of_ones_own_takes_the_place_of_what_the_case_says() -> None:
+    job = SimpleNamespace(metrics=SimpleNamespace(log_freq=10), training=SimpleNamespace(steps=9, seq_len=8))
+    configured(job, CASE, {"metrics.log_freq": 3, "training.steps": None})
+    assert (job.metrics.log_freq, job.training.steps, job.training.seq_len) == (3, 9, 32)
+    with pytest.raises(ValueError, match="this torchtitan has no option metrics.often"):
+        configured(job, CASE, {"metrics.often": True})
+
+
+def test_who_parses_a_command_line_reads_options_of_ones_own_from_a_file() -> None:
+    told = toml({"metrics.log_freq": 3, "experimental.splits": "layers.2", "experimental.batches": None})
+    assert tomllib.loads(told) == {"metrics": {"log_freq": 3}, "experimental": {"splits": "layers.2"}}
+
+
+def test_options_of_ones_own_are_said_with_every_verdict(checkout: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from harness.trainers.torchtitan import Torchtitan\n"
+        'adapter = Torchtitan(options={"metrics.log_freq": 3}, chosen={"fsdp_units": "apart"}, shows=False)\n'
+    )
+    adapter = trainers.load(f"{file}@{checkout}")
+    assert "metrics.log_freq: 3, requested by the trainer's file" in adapter.replaced(CASE, "cpu")
+    assert (adapter.reports, adapter.reports_every, adapter.traits(CASE).fsdp_units) == ((), 3, "apart")
+    assert trainers.load(f"torchtitan@{checkout}").reports_every == 1
+
+
+def test_validation_after_a_step_is_of_the_samples_of_the_next() -> None:
+    ahead = AheadOf(CASE, Samples).build(dp_world_size=4, dp_rank=1, seq_len=32)
+    steps = [next(iter(ahead))[0] for _ in range(3)]
+    trained = list(Samples(CASE, 4, 1, lambda: None))
+    assert [bool((tokens == trained[at][0]).all()) for tokens, at in zip(steps, (1, 2, 2), strict=True)] == [True] * 3
+
+
+def test_the_loss_of_validation_is_the_next_steps() -> None:
+    told: list[Metrics] = []
+    processor = note_processor(SimpleNamespace(log=lambda *_: None, log_validation=lambda *_: None), told)
+    processor.log(1, 5.0, 6.0, 0.5)
+    processor.log_validation(loss=4.5, step=1)
+    processor.log(2, 4.0, 4.1, 0.5)
+    assert told == [Metrics(1, 5.0, 0.5, None, 6.0), Metrics(2, 4.5, 0.5, None)]
