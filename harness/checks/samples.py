@@ -106,8 +106,8 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
     labels that do not count may be left out."""
     findings = []
     for rank in trial.last_stages():
-        received = [part.tokens.size for part in _parts(trial, trial.feeder(rank), step) if part.tokens is not None]
-        losses = [part for part in _parts(trial, rank, step) if part.loss_sum is not None]
+        received = [part.tokens.size for part in parts_of(trial, trial.feeder(rank), step) if part.tokens is not None]
+        losses = [part for part in parts_of(trial, rank, step) if part.loss_sum is not None]
         seen = [0 if part.labels is None else part.labels.size for part in losses]
         own = [None if labels is None else int((labels != IGNORED).sum()) for labels in _own_labels(trial, rank, step)]
         whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, received, own, strict=False)]
@@ -118,7 +118,8 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def _parts(trial: Trial, rank: int, step: int) -> list[Microbatch]:
+def parts_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
+    """The microbatches that a rank ran in a step."""
     return [part for record in trial.ranks[rank].steps if record.step == step for part in record.microbatches]
 
 
@@ -136,7 +137,7 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]
     found = {}
     for rank in trial.last_stages():
         at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
-        seen = [part for part in _parts(trial, rank, step) if part.labels is not None]
+        seen = [part for part in parts_of(trial, rank, step) if part.labels is not None]
         found[rank] = [
             label
             for part, own in zip(seen, _own_labels(trial, rank, step), strict=False)
@@ -155,7 +156,7 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
     feeder = trial.feeder(rank)
     known, found = rows_of(trial, feeder, step), []
-    for part in _parts(trial, feeder, step):
+    for part in parts_of(trial, feeder, step):
         if part.tokens is not None:
             ids = [known.get(row.tobytes()) for row in part.tokens]
             whole = None not in ids and part.tokens.shape[1] == len(at)

@@ -25,15 +25,23 @@ Arrays = dict[str, np.ndarray]
 FEW = ("norm.weight", "attention.wq.weight", "output.weight", "tok_embeddings.weight")  # of each kind one
 BETAS = (0.0, 0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-10, 1e-12, 1e-15, 1e-16)
+HALF = 2  # so many choices more is what explains the first step alone
 WORDS = {"max_norm": "the gradient norm's limit"}
 
 
-def agrees(trial: Trial, assumed: AssumedOptimizer, training: TrainingConfig | None = None) -> bool:
-    """Whether `update` holds of a few parameters under an assumption, which is then tested on all."""
+def agrees(trial: Trial, assumed: AssumedOptimizer, training: TrainingConfig | None = None) -> int | None:
+    """Of how many choices more a hypothesis is then: none where `update` holds of a few parameters under the assumption, HALF
+    where it so holds in the first step alone, and else does not: one of two mistakes. None where it is refuted."""
     few = {rank: _with_few_parameters(evidence) for rank, evidence in trial.ranks.items()}
     case = replace(trial.case, training=training) if training else trial.case
-    part = replace(trial, case=case, run=replace(trial.run, ranks=few), assumed=assumed)
-    return update.holds(part, update.clipped_norms(trial))
+    part = replace(trial, case=case, run=replace(trial.run, ranks=few), assumed=trial.assumed.and_besides(assumed))
+    if update.holds(part, norms := update.clipped_norms(trial)):
+        return 0
+    now, before = (
+        (one.step == trial.first_step for one in update.mistakes(t, norms))
+        for t in (part, replace(part, case=trial.case, assumed=trial.assumed))
+    )
+    return HALF if not any(now) and any(before) else None
 
 
 def _with_few_parameters(evidence: RankEvidence) -> RankEvidence:
@@ -55,24 +63,22 @@ def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
     requested = trial.case.training
     for changes in _changes(requested):
         training = replace(requested, **changes)
-        if training != requested and agrees(trial, AssumedOptimizer(), training):
-            yield Hypothesis(_changed(requested, changes), partial(_by_recipe, training), 1 + len(changes))
+        more = None if training == requested else agrees(trial, AssumedOptimizer(), training)
+        if more is not None:
+            assumed = partial(assume.another_recipe, training=training)
+            yield Hypothesis(_changed(requested, changes), assumed, 1 + len(changes) + more)
     alone = [changes for changes in _changes(requested) if len(changes) == 1 and "max_norm" not in changes]
     for (name, kind), changes in itertools.product(kinds_of_parameters(trial).items(), alone):
         recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
         recipes |= {fqn: replace(recipe, **changes) for fqn, recipe in recipes.items() if fqn in kind}
-        if agrees(trial, AssumedOptimizer(recipe=recipes.__getitem__)):
+        if agrees(trial, AssumedOptimizer(recipe=recipes.__getitem__)) == 0:
             yield Hypothesis(_changed(requested, changes, f" of {name}"), partial(by_recipes, recipes.__getitem__), 3)
     if requested.decay == "matrices" and requested.weight_decay:
         vectors = kinds_of_parameters(trial)["norm weights"]
         only = {True: requested, False: replace(requested, weight_decay=0.0)}
-        if agrees(trial, AssumedOptimizer(recipe=lambda fqn: only[fqn in vectors])):
+        if agrees(trial, AssumedOptimizer(recipe=lambda fqn: only[fqn in vectors])) == 0:
             cause = Cause("weight decay", "weight decay is applied to norm weights only", "", "matrices only")
             yield Hypothesis(cause, partial(by_recipes, lambda fqn: only[fqn in vectors]), 1)
-
-
-def _by_recipe(training: TrainingConfig, trial: Trial) -> Trial:
-    return assume.another_recipe(trial, training)
 
 
 def _changes(requested: TrainingConfig) -> Iterator[dict[str, Any]]:
@@ -129,12 +135,9 @@ class Algorithm:
 def other_algorithms(trial: Trial) -> Iterator[Hypothesis]:
     known = _of_adamw(trial) if trial.case.training.optimizer == "adamw" else _of_sgd(trial)
     for one in (*known, *([] if trial.case.resume else [_one_step_late(trial)])):
-        if one.assumed.amsgrad or agrees(trial, one.assumed):
-            yield Hypothesis(one.cause, partial(_by_algorithm, one))
-
-
-def _by_algorithm(one: Algorithm, trial: Trial) -> Trial:
-    return assume.another_optimizer(trial, one.assumed, **one.trained)
+        more = 0 if one.assumed.amsgrad else agrees(trial, one.assumed)
+        if more is not None:
+            yield Hypothesis(one.cause, partial(assume.another_optimizer, assumed=one.assumed, **one.trained), 1 + more)
 
 
 def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
@@ -152,10 +155,8 @@ def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
             fqn: {"step": np.array(float(late)), "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
             for fqn, shape in trial.plan.shapes.items()
         }
-        text, assumed = (
-            "averages are not corrected for their beginning at zero",
-            AssumedOptimizer(counter=lambda step, fqn: late + step),
-        )
+        assumed = AssumedOptimizer(counter=lambda step, fqn: late + step)
+        text = "averages are not corrected for their beginning at zero"
         cause = Cause("bias correction", text, "", "corrected, as Adam does")
         yield Algorithm(cause, assumed, {"state": lambda step: begun if step == 1 else None})
 

@@ -49,12 +49,19 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
 
 
 def _after(first: Any, key: str, second: Any) -> Any:
-    """What is made of values is done one after the other; all else the second one says alone."""
-    if first is None or key not in ("batch", "gradients", "left", "altered"):
+    """What is made of values is done one after the other; all else the second one says alone. What either does not give to
+    the optimizer is not given."""
+    if first is None or key not in ("batch", "gradients", "left", "altered", "given"):
         return second
     if key == "altered":
         return lambda module, step: (first(module, step), second(module, step))
+    if key == "given":
+        return lambda *of: _of_those(second(*of), first(*of))
     return lambda step, values: second(step, first(step, values))
+
+
+def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
+    return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
 def order_of_rows(trial: Trial) -> dict[str, Any]:

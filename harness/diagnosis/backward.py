@@ -22,17 +22,16 @@ from harness.diagnosis.differences import (
     seen_gradients,
     wrong_pairs,
 )
-from harness.diagnosis.hypothesis import Broken, Fact
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import groups_text, in_order, rank_words, some, traffic_lines, where_text
 from harness.judge import tolerance
 from harness.judge.received_samples import shares_of_samples
-from harness.judge.result import Cause, Lines
+from harness.judge.result import Cause
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
-NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
 
 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:

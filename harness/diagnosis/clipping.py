@@ -18,6 +18,7 @@ from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.words import where_text
 from harness.judge.assumed import AssumedOptimizer
+from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
@@ -130,7 +131,7 @@ def _hypothesis(
 ) -> Iterator[Hypothesis]:
     """As if gradients were multiplied by that, in place of clipping; norm: what it is by, if that is what ranks report."""
     assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: by(rank, step, fqn) * gradient)
-    if not agrees(trial, assumed):
+    if (more := agrees(trial, assumed)) is None:
         return
     reports = {"grad_norm": norm} if norm and _is_reported(trial, norm) else {}
 
@@ -141,7 +142,7 @@ def _hypothesis(
     differ = replicas_differ(
         trial, lambda rank, fqn: [np.asarray(by(rank, step, fqn)).tobytes() for step in trial.case.steps]
     )
-    yield Hypothesis(cause, assuming, fitted)
+    yield Hypothesis(cause, assuming, fitted + more)
 
 
 def _is_reported(trial: Trial, norm: Norm) -> bool:
@@ -157,8 +158,7 @@ def whole(trial: Trial, by: Coefficient, ranks: Sequence[int]) -> Callable[..., 
         for rank in ranks:
             for fqn in trial.holdings[rank]:
                 if part := trial.gradient_slice_of(rank, fqn):
-                    place = tuple(slice(*interval) for interval in part)
-                    scaled[fqn][place] = gradients[fqn][place] * by(rank, step, fqn)
+                    take(scaled[fqn], part)[...] = take(gradients[fqn], part) * by(rank, step, fqn)
         return scaled
 
     return given

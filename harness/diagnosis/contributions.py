@@ -54,19 +54,6 @@ def _all_scaled(trial: Trial, step: int) -> bool:
     return trial.case.exact and bool(wrong) and all(factor_of(trial, *at, step) is not None for at in wrong)
 
 
-def _hypothesis(
-    pieces: Pieces,
-    cause: Cause,
-    weights: Weights,
-    fqns: Sequence[str],
-    steps: Sequence[int],
-    fitted: int,
-    lines: Lines = (),
-) -> Hypothesis:
-    assume = partial(assuming, pieces=pieces, fqns=fqns, weights=weights, steps=tuple(steps))
-    return Hypothesis(cause, assume, fitted, lines)
-
-
 def _where(trial: Trial, mixture: Mixture) -> str:
     """Nothing where it is every parameter."""
     return "" if len(mixture.fqns) == len(trial.plan.shapes) else " " + in_parameters(trial, mixture.fqns)
@@ -97,7 +84,8 @@ def _of_all_ranks(
         for when, steps, more in spans(trial, mixture.step):
             of_all: Weights = lambda step, rank, rule=rule: rule.weights(step)  # type: ignore[misc]  # noqa: E731
             cause = replace(rule.cause, observed=rule.cause.observed + _where(trial, mixture) + when)
-            one = _hypothesis(pieces, cause, of_all, mixture.fqns, steps, rule.fitted + more)
+            assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=of_all, steps=steps)
+            one = Hypothesis(cause, assume, rule.fitted + more)
             if reported and rule.mean and not when and reported.is_all(rule.mean):
                 one = one.and_then(partial(assuming_reports, reported=reported, number=rule.mean))
             yield one
@@ -289,7 +277,8 @@ def _not_reduced(
     kind = "gradients not reduced"
     for when, steps, more in spans(trial, mixture.step):
         cause = Cause(kind, text.format(when=when))
-        hypothesis = _hypothesis(pieces, cause, weights, mixture.fqns, steps, 1 + more, _lines(trial, missing))
+        assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=weights, steps=steps)
+        hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing))
         if alone:
             hypothesis = _without_traffic(hypothesis, tuple(alone), steps)
         elif len(mixture.fqns) < len(trial.plan.shapes):

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, wrong_labels
-from harness.diagnosis.assume import another_case
+from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
@@ -38,7 +39,10 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
     if cause.kind == "CP not applied":
         yield Hypothesis(cause, _whole_sequences, 1, lines, seen)
-    elif cause.kind == "another load balance" or len(by_step) < len(trial.case.steps):  # a feature that is another
+    elif cause.kind == "another load balance":
+        other = not trial.case.features.cp_load_balance
+        yield Hypothesis(cause, partial(another_feature, cp_load_balance=other), 2, lines, seen)
+    elif len(by_step) < len(trial.case.steps):
         yield Hypothesis(cause, None, 1, lines, seen)
     else:
         yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines, seen)
@@ -314,27 +318,17 @@ def _lost_labels(trial: Trial, step: int) -> Cause | None:
 
 
 def _shifted(trial: Trial, by: int, wrong: dict[int, list[tuple[int, int, int]]]) -> Cause:
-    if by == -1:
-        where = on_ranks(trial, wrong) if any(wrong.values()) else ""
-        return Cause(
-            "labels shifted", f"labels are not shifted{where}: the loss of each token is that of the token itself"
-        )
-    which = "the token after the next" if by == 1 else f"the token {abs(by)} places {'further' if by > 0 else 'back'}"
-    where = on_ranks(trial, wrong) if any(wrong.values()) else ""
-    return Cause("labels shifted", f"labels are shifted by {by} more{where}: the loss of each token is that of {which}")
+    where, far = on_ranks(trial, wrong) if any(wrong.values()) else "", "further" if by > 0 else "back"
+    which = {-1: "the token itself", 1: "the token after the next"}.get(by, f"the token {abs(by)} places {far}")
+    how = f"not shifted{where}" if by == -1 else f"shifted by {by} more{where}"
+    return Cause("labels shifted", f"labels are {how}: the loss of each token is that of {which}")
 
 
 def _shift(trial: Trial, step: int) -> int | None:
     """By how many places all labels are those of later tokens, other than 0."""
     rows = received(trial, step)
-    by = (
-        None
-        if rows is None or (trial.case.dims.cp > 1 and not rows.whole)
-        else shift_of(_without_padding(rows), own_labels(trial, rows.tokens))
-    )
-    return by or None
-
-
-def _without_padding(rows: Rows) -> np.ndarray:
-    last = int(np.flatnonzero((rows.labels >= 0).any(axis=0))[-1]) if (rows.labels >= 0).any() else -1
-    return rows.labels[:, : last + 1]
+    if rows is None or (trial.case.dims.cp > 1 and not rows.whole):
+        return None
+    counted = np.flatnonzero((rows.labels >= 0).any(axis=0))
+    unpadded = rows.labels[:, : counted[-1] + 1 if counted.size else 0]
+    return shift_of(unpadded, own_labels(trial, rows.tokens)) or None

@@ -77,9 +77,10 @@ class Search:
         best = [proof for proof in partial if proof.explained]
         for first in partial[:FIRSTS]:
             whole, parts = self._single(first.assumed, rejudged(first, results))
+            both = [self._together(trial, results, first, second) for second in whole or parts[:1] if second.explained]
             if whole:
-                return [_joined(first, second, results) for second in whole]
-            best += [_joined(first, second, results) for second in parts[:1] if first.explained and second.explained]
+                return both
+            best += both
         best.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
         equal = [proof for proof in best if (proof.explained, proof.fitted) == (best[0].explained, best[0].fitted)]
         return list(
@@ -97,6 +98,12 @@ class Search:
                     return complete, []
                 partial += found
         return [], sorted(partial, key=lambda proof: (-len(proof.explained), proof.fitted))
+
+    def _together(self, trial: Trial, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
+        """Both; the second alone, where that explains as much: what adds nothing is no mistake."""
+        both = _joined(first, second, results)
+        alone = None if first.explained else self._tested(trial, results, second.hypotheses[0])
+        return alone if alone and {*both.explained} <= {*alone.explained} else both
 
     def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
         if hypothesis.assume is None:

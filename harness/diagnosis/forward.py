@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +57,9 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         found = list(bench.pairs()) or list(bench.fitted())
     for one in found:
         seen = first_wrong_input(trial).removeprefix(": ")
-        yield Hypothesis(one.cause, _assumed(one), one.numbers, (("forward", seen),) if seen else ())
+        words: dict[str, Any] = {"altered": one.altered} | ({"loss": one.loss} if one.loss else {})
+        assume = partial(another_reference, **words)
+        yield Hypothesis(one.cause, assume, one.numbers, (("forward", seen),) if seen else ())
 
 
 def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -74,12 +76,7 @@ def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     cause = Cause("random state not restored", observed, hint=lost)
     laws, altered = ("gradients", "grad_norm", "loss", "reported_loss"), recomputed_without_random_state(blocks)
     lines = (finding_line("gradients", broken["gradients"]),)
-    yield Hypothesis(cause, lambda t: another_reference(t, altered=altered), 1, lines, laws)
-
-
-def _assumed(found: Found) -> Callable[[Trial], Trial]:
-    words: dict[str, Any] = {"altered": found.altered} | ({"loss": found.loss} if found.loss else {})
-    return lambda trial: another_reference(trial, **words)
+    yield Hypothesis(cause, partial(another_reference, altered=altered), 1, lines, laws)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from harness.diagnosis.words import Pair
 from harness.judge.contents import take
 from harness.judge.tolerance import relative_difference
 from harness.judge.trial import Trial
-
-if TYPE_CHECKING:
-    from harness.reference.altered import Alter
 
 Arrays = dict[str, np.ndarray]
 BEFORE = {"samples", "positions", "initial_weights", "resume"}
@@ -43,7 +39,7 @@ def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
             altered = altering(variation, modules, step)
             if _gives(trial, step, tries.bench.gradients(altered), wrong):
                 cause = tries.cause(variation, modules, list(tries.rows))
-                yield Hypothesis(cause, partial(_assuming, altered))
+                yield Hypothesis(cause, partial(another_reference, altered=altered))
 
 
 def _near(modules: list[str], deepest: int) -> bool:
@@ -51,10 +47,6 @@ def _near(modules: list[str], deepest: int) -> bool:
     blocks leave those right, or make later ones wrong."""
     blocks = {int(name.split(".")[1]) for name in modules if name.startswith("layers.")}
     return len(blocks) != 1 or len(modules) > 1 or blocks <= {deepest, deepest + 1}
-
-
-def _assuming(altered: Alter, trial: Trial) -> Trial:
-    return another_reference(trial, altered=altered)
 
 
 def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> bool:

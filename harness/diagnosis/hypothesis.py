@@ -7,7 +7,7 @@ to propose one (a degree, a factor, a set of samples, a module) is fitted on par
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checks import all_checks, run_check
@@ -45,9 +45,12 @@ class Fact:
     lines: Lines = ()
 
 
-def stated(broken: Broken, law: str, kind: str, text: str, *laws: str) -> Fact:
+NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
+
+
+def stated(broken: Broken, law: str, kind: str, text: str, *laws: str, more: Iterable[tuple[str, str]] = ()) -> Fact:
     """What a law saw, with its first finding. laws: others that this is the whole content of."""
-    return Fact(Cause(kind, text), (law, *laws), (finding_line(law, broken[law]),))
+    return Fact(Cause(kind, text), (law, *laws), (finding_line(law, broken[law]), *more))
 
 
 Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]

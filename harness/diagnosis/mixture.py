@@ -221,8 +221,7 @@ def _assembled(trial: Trial, fqns: Sequence[str], counts: Mapping[int, np.ndarra
     for rank, own in counts.items():
         for fqn, part in ((fqn, trial.gradient_slice_of(rank, fqn)) for fqn in trial.holdings[rank] if fqn in fqns):
             if part is not None:
-                at = tuple(slice(start, stop) for start, stop in part)
-                whole[fqn][at] = sums[own.tobytes()][fqn][at]
+                take(whole[fqn], part)[...] = take(sums[own.tobytes()][fqn], part)
     return whole
 
 

@@ -182,7 +182,7 @@ def _move(trial: Trial, rank: int, fqn: str, *, decays: bool) -> tuple[np.ndarra
     tensor = next(tensor for tensor in evidence.parameters if tensor.fqn == fqn)
     recipe = update.recipe_of(trial, fqn)
     recipe = recipe if decays else replace(recipe, weight_decay=0.0)
-    other = replace(trial, assumed=AssumedOptimizer(recipe=lambda fqn: recipe))
+    other = replace(trial, assumed=trial.assumed.and_besides(AssumedOptimizer(recipe=lambda fqn: recipe)))
     wanted = update.expected_after_first_step(other, evidence, tensor, clip=first_clip(trial))[0] - before
     return wanted, trial.stepped_part(rank, fqn, evidence.steps[0].parameters[fqn]) - before, before
 

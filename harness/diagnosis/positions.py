@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -23,8 +24,7 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
     lines = (finding_line("positions", broken["positions"]),)
-    altered = _turned_by(by_step)
-    yield Hypothesis(cause, lambda t: another_reference(t, altered=altered), 1, lines, ("positions",))
+    yield Hypothesis(cause, partial(_turned_by, by_step), 1, lines, ("positions",))
 
 
 def wrong_positions(trial: Trial) -> Cause | None:
@@ -61,7 +61,7 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
     return found
 
 
-def _turned_by(by_step: dict[int, dict[int, np.ndarray]]) -> object:
+def _turned_by(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:
     from harness.reference.altered import turned_by
 
-    return turned_by(by_step)
+    return another_reference(trial, altered=turned_by(by_step))

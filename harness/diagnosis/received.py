@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.checks.samples import parts_of
 from harness.diagnosis.assume import another_reference
 from harness.evidence.records import Microbatch
 from harness.judge.labels import IGNORED, laid_out
@@ -61,31 +62,23 @@ def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
 
 def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
     """Those of the samples; of rows that are no sample's, the next tokens."""
-    known = {row[: tokens.shape[1]].tobytes(): labels for row, labels in _samples(trial)}
+    samples = zip(trial.reference.tokens, trial.reference.labels, strict=True)
+    known = {row[: tokens.shape[1]].tobytes(): labels for row, labels in samples}
     after = np.hstack([tokens[:, 1:], np.full((len(tokens), 1), IGNORED)])
     rows = zip(tokens, after, strict=True)
     return np.stack([known[row.tobytes()][: len(row)] if row.tobytes() in known else other for row, other in rows])
 
 
-def _samples(trial: Trial) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    return zip(trial.reference.tokens, trial.reference.labels, strict=True)
-
-
 def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
     """The labels that the loss of what this rank was fed was computed from, laid as its tokens lie."""
     last = next((rank for rank in trial.last_stages() if trial.feeder(rank) == feeder), None)
-    parts = [part for part in _parts(trial, last, step) if part.labels is not None] if last is not None else []
+    parts = [part for part in parts_of(trial, last, step) if part.labels is not None] if last is not None else []
     if not parts or len(own) % len(parts):
         return own, True
-    laid = [seen_labels(part, rows) for part, rows in zip(parts, np.split(own, len(parts)), strict=True)]
-    fits = all(part.labels is not None and part.labels.size == own.size // len(parts) for part in parts)
-    return np.vstack(
-        [rows if found is None else found for found, rows in zip(laid, np.split(own, len(parts)), strict=True)]
-    ), fits
-
-
-def _parts(trial: Trial, rank: int, step: int) -> list[Microbatch]:
-    return [part for record in trial.ranks[rank].steps if record.step == step for part in record.microbatches]
+    pairs = list(zip(parts, np.split(own, len(parts)), strict=True))
+    laid = [(seen_labels(part, rows), rows) for part, rows in pairs]
+    fits = all(part.labels is not None and part.labels.size == rows.size for part, rows in pairs)
+    return np.vstack([rows if found is None else found for found, rows in laid]), fits
 
 
 def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:

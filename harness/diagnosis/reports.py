@@ -163,13 +163,13 @@ def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
     if reported.is_all(rounded := lambda rank, step: float(np.float32(reported.right[rank, step]))):
         yield "it rounded to float32", rounded
     ratio = reported.shown[reported.odd[0]] / (reported.right[reported.odd[0]] or math.nan)
-    for hint, by_step in token_factors(trial, reported.odd[0][1], ratio):
-        by_tokens: Number = lambda rank, step, by=by_step: by(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
-        if reported.is_all(by_tokens):
-            yield f"{times_text(ratio)} the right one{hint}", by_tokens
-    multiple: Number = lambda rank, step: ratio * reported.right[rank, step]  # noqa: E731
-    if len(reported.odd) > 1 and times_text(ratio) != times_text(1.0) and reported.is_all(multiple):
-        yield f"{times_text(ratio)} the right one{factor_text(trial, ratio)}", multiple
+    known = [*token_factors(trial, reported.odd[0][1], ratio)]
+    if len(reported.odd) > 1 and times_text(ratio) != times_text(1.0):
+        known.append((factor_text(trial, ratio), lambda step: ratio))
+    for hint, by_step in known:
+        multiple: Number = lambda rank, step, by=by_step: by(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
+        if reported.is_all(multiple):
+            yield f"{times_text(ratio)} the right one{hint}", multiple
 
 
 def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:

@@ -31,6 +31,7 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
 from harness.diagnosis.words import in_order, in_parameters, on_ranks, some
 from harness.judge.assembly import Misfit, misfits
+from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
 from harness.judge.tolerance import NoBound, clip_coefficient
 from harness.judge.trial import Trial
@@ -96,7 +97,7 @@ def _by_slice(trial: Trial, fqn: str, factors: Mapping[tuple[int, str], float]) 
     whole = np.full(trial.reference.weights[fqn].shape, np.nan)
     for rank, number in numbers.items():
         part = trial.gradient_slice_of(rank, fqn)
-        view = whole[tuple(slice(start, stop) for start, stop in part or ())]
+        view = take(whole, part or ())
         if not np.all(np.isnan(view) | np.isclose(view, number, rtol=1e-7)):
             return None
         view[...] = number
@@ -245,7 +246,7 @@ def _hypothesis(text: str, scale: Scale, lines: Lines, fitted: int = 1) -> Hypot
         factors = scale(step)
         return {fqn: (g * factors[fqn]).astype(g.dtype) if fqn in factors else g for fqn, g in own.items()}
 
-    return Hypothesis(Cause(KIND, text), lambda trial: another_reference(trial, gradients=gradients), fitted, lines)
+    return Hypothesis(Cause(KIND, text), partial(another_reference, gradients=gradients), fitted, lines)
 
 
 def _in_the_loss(trial: Trial, fit: Fit, text: str) -> Hypothesis:
@@ -258,7 +259,7 @@ def _in_the_loss(trial: Trial, fit: Fit, text: str) -> Hypothesis:
         return replace(usual, counts=counts if usual.counts is None else counts * usual.counts)
 
     cause = Cause(KIND, f"{text}, and rounded otherwise: the loss is scaled before backward")
-    return Hypothesis(cause, lambda trial: another_reference(trial, batch=batch), 2, fit.lines)
+    return Hypothesis(cause, partial(another_reference, batch=batch), 2, fit.lines)
 
 
 def _longer(trial: Trial) -> Iterator[Hypothesis]:
@@ -285,11 +286,8 @@ def gradients_not_zeroed(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for most in dict.fromkeys((limit, None)):
         for _, steps, more in spans(trial, step):
             when = f"before step {step} alone" if more else "between steps"
-            cause, gradients = (
-                Cause("gradients not zeroed", f"gradients are not zeroed {when}: {held}"),
-                _adding(steps, most),
-            )
-            yield Hypothesis(cause, lambda t, by=gradients: another_reference(t, gradients=by), 1 + more)  # type: ignore[misc]
+            cause = Cause("gradients not zeroed", f"gradients are not zeroed {when}: {held}")
+            yield Hypothesis(cause, partial(another_reference, gradients=_adding(steps, most)), 1 + more)
 
 
 def _adding(steps: Sequence[int], limit: float | None) -> Callable[[int, Arrays], Arrays]:

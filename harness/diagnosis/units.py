@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from harness.checks import reshard
 from harness.checks.placements import disagreements
 from harness.diagnosis.assume import another_feature
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
-from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
+from harness.diagnosis.words import on_ranks, some, traffic_lines
 from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
@@ -27,7 +28,7 @@ def other_units(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         for policy in _other_policies(trial):
             if verdict_of(another_feature(trial, reshard_after_forward=policy), "reshard") is Verdict.PASS:
                 cause = Cause("another policy after forward", f"{_kept_text(trial)}, {policy} is observed")
-                yield Hypothesis(cause, lambda t, p=policy: another_feature(t, reshard_after_forward=p), 1, lines)  # type: ignore[misc]
+                yield Hypothesis(cause, partial(another_feature, reshard_after_forward=policy), 1, lines)
     if {"reshard", "placements"} & set(broken) and _claims(trial):
         yield Hypothesis(Cause("other units", _units_text(trial)), _as_claimed, 2, lines)
 
@@ -56,10 +57,8 @@ def _as_claimed(trial: Trial) -> Trial:
 
 def _units_text(trial: Trial) -> str:
     """How the units claimed by the first rank that has others differ from those requested; else what is kept of them."""
-    wrapper, wanted = (
-        trial.case.wrapper,
-        {rank: [frozenset(unit) for unit in trial.plan.units[rank]] for rank in trial.ranks},
-    )
+    wrapper = trial.case.wrapper
+    wanted = {rank: [frozenset(unit) for unit in trial.plan.units[rank]] for rank in trial.ranks}
     wrong = [rank for rank in sorted(trial.ranks) if units_seen(trial, rank) != set(wanted[rank])]
     if not wrong:
         return _with_the_root(trial) or _kept_text(trial)
@@ -91,8 +90,8 @@ def _with_the_root(trial: Trial) -> str:
 def kept_otherwise(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Of no policy and no claim: freed on paper only, or by some ranks."""
     if "reshard" in broken and (text := _kept_text(trial)):
-        lines = (finding_line("reshard", broken["reshard"]), *traffic_lines(trial))
-        yield Fact(Cause("another policy after forward", text), ("reshard", "traffic"), lines)
+        more = traffic_lines(trial)
+        yield stated(broken, "reshard", "another policy after forward", text, "traffic", more=more)
 
 
 def _kept_text(trial: Trial) -> str:
@@ -147,5 +146,5 @@ def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:
         first = next(iter(left.values()))
         names, when = sorted({fqn for _, fqn, _ in first}), reshard.until(trial, first[0][0])
         text = f"evaluation left {some(names, 3)} gathered {when}{on_ranks(trial, left)}"
-        cause = Cause("left gathered by evaluation", f"{text}: nothing reshards what no backward follows")
-        yield Fact(cause, ("reshard", "traffic"), (finding_line("reshard", broken["reshard"]), *traffic_lines(trial)))
+        text, more = f"{text}: nothing reshards what no backward follows", traffic_lines(trial)
+        yield stated(broken, "reshard", "left gathered by evaluation", text, "traffic", more=more)

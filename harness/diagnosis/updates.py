@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return whole
 
     fits, lines = "shape or dtype" not in cause.observed, (finding_line("update", broken["update"]),)
-    yield Hypothesis(cause, (lambda t: another_reference(t, left=left)) if fits else None, 1, lines, ("update",))
+    yield Hypothesis(cause, partial(another_reference, left=left) if fits else None, 1, lines, ("update",))
 
 
 def _cause(trial: Trial, changes: dict[int, list[Pair]]) -> Cause | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +27,7 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         what = "ranks that hold the same slice start from different numbers: no reference tells what follows"
         lines += (("not tried", what),)
     seen = ("initial_weights", "shard_contents", *["determinism"] * (cause.hint == ANEW))
-    trained = (lambda t: another_reference(t, weights=weights)) if weights else None
-    yield Hypothesis(cause, trained, 1, lines, seen)
+    yield Hypothesis(cause, partial(another_reference, weights=weights) if weights else None, 1, lines, seen)
 
 
 def observed_weights(trial: Trial) -> dict[str, np.ndarray] | None:

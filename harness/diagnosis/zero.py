@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from harness.diagnosis.differences import seen_gradients
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated
 from harness.diagnosis.words import finding_line
 from harness.evidence.text import ranks_text
 from harness.judge import tolerance
@@ -35,23 +36,11 @@ def _as_replicas(trial: Trial) -> Trial:
     case, plan, size = trial.case, trial.plan, BYTES[trial.case.training.dtype]
     times = 1 if case.features.defer_sync else case.features.accumulation
     dims = replace(case.dims, dp_shard=1, dp_replicate=case.dims.dp_shard)
-    flows = {
-        rank: (
-            Flow("dp_replicate", "gradients", "all_reduce", "backward", times * size * sum(map(numel, held.values()))),
-        )
-        for rank, held in plan.slices.items()
-    }
-    whole = replace(
-        plan,
-        dims=dims,
-        groups={"dp_replicate": plan.groups["dp_shard"]},
-        flows=flows,
-        even_flows=flows,
-        gradient_slices={},
-        state_slices={},
-        gradient_bytes={},
-        state_bytes={},
-    )
+    bytes_of = {rank: times * size * sum(map(numel, held.values())) for rank, held in plan.slices.items()}
+    flows = {r: (Flow("dp_replicate", "gradients", "all_reduce", "backward", n),) for r, n in bytes_of.items()}
+    groups = {"dp_replicate": plan.groups["dp_shard"]}
+    apart: dict[str, Any] = dict.fromkeys(("gradient_slices", "state_slices", "gradient_bytes", "state_bytes"), {})
+    whole = replace(plan, dims=dims, groups=groups, flows=flows, even_flows=flows, **apart)
     return replace(trial, plan=whole, case=replace(case, dims=dims, features=replace(case.features, wrapper="ddp")))
 
 
@@ -64,10 +53,9 @@ def not_gathered(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if lacking:
         (ranks, op, _), *_ = lacking
         text = f"what the optimizers of other ranks made of parameters is not gathered: no {op} ran over {ranks_text(ranks)}"
-        lines = (finding_line("replica_agreement", broken["replica_agreement"]),)
-        laws = ("traffic", "replica_agreement", *(law for law in FOLLOWING if law in broken))
-        not_tested = (("not tested", "whether all wrong numbers follow from this"),)
-        yield Fact(Cause("parameters not gathered", text + " behind the optimizer"), laws, lines + not_tested)
+        text += " behind the optimizer"
+        laws = ("traffic", *FOLLOWING)
+        yield stated(broken, "replica_agreement", "parameters not gathered", text, *laws, more=NOT_TESTED)
 
 
 MOST_ELEMENTS = 8
@@ -81,14 +69,9 @@ def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
     near = [sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)]
     if by := next((by for by in near if all(_shifted(trial, *vector, by) for vector in vectors)), 0):
         where = "early" if by > 0 else "late"
-        text = (
-            f"in ZeRO's vector each rank takes its part of the gradients {abs(by)} element{'s' * (abs(by) > 1)} {where}"
-        )
-        laws = ("gradients", *(law for law in FOLLOWING if law in broken))
-        not_tested = (("not tested", "whether all wrong numbers follow from this"),)
-        yield Fact(
-            Cause("gradients shifted", text), laws, (finding_line("gradients", broken["gradients"]), *not_tested)
-        )
+        far = f"{abs(by)} element{'s' * (abs(by) > 1)} {where}"
+        text = f"in ZeRO's vector each rank takes its part of the gradients {far}"
+        yield stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
 
 
 def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -26,8 +26,11 @@ class AssumedOptimizer:
     copies: int = 0
 
     def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
-        """Both; where both say something of the same, the other."""
+        """Both; where both say something of the same, the other. What either leaves alone is left alone."""
         said = {key: value for key, value in vars(other).items() if value}
+        first, second = self.given, other.given
+        if first and second:
+            said["given"] = lambda *of: None if first(*of) is None else second(*of)
         return replace(self, **said)
 
 

@@ -173,6 +173,16 @@ def test_a_load_balancer_that_is_not_applied_is_named() -> None:
     assert cause(trial) == "cp_load_balance True is requested, False is observed"
 
 
+def test_labels_that_are_wrong_beside_a_load_balancer_that_is_not_applied_are_named_as_well() -> None:
+    trial = feeding(feeding(cp_trial(), 0, np.arange(4)), 1, np.arange(4, 8))
+    (part,) = trial.ranks[0].steps[0].microbatches
+    masked = np.where(part.labels == part.labels.max(), -100, part.labels)
+    both = with_step(trial, 0, 1, microbatches=(replace(part, labels=masked),))
+    balance, labels = cause(both).split("; ")
+    assert balance.startswith("cp_load_balance True is requested, False is observed: rank 0 receives the tokens at 0-3")
+    assert labels.startswith("wrong labels on rank 0: tokens are right")
+
+
 def test_cp_ranks_fed_different_samples_are_named() -> None:
     trial = cp_trial(FSDP_2_CP_2)
     part = (microbatch_of(trial.reference, (4, 5, 6, 7), positions(trial.case, 1, 8), 2),)
