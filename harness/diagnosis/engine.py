@@ -101,8 +101,7 @@ class Search:
 
     def _together(self, trial: Trial, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
         """Both; the second alone, where that explains as much: what adds nothing is no mistake."""
-        both = _joined(first, second, results)
-        alone = None if first.explained else self._tested(trial, results, second.hypotheses[0])
+        both, alone = _joined(first, second, results), self._tested(trial, results, second.hypotheses[0])
         return alone if alone and {*both.explained} <= {*alone.explained} else both
 
     def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:

@@ -46,7 +46,9 @@ def doubled(*, reported: float | None = None) -> Trial:
     """reported: a loss that nobody explains."""
     right = fsdp_4()
     trial = with_step_1_gradients(right, lambda rank, fqn: 2 * right.reference.steps[0].gradients[fqn])
-    return trial if reported is None else with_every_rank(trial, lambda t, r: with_step(t, r, 2, reported_loss=reported))
+    return (
+        trial if reported is None else with_every_rank(trial, lambda t, r: with_step(t, r, 2, reported_loss=reported))
+    )
 
 
 def test_two_that_explain_nothing_alone_are_both_named_where_they_explain_all_together() -> None:
