@@ -49,7 +49,12 @@ def rescale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn each adjacent pair (x[2i], x[2i+1]) by its angle. x [b, s, heads, head_dim], angles [(b,) s, head_dim / 2]."""
-    cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)  # [(b,) s, 1, head_dim / 2]
+    return turn_by(x, angles.cos(), angles.sin())
+
+
+def turn_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same by tables of the angles' cosines and sines."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [(b,) s, 1, head_dim / 2]
     even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)  # [b, s, heads, head_dim / 2] each
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
@@ -106,7 +111,7 @@ class Attention(nn.Module):
         heads = (b, s, -1, self.config.head_dim)
         q, k, v = self.wq(x).view(heads), self.wk(x).view(heads), self.wv(x).view(heads)
         angles = self.angles(torch.arange(s, device=q.device) if positions is None else positions, at_least_float32(q))
-        q, k = rotate(q, angles), rotate(k, angles)
+        q, k = self.turn(q, angles), self.turn(k, angles)
         repeats = q.shape[2] // k.shape[2]  # query heads per key head; head i reads key head i // repeats
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [b, heads, s, head_dim]
@@ -116,6 +121,9 @@ class Attention(nn.Module):
     def angles(self, positions: Tensor, like: Tensor) -> Tensor:
         """How far each pair turns at each position, in like's dtype. positions [(b,) s] -> [(b,) s, head_dim / 2]"""
         return positions.unsqueeze(-1).to(like.dtype) * rotary_frequencies(self.config, like)
+
+    def turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        return rotate(x, angles)
 
 
 class FeedForward(nn.Module):

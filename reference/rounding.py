@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .altered import OF_ITSELF, Alteration, Variation, angles, given
+from .altered import OF_ITSELF, Alteration, Change, Variation, angles, given
 from .config import TrainingConfig
 from .data import IGNORED
+from .model import turn_by
 
 LOW = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,6 +27,7 @@ def lower_precisions(training: TrainingConfig) -> list[Variation]:
             (f"norms multiply by their weights in {name}", "norm", OF_ITSELF(_weighted_in(dtype))),
             (f"rotary angles are in {name}", "attention", angles(low)),
             (f"rotary angles are computed in {name}", "attention", _angles_in(dtype)),
+            (f"rotary tables are rounded to {name}", "attention", _tables_rounded(low)),
             (f"attention computes in {name}", "inner", OF_ITSELF(_in_dtype(dtype))),
             (f"what attention gives is rounded to {name}", "attention", given(low)),
             (f"what feed-forward gives is rounded to {name}", "feed_forward", given(low)),
@@ -64,6 +66,15 @@ def _angles_in(dtype: torch.dtype) -> Alteration:
     def alter(attention: nn.Module) -> None:
         before = attention.angles
         attention.angles = lambda positions, like: before(positions, like.to(dtype)).to(like.dtype)
+
+    return alter
+
+
+def _tables_rounded(low: Change) -> Alteration:
+    """Of cosines and sines, not of the angles."""
+
+    def alter(attention: nn.Module) -> None:
+        attention.turn = lambda x, angles: turn_by(x, low(angles.cos()), low(angles.sin()))
 
     return alter
 

@@ -106,6 +106,11 @@ def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:
     ("name", "modules", "told"),
     [
         ("the rotary base is 10000", ["layers.0.attention"], "the rotary base is 10000, requested 500000"),
+        (
+            "rotary tables are rounded to bfloat16",
+            ["layers.0.attention"],
+            "rotary tables are rounded to bfloat16, requested float64",
+        ),
         ("the norm's eps is 1e-06", ["norm"], "the norm's eps is 1e-06 in norm, requested 1e-05"),
         (
             "the feed-forward's activation is GELU",

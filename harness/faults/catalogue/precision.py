@@ -109,6 +109,12 @@ def norm_gradient_summed_in_bfloat16(original: Any, norm: Any, x: Any) -> Any:
     return Weighted.apply(normed.to(x.dtype), norm.weight)
 
 
+def _by_rounded_tables(_: Any, attention: Any, x: Any, angles: Any) -> Any:
+    from harness.reference.model import turn_by
+
+    return turn_by(x, *(table.bfloat16().to(angles.dtype) for table in (angles.cos(), angles.sin())))
+
+
 rotary_angles_in_bfloat16 = fault(
     breaks="rotary angles are computed in bfloat16, as if their table were a buffer that mixed precision casts",
     bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",
@@ -119,4 +125,13 @@ rotary_angles_in_bfloat16 = fault(
         "harness.reference.model:Attention.angles",
         lambda original, attention, positions, like: original(attention, positions, like.bfloat16()).to(like.dtype),
     ),
+)
+
+rotary_tables_in_bfloat16 = fault(
+    breaks="tables of the angles' cosines and sines are rounded to bfloat16 in a run whose dtype is float32",
+    bug="picotron 59714b1: their type is read from a variable of the environment that train.py never sets",
+    case="float32_fsdp_2",
+    caught_by="loss gradients",
+    named="precision",
+    does=op.instead("harness.reference.model:Attention.turn", _by_rounded_tables),
 )
