@@ -70,7 +70,7 @@ def _wrappers(trial: Trial, rank: int) -> Looked:
 def reduced(trial: Trial, rank: int) -> Looked:
     """Gradients on their way over the data ranks. That there are any is the law `traffic`'s."""
     case, plan = trial.case, trial.plan
-    groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, "dp_replicate") if axis in plan.groups}
+    groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
     seen = {
         call.dtype
         for call in trial.ranks[rank].collectives
@@ -83,7 +83,7 @@ def reduced(trial: Trial, rank: int) -> Looked:
 
 def buckets(trial: Trial, rank: int) -> list[int]:
     """Bytes of each reduction over the replicas in the last step, in which DDP's buckets have their final order."""
-    ranks, last = trial.plan.peers(rank, "dp_replicate"), trial.ranks[rank].steps[-1].step
+    ranks, last = trial.plan.peers(rank, trial.plan.replicate_axis), trial.ranks[rank].steps[-1].step
     calls = [call for call in trial.ranks[rank].collectives if (call.ranks, call.op) == (ranks, "all_reduce")]
     return [call.bytes for call in calls if (call.phase, call.step) == ("backward", last)]
 

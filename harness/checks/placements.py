@@ -129,7 +129,7 @@ def _kind(placement: str) -> str:
 def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) -> list[Finding]:
     findings = []
     claimed = {"shard_ranks": wrapper.shard_ranks, "replicate_ranks": wrapper.replicate_ranks}
-    for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, "dp_replicate"), strict=True):
+    for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, trial.plan.replicate_axis), strict=True):
         wanted, used = trial.plan.peers(rank, axis), tuple(sorted(ranks or (rank,)))
         if used != wanted:
             name = f"{wrapper.kind} on {module or 'the root'}, {key}"
@@ -139,15 +139,16 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
 
 def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     """An axis requested that no wrapper and no parameter knows of."""
-    if "dp_replicate" not in trial.plan.groups:
+    axis = trial.plan.replicate_axis
+    if axis not in trial.plan.groups:
         return []
-    evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, "dp_replicate")
+    evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, axis)
     by_wrapper = any(tuple(sorted(wrapper.replicate_ranks)) == wanted for wrapper in evidence.structure.values())
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
     if by_wrapper or by_tensor:
         return []
     expected = f"something replicated over {ranks_text(wanted)}"
-    return [Finding.at(rank, expected, "nothing claims it", name="dp_replicate")]
+    return [Finding.at(rank, expected, "nothing claims it", name=axis)]
 
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:

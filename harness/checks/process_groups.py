@@ -30,8 +30,10 @@ def check(trial: Trial) -> Result:
 
 
 def _axes_in_use(trial: Trial) -> list[str]:
-    """Nothing runs over dp_shard by itself where it is folded with cp."""
-    return [axis for axis in trial.plan.groups if axis != "dp_shard" or trial.plan.shard_axis == "dp_shard"]
+    """Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp."""
+    plan = trial.plan
+    folded = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
+    return [axis for axis in plan.groups if axis not in folded]
 
 
 def _disagreements(trial: Trial) -> list[Finding]:

@@ -118,8 +118,12 @@ def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
 def differing_replicas(summaries: Iterable[Summary]) -> dict[int, list[tuple[list[int], list[int]]]]:
     """By step, of ranks that claim the same parts those that hold what most of them hold, and those that hold something else.
     What is there before the first step may be anything."""
+    return differing(replicas(summaries))
+
+
+def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
-    for family in replicas(summaries):
+    for family in families:
         for step in sorted({step for one in family for step in one.contents if step}):
             kinds = together(family, functools.partial(_contents, step))
             if len(kinds) > 1:

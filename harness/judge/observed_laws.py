@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from harness.evidence.summary import Summary, ranks_of
 from harness.evidence.text import ranks_text
-from harness.judge.observed import differing_replicas, replicas
+from harness.judge.observed import differing, replicas
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
 from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
@@ -17,7 +17,7 @@ NOTHING = "nothing was examined"
 
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
-    found = exchange(summaries, dims), replica_agreement(summaries), samples(summaries, dims), finite(summaries)
+    found = exchange(summaries, dims), replica_agreement(summaries, dims), samples(summaries, dims), finite(summaries)
     return tuple(
         one if one.examined or one.verdict is not Verdict.PASS else replace(one, verdict=Verdict.UNKNOWN, note=NOTHING)
         for one in found
@@ -50,20 +50,34 @@ def _lines(dims: ParallelDims, axis: str) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(found[place]) for rank, place in places.items()}
 
 
-def replica_agreement(summaries: Sequence[Summary]) -> Result:
-    """Ranks that claim the same parts of all parameters hold the same bytes of them after every step recorded."""
-    families = replicas(summaries)
+def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
+    """Ranks that claim the same parts of all parameters hold the same bytes of them after every step recorded; so do ranks
+    that claim nothing, are replicas by the layout, and began with the same bytes."""
+    families = [*replicas(summaries), *_replicas_by_layout(summaries, dims)]
     if not families:
-        return not_applicable("replica_agreement", "no two ranks claim the same parts of all parameters")
+        none = "no two ranks claim the same parts of all parameters"
+        return not_applicable("replica_agreement", f"{none}, or are replicas by the layout and began alike")
     findings = [
         Finding(
             f"ranks {ranks_text(others)}, after step {step}", f"the bytes of ranks {ranks_text(most)}", "other bytes"
         )
-        for step, pairs in differing_replicas(summaries).items()
+        for step, pairs in differing(families).items()
         for most, others in pairs
     ]
     examined = sum((len(family) - 1) * len([s for s in family[0].contents if s]) for family in families)
     return verdict_of("replica_agreement", list(worst_first(findings)), examined)
+
+
+def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> list[list[Summary]]:
+    """Of a job without wrappers: ranks that differ in dp_replicate, and in cp where nothing shards over it, whose parameters
+    are the same ones with the same bytes before the first step. Who cuts them by hand begins with other bytes."""
+    found: dict[tuple[object, ...], list[Summary]] = {}
+    for one in summaries:
+        if not one.slices and one.rank < dims.world_size and 0 in one.contents:
+            at = coordinate(dims, one.rank)
+            cp = at["cp"] if dims.dp_shard > 1 else 0
+            found.setdefault((at["pp"], at["dp_shard"], cp, at["tp"], one.model, one.contents[0]), []).append(one)
+    return [family for family in found.values() if len(family) > 1]
 
 
 def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:

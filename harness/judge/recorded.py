@@ -119,9 +119,14 @@ def _kinds(ranks: Iterable[RankEvidence]) -> set[str]:
 
 
 def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
-    """The one that was seen, if it can do what is requested."""
-    able = ("fsdp2", "fsdp1") if dims.dp_shard * dims.cp > 1 else ("ddp", "replicate", "fsdp1")
-    return next((kind for kind in able if kind in _kinds(ranks)), None)
+    """The one that was seen, if it can do what is requested. A layout of cp alone says no more than that tokens are cut: where
+    nothing claims to shard parameters over it, each rank may have them whole, as under DDP."""
+    ranks = list(ranks)
+    kinds, able = _kinds(ranks), ("fsdp2", "fsdp1") if dims.dp_shard * dims.cp > 1 else ("ddp", "replicate", "fsdp1")
+    if dims.dp_shard > 1 or dims.cp == 1:
+        return next((kind for kind in able if kind in kinds), None)
+    unclaimed = "ddp" if not kinds and not _dtensors(ranks) else None
+    return next((kind for kind in (*able, "ddp", "replicate") if kind in kinds), unclaimed)
 
 
 def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:

@@ -37,9 +37,11 @@ def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[t
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1:
         found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
+    if case.replicate_axis == "dp_replicate_cp":
+        found["dp_replicate_cp"] = groups(dims, "dp_replicate", "cp")
     for degree in sorted({unit.degree for mine in units for unit in mine}):
-        if (axis := gathered_over(case, degree)) not in (shard_axis(dims), ""):
-            found[axis] = _post_forward_groups(found[shard_axis(dims)], degree)
+        if (axis := gathered_over(case, degree)) not in (shard_axis(case.data_dims), ""):
+            found[axis] = _post_forward_groups(found[shard_axis(case.data_dims)], degree)
     return found
 
 
@@ -49,7 +51,7 @@ def gathered_over(case: Case, degree: int) -> str:
         return ""
     if isinstance(case.features.reshard_after_forward, int):
         return "post_forward"
-    return shard_axis(case.dims) if degree == case.shards else f"post_forward_{degree}"
+    return shard_axis(case.data_dims) if degree == case.shards else f"post_forward_{degree}"
 
 
 def _post_forward_groups(shards: tuple[tuple[int, ...], ...], degree: int) -> tuple[tuple[int, ...], ...]:

@@ -1,10 +1,10 @@
 """What must be true of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
 
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
-Groups are its lines; "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there. A
-pipeline deals out the layers, so that a rank holds only the parameters of its stages. Tensor parallel cuts a parameter
-along one dim, data-parallel sharding then cuts dim 0 of what is left; both cut as torch.chunk does: equal chunks of
-ceil(n / parts), the last ones shorter or empty.
+Groups are its lines; "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there, and
+"dp_replicate_cp" likewise, over which DDP reduces. A pipeline deals out the layers, so that a rank holds only the parameters
+of its stages. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left; both
+cut as torch.chunk does: equal chunks of ceil(n / parts), the last ones shorter or empty.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
         first_step=case.steps.start,
         shapes=shapes,
         groups=groups_by_axis(case, units.of_each_kind()),
-        shard_axis=shard_axis(case.dims),
+        shard_axis=shard_axis(case.data_dims),
+        replicate_axis=case.replicate_axis,
         stages=stages,
         slices=slices,
         flows=flows,
@@ -86,13 +87,13 @@ def _ranks(
     case: Case, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
 ) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
     """The stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a kind."""
-    places = places_of_ranks(case.dims)
+    places = places_of_ranks(case.data_dims)
     stages = PerRank({rank: place.pp for rank, place in places.items()}, lambda rank: stages_of_rank(case, rank))
     held = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
     slices = PerRank(places, lambda rank: _slices(case, rank, held[rank], flat))
     if flat:
         return stages, slices, numbered({rank: (place, units.kinds[rank]) for rank, place in places.items()})
-    return stages, slices, kinds_of_ranks(case.dims, places, held, units)
+    return stages, slices, kinds_of_ranks(case.data_dims, places, held, units)
 
 
 def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
@@ -127,4 +128,4 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
 def _slices(case: Case, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
     """What a rank holds of each parameter of its stages, by fqn."""
     place = shard_place(case.dims, rank) if case.shards > 1 else (1, 0)
-    return flat_slices(flat, held, *place) if flat else slices_of_rank(case.dims, rank, held)
+    return flat_slices(flat, held, *place) if flat else slices_of_rank(case.data_dims, rank, held)

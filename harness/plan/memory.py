@@ -18,7 +18,7 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
     """(least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their padding."""
     tp_index = coordinate(case.dims, rank)["tp"]
     size = BYTES[case.training.dtype]
-    degree = case.dims.dp_shard * case.dims.cp
+    degree = case.data_dims.dp_shard * case.data_dims.cp
     least = sum(numel(part) for part in held.values()) * size
     if flat:
         parts = sum(unit.part(degree) for unit in units_held(flat, held))

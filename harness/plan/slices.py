@@ -159,5 +159,5 @@ def padded_numel(case: Case, fqn: str, tp_index: int) -> int:
     if dim is not None:
         start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
         shape[dim] = stop - start
-    degree = case.dims.dp_shard * case.dims.cp
+    degree = case.data_dims.dp_shard * case.data_dims.cp
     return -(-shape[0] // degree) * degree * math.prod(shape[1:])

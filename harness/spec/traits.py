@@ -42,11 +42,13 @@ class TrainerTraits:
     """A case says what is requested, this how the trainer does the rest. Both make the plan.
 
     wrapper: who looks after the data ranks; None: who Case.wrapper says. fsdp_units: what FSDP2 gathers together besides
-    each block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block stays
-    whole after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values are
-    exchanged over cp after GQA expansion ("query") or before it. ac_early_stop: a block is recomputed only until backward
-    has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the last microbatch,
-    rather than be reduced after each whatever a case says. own_model: it is not the reference's, and rounds at other places.
+    each block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block
+    stays whole after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values are
+    exchanged over cp after GQA expansion ("query") or before it. cp_sends: what goes round over cp is sent to the next
+    rank and received from the one before, rather than moved by an all_to_all. ac_early_stop: a block is recomputed only
+    until backward has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the
+    last microbatch, rather than be reduced after each whatever a case says. own_model: it is not the reference's, and
+    rounds at other places.
     attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
     how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
     the last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept
@@ -63,6 +65,7 @@ class TrainerTraits:
     wrapper: str | None = None
     fsdp_units: str = OBSERVED
     cp_heads: str = "query"
+    cp_sends: bool = False
     ac_early_stop: bool = True
     defers_sync: bool = True
     own_model: bool = False

@@ -110,10 +110,8 @@ def _validate_features(case: Case, where: str) -> None:
                 raise CaseError(f"{where}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out")
     if features.wrapper not in (None, "fsdp2") and dims.dp * dims.cp == 1:
         raise CaseError(f"{where}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
-    if features.wrapper in ("ddp", "replicate") and dims.dp_shard * dims.cp > 1:
-        raise CaseError(
-            f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard} x cp {dims.cp}"
-        )
+    if features.wrapper in ("ddp", "replicate") and dims.dp_shard > 1:
+        raise CaseError(f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
     if features.wrapper == "fsdp1" and dims.tp > 1:
         raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
     _validate_zero(case, where)
@@ -154,7 +152,7 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
                 raise CaseError(
                     f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
                 )
-    degree, policy = case.dims.dp_shard * case.dims.cp, features.reshard_after_forward
+    degree, policy = case.data_dims.dp_shard * case.data_dims.cp, features.reshard_after_forward
     if degree == 1 and policy != "default":
         raise CaseError(
             f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"

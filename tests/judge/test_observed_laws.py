@@ -33,9 +33,22 @@ def test_without_a_tensor_that_was_fed_nobody_knows() -> None:
 
 
 def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_to_agree_on() -> None:
-    assert replica_agreement([hsdp(rank) for rank in range(4)]).verdict == Verdict.PASS
-    assert replica_agreement([*map(hsdp, range(3)), hsdp(3, contents={1: 5})]).verdict == Verdict.FAIL
-    assert replica_agreement([summary(rank, slices=rank + 1) for rank in range(4)]).verdict == Verdict.NOT_APPLICABLE
+    assert replica_agreement([hsdp(rank) for rank in range(4)], FOUR).verdict == Verdict.PASS
+    assert replica_agreement([*map(hsdp, range(3)), hsdp(3, contents={1: 5})], FOUR).verdict == Verdict.FAIL
+    cut = [summary(rank, slices=rank + 1) for rank in range(4)]
+    assert replica_agreement(cut, FOUR).verdict == Verdict.NOT_APPLICABLE
+
+
+def test_ranks_that_claim_nothing_and_are_replicas_by_the_layout_agree_if_they_began_alike() -> None:
+    cp, dp = ParallelDims(cp=2), ParallelDims(dp_replicate=2)
+    apart = [summary(rank, 2, contents={0: 7, 1: 8 + rank}) for rank in range(2)]
+    alike = [summary(rank, 2, contents={0: 7, 1: 8}) for rank in range(2)]
+    for dims in (cp, dp):
+        assert replica_agreement(apart, dims).verdict == Verdict.FAIL
+        assert replica_agreement(alike, dims).verdict == Verdict.PASS
+    assert replica_agreement(apart, ParallelDims(tp=2)).verdict == Verdict.NOT_APPLICABLE
+    by_hand = [summary(rank, 2, contents={0: rank, 1: 8 + rank}) for rank in range(2)]
+    assert replica_agreement(by_hand, cp).verdict == Verdict.NOT_APPLICABLE
 
 
 def test_infinite_numbers_are_found_with_their_step() -> None:

@@ -50,6 +50,15 @@ def test_a_correct_job_passes_every_law_that_needs_no_reference(name: str) -> No
     assert found == dict.fromkeys(wanted, Verdict.PASS)
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_whole_parameters_on_ranks_of_cp_are_replicas_unless_something_claims_to_shard_them(wrapped: bool) -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    ranks = {rank: e if wrapped else replace(e, structure={}) for rank, e in trial.ranks.items()}
+    found = verdicts(recorded_trial(replace(trial, run=replace(trial.run, ranks=ranks)), ParallelDims(cp=2)))
+    wanted = set(OF_RECORDED) - {"reshard"} - (set() if wrapped else {"placements", "traffic", "memory"})
+    assert found == dict.fromkeys(wanted, Verdict.PASS)
+
+
 def without_claims(ran: Trial, ranks: range) -> Trial:
     """Gradients are reduced by functions of its own there."""
     bare = {rank: replace(one, structure={}) if rank in ranks else one for rank, one in ran.ranks.items()}

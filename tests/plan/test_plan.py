@@ -18,6 +18,7 @@ from harness.reference.config import PRESETS
 from harness.spec.case import Case
 from harness.spec.dims import AXES, ParallelDims
 from harness.spec.features import Features
+from harness.spec.traits import TrainerTraits
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
 SOME_DIMS = [
@@ -243,6 +244,24 @@ def test_fsdp_shards_over_dp_shard_and_cp_folded_into_one() -> None:
     plan = make_plan(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), replace(ADAMW, seq_len=8)))
     assert (plan.shard_axis, plan.groups["dp_shard_cp"]) == ("dp_shard_cp", ((0, 1, 2, 3), (4, 5, 6, 7)))
     assert make_plan(tiny_case(ParallelDims(cp=2))).shard_axis == "cp"
+
+
+def test_under_ddp_ranks_of_cp_are_replicas_and_reduce_whole_gradients_together() -> None:
+    dims = ParallelDims(dp_replicate=2, cp=2)
+    case = Case("any", "a test", dims, features=Features(wrapper="ddp", cp_rotation="alltoall"))
+    plan = make_plan(case, TrainerTraits(cp_sends=True))
+    assert (plan.shard_axis, plan.replicate_axis, plan.shards) == ("dp_shard", "dp_replicate_cp", 1)
+    assert plan.groups["dp_replicate_cp"] == ((0, 1, 2, 3),)
+    assert all(part == slices_of_rank(ParallelDims(), 0, plan.shapes) for part in plan.slices.values())
+    moved = {(flow.axis, flow.role, flow.op, flow.phase) for flow in plan.flows[3]}
+    ring = {("cp", role, op, "backward") for role in ("keys and values", "gradients of keys and values") for op in SENT}
+    ring |= {("cp", "keys and values", op, "forward") for op in SENT}
+    assert moved == {("dp_replicate_cp", "gradients", "all_reduce", "backward"), *ring}
+    alone = make_plan(replace(case, dims=ParallelDims(cp=2)))
+    assert (alone.replicate_axis, alone.groups) == ("cp", {"cp": ((0, 1),)})
+
+
+SENT = ("send", "recv")
 
 
 def test_the_plan_of_the_largest_model_covers_all_its_parameters() -> None:

@@ -200,7 +200,7 @@ WRONG_LINES = {
     "training: {compute_dtype: fp8}": "training: compute_dtype 'fp8': choose one of null, float64, float32, bfloat16",
     "features: {schedule: GPipe}": "schedule 'GPipe' means nothing with pp 1; leave it out",
     "features: {wrapper: ddp}": "wrapper 'ddp' has no data ranks to look after; leave it out",
-    "dims: {dp_shard: 2}\nfeatures: {wrapper: ddp}": "wrapper 'ddp' shards nothing, but dp_shard 2 x cp 1",
+    "dims: {dp_shard: 2}\nfeatures: {wrapper: ddp}": "wrapper 'ddp' shards nothing, but dp_shard 2",
     "dims: {dp_replicate: 2}\nfeatures: {reshard_after_forward: never}": "reshard_after_forward is FSDP's, and this case"
     " has wrapper ddp; leave it out",
     "dims: {pp: 2}\nmodel: {tied_embeddings: true}": "tied_embeddings with pp 2: first and last stage would have to share"

@@ -16,8 +16,9 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
 
     Keys and values have `n_heads / tp` heads where the trainer exchanges them after GQA expansion, else `n_kv_heads / tp`:
     `TrainerTraits.cp_heads`. all_gather brings those of all ranks at once; alltoall passes them on to the next rank, cp - 1
-    times. Gradients of keys and values are passed on cp times, summed up on the way, until each is where its keys are: in
-    float64 where that is computed in, else in float32. torch.compile keeps forward's keys and values for backward, which
+    times; a trainer may send and receive instead: `TrainerTraits.cp_sends`. Gradients of keys and values are passed on cp
+    times, summed up on the way, until each is where its keys are: in float64 where that is computed in, else in float32.
+    torch.compile keeps forward's keys and values for backward, which
     then gathers none.
 
     For cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8: 2 (keys, values) x 4 x 2 x 32/2 x 64 = 16,384
@@ -34,11 +35,13 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
     if case.features.cp_rotation == "allgather":
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
         yield Flow("cp", "keys and values", "all_gather", "backward", again * dims.cp * passed * BYTES[dtype])
-    else:
-        yield Flow("cp", "keys and values", "all_to_all", "forward", (dims.cp - 1) * passed * BYTES[dtype])
-        yield Flow("cp", "keys and values", "all_to_all", "backward", again * (dims.cp - 1) * passed * BYTES[dtype])
+    ops = ("send", "recv") if traits.cp_sends else ("all_to_all",)
+    for op in ops if case.features.cp_rotation == "alltoall" else ():
+        yield Flow("cp", "keys and values", op, "forward", (dims.cp - 1) * passed * BYTES[dtype])
+        yield Flow("cp", "keys and values", op, "backward", again * (dims.cp - 1) * passed * BYTES[dtype])
     summed = BYTES["float64" if dtype == "float64" else "float32"]
-    yield Flow("cp", "gradients of keys and values", "all_to_all", "backward", dims.cp * passed * summed)
+    for op in ops:
+        yield Flow("cp", "gradients of keys and values", op, "backward", dims.cp * passed * summed)
 
 
 def cp_width(case: Case, traits: TrainerTraits) -> int:

@@ -24,7 +24,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     if case.wrapper in ZERO:
         yield from zero_flows(case, traits, rank)
         return
-    dims, features, tp_index = case.dims, case.features, coordinate(case.dims, rank)["tp"]
+    dims, features, tp_index = case.data_dims, case.features, coordinate(case.dims, rank)["tp"]
     stored = case.training.dtype
     gathered = BYTES[case.training.compute_dtype or stored]
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored] * reductions_per_step(case)
@@ -42,10 +42,10 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         if traits.loss_chunks > 1:
             yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
-        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", everything // shards * reduced)
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", everything // shards * reduced)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
         weights = everything * BYTES[stored]
-        yield Flow("dp_replicate", "weights", "broadcast", "forward", weights, first=True)
+        yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
 
 
 def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
@@ -85,7 +85,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     if case.wrapper in ZERO:
         yield from zero_flows(case, traits, rank)
         return
-    dims, features, stored = case.dims, case.features, case.training.dtype
+    dims, features, stored = case.data_dims, case.features, case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
     sizes = {
         stage: sum(padded_numel(case, fqn, tp_index) for fqn in parameters_of_stage(case, stage))
@@ -105,4 +105,4 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
     if dims.dp_replicate > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
-        yield Flow("dp_replicate", "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)

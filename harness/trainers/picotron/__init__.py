@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 NAMES = pairs("""embedding=tok_embeddings decoder_layers=layers input_layernorm=attention_norm q_proj=wq k_proj=wk v_proj=wv
     out_proj=wo post_attention_layernorm=ffn_norm mlp=feed_forward gate_proj=w1 down_proj=w2 up_proj=w3 final_norm=norm
     final_proj=output""")
-ANY = """dp_replicate tp pp accumulation microbatches name dim n_layers n_heads n_kv_heads vocab_size ffn_dim norm_eps
+ANY = """dp_replicate tp pp cp accumulation microbatches name dim n_layers n_heads n_kv_heads vocab_size ffn_dim norm_eps
     rope_theta steps seed dtype global_batch seq_len lr data rates"""
 WRITTEN = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "max_norm": None, "all_valid": True}
 """Into its train.py: what AdamW takes if nobody says, no clipping, no label that is masked."""
 KNOWN: dict[str, Any] = dict.fromkeys([*ANY.split(), *WRITTEN], ...)
 KNOWN |= {"wrapper": ("ddp",), "schedule": ("GPipe",), "sequence_parallel": (False,), "loss_parallel": (False,)}
+KNOWN |= {"cp_rotation": ("alltoall",), "cp_load_balance": (False,)}
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Picotron(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """One rate for all steps. Gradients lie in its buckets between steps, which for memory is as DDP's do."""
-        return TrainerTraits(own_model=True, rates=(case.training.lr,) * case.training.steps)
+        """One rate for all steps. Keys and values go round by send and receive. Buckets are kept, as DDP's are."""
+        return TrainerTraits(own_model=True, cp_sends=True, rates=(case.training.lr,) * case.training.steps)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         from harness.trainers.picotron.lent import replaced
@@ -110,6 +111,12 @@ def _limits(case: Case) -> Iterator[str]:
             yield f"{key} {getattr(recipe, key)}: picotron has {value} written into its train.py"
     if dims.tp > 1 and (case.features.sequence_parallel or case.features.loss_parallel):
         yield "sequence_parallel, loss_parallel: picotron has neither; request false for both"
+    if dims.cp > 1 and (case.wrapper, case.features.cp_rotation, case.features.cp_load_balance) != (
+        "ddp",
+        "alltoall",
+        False,
+    ):
+        yield "cp: picotron's are ranks of DDP (wrapper ddp), passed on from one to the next (alltoall), unbalanced"
     if dims.pp > 1 and dims.dp > 1:
         yield "data ranks with pp: in picotron's grid of ranks dp is outside of pp"
     if dims.pp > 1 and case.features.accumulation > 1:

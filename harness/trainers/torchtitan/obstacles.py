@@ -46,6 +46,8 @@ def _of_layout(case: Case, era: Era) -> Iterator[str]:
     for axis in ("pp", "tp"):
         if (degree := getattr(dims, axis)) > 1 and case.wrapper == "replicate":
             yield f"dp_replicate {dims.dp_replicate} x {axis} {degree}: torchtitan's DDP takes one axis only"
+    if dims.cp > 1 and case.wrapper in ("ddp", "replicate"):
+        yield f"cp {dims.cp} with wrapper {case.wrapper}: torchtitan shards parameters over cp"
     if era.replicates_by != "fsdp2" and case.wrapper == "fsdp2" and case.shards == 1:
         yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
 
