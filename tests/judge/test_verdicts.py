@@ -37,7 +37,7 @@ EXAMINED: dict[str, Any] = {
         tiny_case("hsdp_2x2", runs=2),
         {
             **{"completed": 4, "collective_order": 108, "features": 160, "memory": 36, "placements": 72},
-            **{"process_groups": 8, "reshard": 144, "settings": 72, "shard_contents": 48, "traffic": 60},
+            **{"process_groups": 8, "reshard": 144, "settings": 84, "shard_contents": 48, "traffic": 60},
             **{
                 "initial_weights": 12,
                 "samples": 24,
@@ -54,7 +54,7 @@ EXAMINED: dict[str, Any] = {
         tiny_case("fsdp_2_tp_2"),
         {
             **{"completed": 4, "collective_order": 204, "features": 160, "memory": 36, "placements": 72},
-            **{"process_groups": 8, "reshard": 144, "settings": 72, "shard_contents": 48, "traffic": 108},
+            **{"process_groups": 8, "reshard": 144, "settings": 84, "shard_contents": 48, "traffic": 108},
             **{"initial_weights": 12, "samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"replica_agreement": 36, "reported_loss": 12, "reported_rate": 12, "update": 144},
         },
@@ -63,7 +63,7 @@ EXAMINED: dict[str, Any] = {
         tiny_case(ParallelDims(dp_shard=2, cp=2), EIGHT),
         {
             **{"completed": 4, "collective_order": 156, "features": 112, "memory": 36, "placements": 72},
-            **{"process_groups": 8, "reshard": 144, "settings": 72, "shard_contents": 48, "traffic": 84},
+            **{"process_groups": 8, "reshard": 144, "settings": 84, "shard_contents": 48, "traffic": 84},
             **{
                 "initial_weights": 12,
                 "positions": 12,

@@ -46,7 +46,7 @@ PASS tiny
   process_groups    PASS            8 examined
   reshard           PASS            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
-  settings          PASS            72 examined
+  settings          PASS            84 examined
   shard_contents    PASS            48 examined
   traffic           PASS            60 examined
   checkpoint        NOT APPLICABLE  this launch writes none
@@ -130,7 +130,7 @@ def test_below_the_cause_each_law_has_a_line(failed: list[str]) -> None:
   process_groups    PASS            8 examined
   reshard           FAIL            144 examined
   schedule          NOT APPLICABLE  no pipeline: pp 1
-  settings          PASS            72 examined
+  settings          PASS            84 examined
   shard_contents    FAIL            48 examined
   traffic           FAIL            60 examined
   checkpoint        NOT APPLICABLE  this launch writes none
