@@ -43,6 +43,7 @@ DEFECTS = {
     "cp without data ranks has no FSDP (#683 to #685)": "every cp rank holds whole parameters",
     "the reported loss is not averaged over cp (to #761)": "the training itself is right: it is not reduced over cp",
     "a pipeline's gradients are never divided (#2206 to #2937)": "512 times what they should be in every parameter",
+    "the largest loss reported is below the mean (#2206 to #2314)": "the reported largest loss is wrong",
     "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": "backward loses something there, a sum over tp",
     "cp names heads as what it cuts (#2963 to #3681)": "invalid gradient at index 0",
 }

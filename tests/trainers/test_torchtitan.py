@@ -181,10 +181,7 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
         (case(ParallelDims(pp=2), features=Features(accumulation=2)), None),
         (case(features=Features(accumulation=2, defer_sync=False)), None),
         (case(training=TrainingConfig(dtype="float32")), None),
-        (
-            case(ParallelDims(cp=2), features=Features(activation_checkpointing="op")),
-            "activation_checkpointing op with cp: what torchtitan 0.3.0 keeps is attention of GPUs, not of CPUs",
-        ),
+        (case(ParallelDims(cp=2), features=Features(activation_checkpointing="op")), None),
         (
             case(ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
             "document_mask with cp: torchtitan 0.3.0 cuts masks along the sequence, which this adapter does not pass on",
@@ -193,6 +190,10 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
             case(training=TrainingConfig(quantize="float8_rowwise")),
             "quantize float8_rowwise: torchtitan 0.3.0 emulates it on CPUs with one scale a tensor; see"
             " upstream_bugs/torchtitan_float8_emulation.py",
+        ),
+        (
+            case(training=TrainingConfig(quantize="mxfp8")),
+            "quantize mxfp8: torchtitan 0.3.0 refuses that but on GPUs of compute capability 10",
         ),
         (case(training=TrainingConfig(document_mask=True)), None),
         (case(features=Features(fsdp_units="observed")), None),
@@ -252,6 +253,16 @@ def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path
     expected = adapter.traits(whole).expected_failure
     assert expected is not None
     assert expected.laws == "traffic"
+
+
+def test_sgd_is_added_where_its_container_looks_optimizers_up(release: Path) -> None:
+    adapter, plain = trainers.load(f"torchtitan@{release}"), case(training=TrainingConfig(optimizer="sgd"))
+    assert adapter.unsupported(plain) == "optimizer sgd: torchtitan 0.3.0 has no such option"
+    container = release / "torchtitan" / "components" / "optimizer" / "optimizer.py"
+    container.parent.mkdir(parents=True)
+    container.write_text("class OptimizersContainer:\n    def _resolve_optimizer_factory(name: str): ...\n")
+    assert adapter.unsupported(plain) is None
+    assert any(told.startswith("optimizer: torch's SGD") for told in adapter.replaced(plain, "cpu"))
 
 
 def test_a_tied_weight_under_tp_fails_as_its_script_shows(release: Path) -> None:

@@ -58,3 +58,13 @@ def test_the_loss_of_validation_is_the_next_steps() -> None:
     processor.log_validation(loss=4.5, step=1)
     processor.log(2, 4.0, 4.1, 0.5)
     assert told == [Metrics(1, 5.0, 0.5, None, 6.0), Metrics(2, 4.5, 0.5, None)]
+
+
+def test_a_largest_loss_that_is_known_to_be_wrong_is_not_judged_and_that_is_said(release: Path) -> None:
+    (release / "torchtitan" / "trainer.py").write_text("def train_step(self):\n    local_avg_loss = 0\n")
+    adapter, cut = trainers.load(f"torchtitan@{release}"), Case("any", "a test", ParallelDims(cp=2))
+    assert any(told.startswith("the largest loss that it reports: not judged") for told in adapter.replaced(cut, "cpu"))
+    assert not any("largest" in told for told in adapter.replaced(CASE, "cpu"))
+    told: list[Metrics] = []
+    note_processor(SimpleNamespace(log=lambda *_: None), told, tells_largest=False).log(1, 5.0, 2.5)
+    assert told == [Metrics(1, 5.0, None, None)]

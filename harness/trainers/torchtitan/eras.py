@@ -27,6 +27,7 @@ class Era:
     gives_positions: since 2026-03, its data loader gives each token's, beside whole batches.
     cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
     resumes: whether checkpoints can be requested of it. traits: what it chose where a case leaves that open.
+    largest_of_whole: the largest loss that it reports is of each rank's part over the tokens of whole sequences.
     chunks_loss: its loss applies the output, in chunks of the sequence.
     replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
     preload: packages that it imports.
@@ -46,6 +47,7 @@ class Era:
     fed_microbatches: bool = False
     flat: bool = False
     chunks_loss: bool = False
+    largest_of_whole: bool = False
     cp_by_types: bool = False
     gives_positions: bool = False
     shapes_by_example: bool = False
@@ -126,7 +128,7 @@ TRAINER_CONFIG = Era(
         "reshard_after_forward": ("always", "never"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
     },
-    training=(*MAIN_FUNCTION.training, "decay", "document_mask"),
+    training=(*MAIN_FUNCTION.training, "decay", "document_mask", "quantize"),
     traits=TrainerTraits(
         fsdp_units="apart",
         attention="fused",
@@ -138,7 +140,7 @@ TRAINER_CONFIG = Era(
     replicates_by="fsdp2",
     wraps_alone=True,
     reports=("loss", "grad_norm"),
-    unasked=("async_tp", "quantize"),
+    unasked=("async_tp",),
     preload=(*DATA_AND_LOGS, *COMPILERS),
     model=(*MODEL, "rope_scaling", "tied_embeddings"),
     resumes=True,
@@ -155,6 +157,7 @@ TRAINER_CONFIG_OF_BATCHES = dataclasses.replace(
     resumes=False,
     replicates_by="replicate",
     wraps_alone=False,
+    unasked=("async_tp", "quantize"),
     fed_microbatches=False,
 )
 """Before: its data loader gives whole batches."""

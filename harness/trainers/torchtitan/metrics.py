@@ -26,10 +26,13 @@ def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) 
     return logger
 
 
-def note_processor(processor: Any, metrics: list[Metrics], shows: Callable[[], bool] = lambda: True) -> Any:
+def note_processor(
+    processor: Any, metrics: list[Metrics], shows: Callable[[], bool] = lambda: True, *, tells_largest: bool = True
+) -> Any:
     """The same metrics processor; what it is told to log is noted. Versions without a gradient norm tell none.
 
     shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
+    tells_largest: False where the largest loss is known to be wrong.
     """
     original, validated = processor.log, note_validation(processor)
 
@@ -38,7 +41,7 @@ def note_processor(processor: Any, metrics: list[Metrics], shows: Callable[[], b
         loss, most = (float(average), float(largest)) if shows() else (None, None)
         if loss is not None and step in validated:
             loss, most = validated[step], None
-        metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, most))
+        metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, most if tells_largest else None))
         original(step, average, largest, *norm, **extra)
 
     processor.log = log

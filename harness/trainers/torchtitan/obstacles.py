@@ -60,13 +60,13 @@ def _of_features(case: Case, era: Era) -> Iterator[str]:
 def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
     """Of versions whose data loader gives microbatches."""
     features = case.features
-    if features.activation_checkpointing == "op" and case.dims.cp > 1:
-        yield f"activation_checkpointing op with cp: what {era.name} keeps is attention of GPUs, not of CPUs"
     if case.training.quantize == "float8_tensorwise":
         yield f"quantize float8_tensorwise: {era.name} has no such recipe"
     elif (recipe := case.training.quantize or "").startswith("float8"):
         shown = "upstream_bugs/torchtitan_float8_emulation.py"
         yield f"quantize {recipe}: {era.name} emulates it on CPUs with one scale a tensor; see {shown}"
+    elif recipe:
+        yield f"quantize {recipe}: {era.name} refuses that but on GPUs of compute capability 10"
     if not features.loss_parallel:
         yield f"loss_parallel False: {era.name} always computes the loss in parallel"
     if case.training.document_mask and case.dims.cp > 1:

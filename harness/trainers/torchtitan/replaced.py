@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from harness.spec.case import Case
 from harness.trainers.torchtitan.eras import MAIN_FUNCTION, TRAINER_CONFIG
-from harness.trainers.torchtitan.source import Source, chunks_of, why_not_spmd_types, why_whole
+from harness.trainers.torchtitan.source import Source, chunks_of, why_not_largest, why_not_spmd_types, why_whole
 
 
 def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
@@ -19,6 +19,8 @@ def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
     if era.run_by == TRAINER_CONFIG.run_by:
         yield from _of_configurations(case, source, device)
+    if why := why_not_largest(case, era):
+        yield f"the largest loss that it reports: not judged ({why})"
     for name, value in source.options.items():
         yield f"{name}: {'as it comes' if value is None else value!r}, requested by the trainer's file"
     if case.training.dtype == "float64":
@@ -32,6 +34,8 @@ def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
     elif not source.era.masks(case):
         yield "attention: SDPA, whose samples lie each in a row of their own"
+    if case.training.optimizer == "sgd":
+        yield "optimizer: torch's SGD, which a subclass of its container adds (it names Adam, AdamW and DistMuon)"
     if source.era.fed_microbatches and (why := why_not_spmd_types(case, source.spmd_backend)):
         yield f"spmd_backend: spmd_types by partial_dtensor ({why})"
 

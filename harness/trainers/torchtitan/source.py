@@ -64,6 +64,7 @@ CHANGES = (
         )
         for file in ("parallelisms/pipelining_utils.py", "parallelisms/pipeline.py", "distributed/pipeline.py")
     ),
+    *(Change(file, syntax.a_name("local_avg_loss"), {"largest_of_whole": True}) for file in ("train.py", "trainer.py")),
     Change("hf_datasets/text_datasets.py", syntax.a_key("positions"), {"gives_positions": True}),
     Change("config_manager.py", syntax.an_option("--experimental.context_parallel_degree"), {"axes": AXES}),
     Change(
@@ -104,6 +105,11 @@ CHANGES = (
         "config/configs.py",
         syntax.a_field("enable_sequence_parallel"),
         features={"sequence_parallel": (False,)},
+    ),
+    Change(
+        "components/optimizer/optimizer.py",
+        syntax.a_function("_resolve_optimizer_factory", "name"),
+        {"training": (*eras.TRAINER_CONFIG.training, "optimizer")},
     ),
     Change(
         "components/loss.py",
@@ -171,6 +177,15 @@ def why_not_spmd_types(case: Case, spmd_backend: str | None) -> str:
     if not releases.holds(STARTS_SPMD_TYPES, importlib.metadata.version("torch")):
         return "torch 2.13 cannot shard its parameters"
     return "which does context parallel with FlexAttention only" if case.dims.cp > 1 else ""
+
+
+def why_not_largest(case: Case, era: Era) -> str:
+    """Why the largest loss that it reports is not judged; empty where it is."""
+    if era.largest_of_whole and case.dims.cp > 1:
+        return (
+            "each cp rank's is divided by the tokens of whole sequences, see upstream_bugs/torchtitan_largest_loss.py"
+        )
+    return ""
 
 
 def chunks_of(case: Case, era: Era) -> int:

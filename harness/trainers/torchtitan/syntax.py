@@ -44,6 +44,11 @@ def a_field(name: str) -> Fact:
     )
 
 
+def a_name(name: str) -> Fact:
+    """It uses a variable of that name."""
+    return lambda tree: any(each.id == name for each in _all(tree, ast.Name))
+
+
 def an_attribute(name: str) -> Fact:
     """It looks up an attribute of that name."""
     return lambda tree: any(each.attr == name for each in _all(tree, ast.Attribute))

@@ -22,7 +22,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     trainer = train.Trainer(job_config.configured(train.JobConfig(), case, source.options))
     train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` reads it
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
-    return TitanTrainer(trainer, case)
+    return TitanTrainer(trainer, case, source)
 
 
 def validate(case: Case, source: Source) -> None:

@@ -13,17 +13,21 @@ from torch import nn
 from harness.spec.case import Case
 from harness.trainers import Metrics
 from harness.trainers.torchtitan import metrics
+from harness.trainers.torchtitan.source import Source, why_not_largest
 
 
 class TitanTrainer:
     """harness.trainers.StartedTrainer around torchtitan's Trainer."""
 
-    def __init__(self, trainer: Any, case: Case) -> None:
+    def __init__(self, trainer: Any, case: Case, source: Source) -> None:
         self.model_parts: list[nn.Module] = trainer.model_parts
         self.metrics: list[Metrics] = []
         self._trainer, self._case = trainer, case
         metrics.note_processor(
-            trainer.metrics_processor, self.metrics, lambda: getattr(trainer, "pp_has_last_stage", True)
+            trainer.metrics_processor,
+            self.metrics,
+            lambda: getattr(trainer, "pp_has_last_stage", True),
+            tells_largest=not why_not_largest(case, source.era),
         )
 
     def train(self, last_step: int) -> None:

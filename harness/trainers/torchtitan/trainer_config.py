@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -14,14 +13,12 @@ from harness.spec.case import Case
 from harness.spec.features import LOOPED
 from harness.trainers.support import float64
 from harness.trainers.support.weights import load_weights
-from harness.trainers.torchtitan import cpu, model_config, options
+from harness.trainers.torchtitan import cpu, model_config, optimizer, options
 from harness.trainers.torchtitan.data_loader import AheadOf, Inputs, Microbatches, Positioned, Rows, Samples
 from harness.trainers.torchtitan.eras import Era
 from harness.trainers.torchtitan.loss import show_loss
 from harness.trainers.torchtitan.source import Source, chunks_of, why_not_spmd_types
 from harness.trainers.torchtitan.trainer import TitanTrainer, no_sleep
-
-NORMS = r"norm\.weight$"
 
 
 class Built:
@@ -45,7 +42,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     trainer = configuration(case, source).build()
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     show_loss(trainer.loss_fn)
-    return TitanTrainer(trainer, case)
+    return TitanTrainer(trainer, case, source)
 
 
 def configuration(case: Case, source: Source) -> Any:
@@ -62,7 +59,7 @@ def configuration(case: Case, source: Source) -> Any:
         if chunks_of(case, era) == 1:
             config.loss = loss.CrossEntropyLoss.Config()
         model_config.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
-    config.optimizer = adamw(case)
+    config.optimizer = optimizer.configured(case)
     inputs = fed(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     if source.options.get("validator.enable"):
@@ -87,18 +84,6 @@ def fed(era: Era) -> type[Samples]:
     if era.fed_microbatches:
         return Microbatches
     return Positioned if era.gives_positions else Inputs
-
-
-def adamw(case: Case) -> Any:
-    """With a group of its own, which matches first, for norms that are not decayed."""
-    from torchtitan.components import optimizer
-
-    config = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)(lr=case.training.lr)
-    if case.training.decay == "matrices":
-        (whole,) = config.param_groups
-        undecayed = {**whole.optimizer_kwargs, "weight_decay": 0.0}
-        config.param_groups.insert(0, dataclasses.replace(whole, pattern=NORMS, optimizer_kwargs=undecayed))
-    return config
 
 
 def checkpointing(kind: str) -> Any:
