@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from harness.evidence.records import RankEvidence, TensorEvidence
+from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
+from harness.evidence.records import RankEvidence, Resumed, TensorEvidence
 
 Block = tuple[str, int]
 """A part, and how many of its rows lie there together."""
@@ -85,7 +87,28 @@ def apart(evidence: RankEvidence, fused: Fused) -> RankEvidence:
         for step in evidence.steps
     )
     parameters = tuple(part for tensor in evidence.parameters for part in _tensors(tensor, cuts))
-    return dataclasses.replace(evidence, steps=steps, parameters=parameters)
+    resumed = evidence.resumed and Resumed(
+        _arrays(evidence.resumed.parameters, cuts), _states(evidence.resumed.optimizer_state, cuts)
+    )
+    return dataclasses.replace(evidence, steps=steps, parameters=parameters, resumed=resumed)
+
+
+def saved_apart(checkpoint: Checkpoint, fused: Fused) -> Checkpoint:
+    """A tensor about a fused one is about each of its parts, with their shares of its rows."""
+    tensors = tuple(part for tensor in checkpoint.tensors for part in _saved(tensor, fused.get(tensor.fqn, ())))
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+def _saved(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator[SavedTensor]:
+    rows: Counter[str] = Counter()
+    for part, size in whole:
+        rows[part] += size
+    if not tensor.shape or rows.total() != tensor.shape[0]:
+        yield tensor
+        return
+    for part, size in rows.items():
+        numbers = tensor.numbers * size // tensor.shape[0]
+        yield dataclasses.replace(tensor, fqn=part, shape=(size, *tensor.shape[1:]), numbers=numbers)
 
 
 def _arrays(arrays: Arrays, cuts: Cuts) -> Arrays:

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in Megatron's distributed optimizer, for its cases alone, so that they are in no catalogue. Made by
+"""Deliberate mistakes in Megatron's distributed optimizer and checkpoints, for its cases alone, in no catalogue. Made by
 
     harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/trainers/megatron/cases
 
@@ -7,6 +7,7 @@ What each is named: docs/megatron.md.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -76,3 +77,32 @@ def gradients_one_off(optimizer: Any) -> None:
 @partial(op.instead, f"{OPTIMIZER}._build_model_gbuf_param_range_map")
 def ranges_one_off(original: Any, places: Any, shard: Any, offset: int) -> Any:
     return original(places, type(shard)(shard.start + 1, shard.end + 1), offset)
+
+
+def _reversed(factory: Any) -> Any:
+    merged = factory.merge_fn
+    return dataclasses.replace(factory, merge_fn=lambda halves: merged(halves[::-1]))
+
+
+gate_and_up_exchanged = fault(
+    breaks="the halves of the gated layer are read in each other's place",
+    bug="of the family of S10 pytorch/torchtitan #3356: what is put together lies in another order",
+    case="dist_tp_2_to_pp_2",
+    caught_by="resume",
+    named="parameters exchanged",
+    does=op.change_result("megatron.core.transformer.mlp:apply_swiglu_sharded_factory", _reversed),
+)
+
+
+@fault(
+    breaks="what a checkpoint has of the optimizer's moments is read and then forgotten",
+    bug="of the family of C: a resume that begins with an empty optimizer",
+    case="dist_tp_2_to_pp_2",
+    caught_by="resume",
+    named="optimizer state lost",
+)
+@partial(op.after_call, "megatron.core.optimizer.optimizer:FP32Optimizer.load_state_dict")
+def moments_forgotten(optimizer: Any, *_: Any) -> None:
+    for state in optimizer.optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()

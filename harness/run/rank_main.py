@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness import trainers
-from harness.evidence.fused import apart, blocks
+from harness.evidence.fused import Block, apart, blocks, saved_apart
 from harness.evidence.names import renamed
 from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
@@ -79,9 +79,12 @@ def in_the_references_words(evidence: RankEvidence, adapter: trainers.Adapter, c
         rows=adapter.rows(case),
         settings=evidence.settings | dict(adapter.settings),
     )
+    return apart(renamed(told, adapter.fqn), _fused(adapter, case))
+
+
+def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
     rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
-    fused = {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
-    return apart(renamed(told, adapter.fqn), fused)
+    return {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
 
 
 def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
@@ -136,8 +139,9 @@ def checkpoint(options: dict[str, Any]) -> None:
     from harness.evidence.checkpoint_index import TIED, read
 
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
-    found = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED}, adapter.fqn)
-    save(Path(options["directory"]) / CHECKPOINT_FILE, found)
+    fused = _fused(adapter, case)
+    found = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED, *fused}, adapter.fqn)
+    save(Path(options["directory"]) / CHECKPOINT_FILE, saved_apart(found, fused))
 
 
 def unwatched(options: dict[str, Any]) -> StartedTrainer:

@@ -10,8 +10,9 @@ from literal import tiny_case, trial_of
 from torch import nn
 
 from harness.checks import placements
-from harness.evidence.fused import apart, blocks
-from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
+from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
+from harness.evidence.fused import apart, blocks, saved_apart
+from harness.evidence.records import RankEvidence, Resumed, StepEvidence, TensorEvidence
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig
 from harness.reference.model import initial_weights
@@ -133,3 +134,21 @@ def test_a_plain_tensor_as_large_as_the_slice_claims_nothing_and_one_as_large_as
     whole = tuple(replace(t, global_shape=w.shape, value=w) for t in plain for w in [trial.reference.weights[t.fqn]])
     kept = replace(trial, run=replace(trial.run, ranks={**trial.ranks, 0: replace(evidence, parameters=whole)}))
     assert placements.check(kept).verdict is Verdict.FAIL
+
+
+def test_what_is_saved_of_a_fused_weight_is_saved_of_its_parts() -> None:
+    whole = SavedTensor("model.qkv", "qkv", (6, 2), "float64", 12)
+    found = saved_apart(Checkpoint((whole, SavedTensor("step", "", (), "float32", 1))), FUSED)
+    assert [(t.name, t.fqn, t.shape, t.numbers) for t in found.tensors] == [
+        ("model.qkv", "q", (3, 2), 6),
+        ("model.qkv", "k", (2, 2), 4),
+        ("model.qkv", "v", (1, 2), 2),
+        ("step", "", (), 1),
+    ]
+
+
+def test_what_was_resumed_of_a_fused_weight_is_of_its_parts() -> None:
+    evidence = replace(evidence_of(WHOLE), resumed=Resumed({"qkv": WHOLE}, {"qkv": {"exp_avg": WHOLE}}))
+    resumed = apart(evidence, FUSED).resumed
+    assert resumed is not None and {*resumed.parameters} == {*resumed.optimizer_state} == {"q", "k", "v"}
+    assert resumed.parameters["k"].tolist() == WHOLE[3:5].tolist()

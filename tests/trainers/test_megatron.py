@@ -89,13 +89,25 @@ def test_its_names_are_the_references_with_or_without_its_wrapper() -> None:
         "embedding.word_embeddings.weight",
         "module",
         "decoder.layers.0",
+        "optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
     )
     assert [ADAPTER.fqn(name) for name in named] == [
         "layers.3.feed_forward.w2.weight",
         "tok_embeddings.weight",
         "",
         "layers.0",
+        "optimizer.state.exp_avg.layers.1.ffn_norm.weight",
     ]
+
+
+def test_without_psutil_a_checkpoint_that_would_be_waited_for_for_ever_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(megatron, "_missing", lambda _: "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    saving = case(ParallelDims(tp=2), last_step=2)
+    assert (ADAPTER.unsupported(saving) or "").startswith("checkpoints: psutil is not installed")
+    assert ADAPTER.unsupported(case(ParallelDims(tp=2))) is None
 
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")

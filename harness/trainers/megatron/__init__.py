@@ -7,11 +7,13 @@ loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py
     model.py    configuration, the model in chunks, names and marks of its parameters
     shards.py   where the distributed optimizer has its part of each
     trainer.py  the step, the loop
+    checkpoint.py  distributed checkpoints
     cpu.py      what is lent on a machine without accelerator
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
 NAMES = pairs("""module= embedding= word_embeddings=tok_embeddings decoder= final_layernorm=norm output_layer=output
     input_layernorm=attention_norm self_attention=attention linear_qkv=wqkv linear_proj=wo pre_mlp_layernorm=ffn_norm
     mlp=feed_forward linear_fc1=w13 linear_fc2=w2""")
+SAVED_AS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Names of norms in its checkpoints, where they are those of TransformerEngine's layers."""
+
 ANY = """pp dp_replicate dp_shard tp microbatches stages_per_rank accumulation sequence_parallel name dim n_layers n_heads
     n_kv_heads vocab_size ffn_dim norm_eps rope_theta rope_scaling tied_embeddings steps seed global_batch seq_len lr
     beta1 beta2 eps weight_decay warmup_steps final_lr_fraction rates data max_norm optimizer decay dtype all_valid
@@ -78,7 +86,7 @@ class Megatron(Adapter):
             loss_in_forward=True,
             gathers_input_again=True,
             zero_layout=FlatLayout(order=_order(case), reverse=True, starts=64, whole=128),
-            allow=(Allowance("kept", _buffer_bytes(case), "the global memory buffer of megatron.core"),),
+            allow=tuple(_allowances(case)),
         )
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
@@ -88,6 +96,8 @@ class Megatron(Adapter):
         return _missing(self.where) or next(_obstacles(case), None)
 
     def fqn(self, name: str) -> str:
+        for saved, own in SAVED_AS.items():
+            name = name.replace(saved, own)
         return renamed(name, NAMES)
 
     def rows(self, case: Case) -> dict[str, np.ndarray]:
@@ -151,7 +161,17 @@ def _obstacles(case: Case) -> Iterator[str]:
             yield f"{what} {getattr(model, what)} is not divisible by tp {dims.tp}"
     if model.rope_scaling is not None and _but_factor(model.rope_scaling) != _but_factor(LLAMA_3):
         yield "rope_scaling: Megatron has its frequencies and first length written into its code, but for the factor"
-    yield from beyond(case, KNOWN, "Megatron-core")
+    yield from _obstacles_of_checkpoints(case) if case.resume or case.last_step else ()
+    yield from beyond(case, KNOWN, "Megatron-core", saves=True)
+
+
+def _obstacles_of_checkpoints(case: Case) -> Iterator[str]:
+    if importlib.util.find_spec("psutil") is None:
+        yield "checkpoints: psutil is not installed, without which Megatron's writers die and it waits for them for ever"
+    if case.wrapper == "zero1":
+        yield "checkpoints with zero1: the state of a part of each parameter is compared by no law"
+    if case.training.optimizer != "adamw":
+        yield f"checkpoints with optimizer {case.training.optimizer}: Megatron makes room for state that it reads of Adam alone"
 
 
 def _missing(where: str | None) -> str:
@@ -185,6 +205,14 @@ def _replaced(case: Case, device: str) -> Iterator[str]:
         yield "device: torch.cuda answers as a machine with one would, and its tensors lie on the CPU"
         if case.dims.tp > 1 and case.features.sequence_parallel:
             yield "norm: Apex's by torch's, its weight marked as Apex's is (sequence parallel)"
+
+
+def _allowances(case: Case) -> Iterator[Allowance]:
+    yield Allowance("kept", _buffer_bytes(case), "the global memory buffer of megatron.core")
+    if case.saved_step is not None and case.saved_step < case.steps[-1]:
+        gated = 2 * case.model.n_layers // case.dims.pp * case.model.ffn_dim // case.dims.tp * case.model.dim
+        halves = "what it saves as two tensors (linear_fc1) its writers are given copies of"
+        yield Allowance("copied", gated * BYTES[case.training.dtype], halves)
 
 
 def _buffer_bytes(case: Case) -> int:

@@ -27,7 +27,7 @@ from harness.reference.data import IGNORED, documents
 from harness.reference.train import lr_factor
 from harness.spec.case import Case
 from harness.trainers import Metrics, StartedTrainer
-from harness.trainers.megatron import Megatron
+from harness.trainers.megatron import Megatron, checkpoint
 from harness.trainers.megatron.model import build_chunks, build_config
 from harness.trainers.megatron.shards import Ranges
 from harness.trainers.support import float64, process_group
@@ -47,7 +47,7 @@ class MegatronTrainer(StartedTrainer):
         self.model_parts: list[nn.Module] = build_chunks(case, config, weights, adapter)
         self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model_parts)
         self.run, self.dataset = get_forward_backward_func(), dataset_of(case)
-        self.schedule = contextlib.ExitStack()
+        self.schedule, self.done = contextlib.ExitStack(), 0
         config.finalize_model_grads_func = self.finalize
         config.no_sync_func = [one.no_sync for one in self.model_parts]
         config.no_sync_func = config.no_sync_func if len(self.model_parts) > 1 else config.no_sync_func[0]
@@ -59,8 +59,15 @@ class MegatronTrainer(StartedTrainer):
             self.actions.install()
 
     def train(self, last_step: int) -> None:
-        for step in range(len(self.metrics) + 1, last_step + 1):
+        for step in range(self.done + 1, last_step + 1):
             self.metrics.append(self.train_step(step))
+            self.done = step
+
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self.done, self.model_parts, self.optimizer)
+
+    def resume(self, folder: Path) -> None:
+        self.done = checkpoint.load(folder, self.model_parts, self.optimizer)
 
     def train_step(self, step: int) -> Metrics:
         for chunk in self.model_parts:

@@ -1,0 +1,56 @@
+"""Distributed checkpoints in torch_dist, by the calls that megatron.training's save_checkpoint and load_checkpoint make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from torch import nn
+
+CONTENT = {"non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
+"""Each layer is saved under its own number, not all of them as one tensor."""
+
+
+def save(folder: Path, step: int, chunks: list[nn.Module], optimizer: Any) -> None:
+    place = folder / f"iter_{step:07d}"
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _state(chunks, optimizer, is_loading=False)
+    dist_checkpointing.save({**state, "iteration": step}, str(place), content_metadata=CONTENT)
+
+
+def load(folder: Path, chunks: list[nn.Module], optimizer: Any) -> int:
+    """The step that the latest complete one was saved after. Raises ValueError if there is none."""
+    complete = sorted(path.parent for path in folder.glob("iter_*/metadata.json"))
+    if not complete:
+        raise ValueError(f"no complete checkpoint in {folder}")
+    state = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(complete[-1]))
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        chunk.module.load_state_dict(_by_own_numbers(state[key], chunk.module))
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["iteration"])
+
+
+def _state(chunks: list[nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    models = {
+        key: chunk.module.sharded_state_dict(metadata=CONTENT) for key, chunk in zip(_keys(chunks), chunks, strict=True)
+    }
+    return {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=CONTENT)}
+
+
+def _keys(chunks: list[nn.Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _by_own_numbers(state: dict[str, Any], stage: Any) -> dict[str, Any]:
+    """Megatron calls the layers of each stage 0, 1, ..; here they go by their numbers in the whole model (model.py)."""
+    first = stage.decoder.layers.first
+
+    def own(name: str) -> str:
+        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + first}", name)
+
+    return {own(name): value for name, value in state.items()}
