@@ -254,11 +254,13 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
 
 
 def keep_trials() -> None:
-    """Literal evidence is made once, not for each mutant: laws take no part in making it, as the plan and bounds do."""
+    """Literal evidence is made once, not for each mutant: laws take no part in making it, as the plan and bounds do. Not that
+    of a test which trains another reference."""
     import literal
 
-    for name in ("trial_of", "reference_of"):
-        setattr(literal, name, kept(getattr(literal, name)))
+    usual, make, keep = kept(literal.reference_of), literal.trial_of, kept(literal.trial_of)
+    literal.reference_of = usual
+    literal.trial_of = lambda *of, **named: (keep if literal.reference_of is usual else make)(*of, **named)
 
 
 def kept(make: Any) -> Any:

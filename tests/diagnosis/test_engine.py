@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from diagnosed import fsdp_4
-from literal import tiny_case, trial_of, with_step_1_gradients
+from literal import tiny_case, trial_of, with_every_rank, with_step, with_step_1_gradients
 
 from harness.checks import judge
-from harness.diagnosis.engine import explain
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, as_seen, stated
+from harness.diagnosis.words import finding_line
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
@@ -79,6 +80,65 @@ def test_a_fact_takes_the_laws_that_no_hypothesis_explains() -> None:
 
     found = explain(DOUBLED, judge(DOUBLED), (), (fact,))
     assert ([one.cause.kind for one in found.facts], found.left) == (["seen"], ())
+
+
+def test_what_a_law_saw_of_a_hypothesis_that_is_not_proven_is_said_with_its_lines() -> None:
+    cause, lines = Cause("seen", "seen"), (("gradients", "twice as large"),)
+
+    def suspects(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        yield Hypothesis(Cause("unseen", "unseen"), None)
+        yield Hypothesis(cause, None, lines=lines, seen=("gradients",))
+        yield Hypothesis(Cause("later", "later"), None, seen=("gradients",))
+
+    found = explain(DOUBLED, judge(DOUBLED), (suspects,), (as_seen(suspects),))
+    assert found.facts == (Fact(cause, ("gradients",), lines),)
+
+
+def test_a_law_that_holds_under_the_first_of_two_is_not_broken_for_the_second() -> None:
+    seen = []
+
+    def second(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        seen.append(set(broken))
+        return iter(())
+
+    reported = with_every_rank(DOUBLED, lambda trial, rank: with_step(trial, rank, 2, reported_loss=9.0))
+    named(reported, suspect("doubled", twice_the_gradients), second)
+    assert seen[0] - seen[-1] == {"grad_norm", "gradients"}
+    assert "reported_loss" in seen[-1]
+
+
+def test_a_change_besides_is_made_after_the_first() -> None:
+    again = Hypothesis(Cause("doubled", "doubled"), twice_the_gradients).and_then(twice_the_gradients)
+    norms = [trial.reference.steps[0].grad_norm for trial in (RIGHT, again.assume(RIGHT))]
+    assert norms[1] == 4 * norms[0]
+    assert Hypothesis(Cause("seen", "seen"), None).and_then(twice_the_gradients).assume is None
+
+
+def test_what_a_law_saw_is_stated_with_its_first_finding_and_what_is_said_besides() -> None:
+    broken = broken_laws(judge(DOUBLED))
+    fact = stated(broken, "gradients", "doubled", "twice as large", "grad_norm", more=(("why", "so"),))
+    assert fact == Fact(
+        Cause("doubled", "twice as large"),
+        ("gradients", "grad_norm"),
+        (finding_line("gradients", broken["gradients"]), ("why", "so")),
+    )
+
+
+def test_what_was_seen_of_gradients_goes_before_what_explains_only_what_follows_of_them() -> None:
+    def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
+        yield Fact(Cause("seen", "seen"), ("gradients", "grad_norm"))
+
+    def as_reported(trial: Trial) -> Trial:
+        return replace(trial, reports={"grad_norm": lambda rank, step: trial.ranks[rank].steps[step - 1].grad_norm})
+
+    def other_bytes(trial: Trial, broken: Broken) -> Iterator[Fact]:
+        yield Fact(Cause("bytes", "bytes"), ("traffic",))
+
+    report = suspect("report", as_reported)
+    found = explain(DOUBLED, judge(DOUBLED), (report,), (fact,))  # type: ignore[arg-type]
+    assert (found.proofs, [one.cause.kind for one in found.facts]) == ((), ["seen"])
+    found = explain(DOUBLED, judge(DOUBLED), (report,), (other_bytes,))  # type: ignore[arg-type]
+    assert ([proof.explained for proof in found.proofs], found.facts) == ([("grad_norm",)], ())
 
 
 def test_a_right_trial_has_nothing_to_explain() -> None:

@@ -9,11 +9,13 @@ from dataclasses import replace
 import numpy as np
 from diagnosed import (
     DDP_2,
+    LAST,
     expect,
     expect_first,
     first_line,
     gradients_of,
     reference_gradient,
+    samples_of,
     with_own_samples,
 )
 from literal import (
@@ -22,13 +24,16 @@ from literal import (
     tiny_case,
     trial_of,
     with_collectives,
+    with_every_rank,
     with_rank,
     with_step_1_gradients,
 )
 
 from harness.diagnosis.backward import _less_than_planned, _other_groups
 from harness.diagnosis.exchanged import exchanged_tensors
+from harness.evidence.records import Collective
 from harness.judge.trial import Trial
+from harness.plan.slices import numel
 
 # ---- gradients
 
@@ -75,6 +80,25 @@ gradient reduction without effect over dp_replicate: rank 0's gradient holds the
   samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
   samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
   loss: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_one_parameter_that_no_reduction_reaches_is_named_and_its_bytes_are_not_expected() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    half = 8 * numel(trial.plan.slices[0][LAST]) // 2  # there are two buckets
+    ids = {rank: {i: float(i in samples_of(trial, rank)) for i in range(8)} for rank in trial.ranks}
+
+    def own(rank: int, fqn: str) -> np.ndarray:
+        return sum_of_samples(trial, fqn, ids[rank]) if fqn == LAST else reference_gradient(trial, fqn)
+
+    def less(call: Collective) -> list[Collective]:
+        reduces = call.op == "all_reduce" and call.phase == "backward"
+        return [replace(call, bytes=call.bytes - half) if reduces else call]
+
+    wrong = with_step_1_gradients(trial, own)
+    assert first_line(with_every_rank(wrong, lambda t, rank: with_collectives(t, rank, less))) == (
+        "gradients are not reduced over dp_replicate in 1 of 12 parameters (output.weight):"
+        " rank 0's gradient holds the samples of rank 0 only"
     )
 
 
