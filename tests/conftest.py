@@ -1,6 +1,7 @@
 """What the reference computes inside the tests uses one thread, as ranks do: several would wait for each other's core. Tests
 that are all skipped are not green, as laws are not."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,12 @@ def commands_of_tests_leave_no_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(resident_client.KIND, "own")
         yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Six thousand tests and all that they import stay until the end: they need not be walked through again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
