@@ -66,6 +66,8 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
     """The law's result, made honest."""
     if reason := _not_judged(name, trial):
         return Result(name, Verdict.NOT_APPLICABLE, note=reason)
+    if trial.recorded is not None and name in trial.recorded.unknown:
+        return Result(name, Verdict.UNKNOWN, note=trial.recorded.unknown[name])
     missing = _missing(trial)
     if name != "completed" and missing:
         return Result(name, Verdict.UNKNOWN, note=f"no evidence {missing}; see `completed`")

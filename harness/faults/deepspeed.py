@@ -19,7 +19,7 @@ STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 def configured_with(**zero: int) -> op.Operator:
     return op.change_result(
-        "harness.trainers.deepspeed.engine:_config",
+        "harness.trainers.deepspeed.engine:configuration",
         lambda config: config | {"zero_optimization": config["zero_optimization"] | zero},
     )
 

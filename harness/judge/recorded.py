@@ -46,7 +46,7 @@ def trial_of(records: Mapping[int, RankRecord], dims: ParallelDims, directory: s
     ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
     exits = tuple(_exit(rank, records.get(rank)) for rank in range(world))
     case = _case(dims, ranks, max(steps, default=1))
-    recorded = Recorded(_not_judged(case, ranks, records), _copies(records.values()))
+    recorded = Recorded(_not_judged(case, ranks, records), _copies(records.values()), _unknown(case, ranks, records))
     plan = make_plan(case, USUAL, {rank: claimed_units(evidence) for rank, evidence in ranks.items()})
     if dims.tp * dims.pp > 1:
         plan = replace(plan, slices={rank: {} for rank in plan.slices})
@@ -149,6 +149,22 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
     if case.shards == 1 and not kinds and not _dtensors(ranks.values()):
         found["placements"] = "nothing says where it lies: plain tensors, and no wrapper of torch's"
     return found
+
+
+def _unknown(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
+    """By law, why what it would have to see was not seen."""
+    if case.shards == 1 or _kinds(ranks.values()) or _dtensors(ranks.values()) or not _steps_on_others(records):
+        return {}
+    return {"placements": "what is stepped on is no parameter of the model, as under ZeRO: where it lies was not seen"}
+
+
+def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:
+    """In no step recorded has any rank an optimizer that found a gradient in a parameter of the model, nor one that has any."""
+    steps = [(step, record) for record in records.values() for step in record.steps if step.step]
+    return bool(steps) and all(
+        not step.digests and {*step.ungraded} >= {tensor.fqn for tensor in record.evidence.parameters}
+        for step, record in steps
+    )
 
 
 def _dtensors(ranks: Iterable[RankEvidence]) -> bool:

@@ -31,10 +31,11 @@ from harness.spec.traits import TrainerTraits
 @dataclass(frozen=True)
 class Recorded:
     """Of a recorded job, which has no reference. not_judged: by law, why. copies: how many numbers a parameter its optimizer
-    keeps at most, None where that is not known."""
+    keeps at most, None where that is not known. unknown: by law, why what it would have to see was not seen."""
 
     not_judged: Mapping[str, str]
     copies: int | None = None
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

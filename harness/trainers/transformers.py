@@ -1,4 +1,4 @@
-"""transformers' Trainer, unmodified, with its Llama under accelerate: DDP, FSDP2 and HSDP.
+"""transformers' Trainer, unmodified, with its Llama under accelerate: DDP, FSDP2, HSDP, and DeepSpeed's ZeRO 1 to 3.
 
 Examined are its model, how it splits data over ranks, wrapping, accumulation, loss, clipping, optimizer and loop. Handed over
 as data are sizes, seed weights, samples and the recipe's rates.
@@ -9,12 +9,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, Metrics, StartedTrainer
+from harness.trainers.deepspeed import adapter as deepspeed
+from harness.trainers.deepspeed import under_accelerate
+from harness.trainers.deepspeed.under_accelerate import LENT
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.requests import beyond
 from harness.trainers.support.rows import halves
@@ -30,7 +35,11 @@ ROPE = pairs("""factor=factor low_freq_factor=low_freq_factor high_freq_factor=h
 OTHERS = """dp_replicate dp_shard accumulation defer_sync bucket_mb rope_scaling rope_theta name seed dtype global_batch seq_len
     optimizer decay warmup_steps final_lr_fraction max_norm data all_valid variable_length document_mask masked_samples"""
 KNOWN: dict[str, Any] = dict.fromkeys([*SIZES.values(), *RECIPE.values(), *OTHERS.split()], ...)
-KNOWN |= {"wrapper": ("ddp", "fsdp2"), "reshard_after_forward": ("never",), "activation_checkpointing": ("full",)}
+KNOWN |= {
+    "wrapper": ("ddp", "fsdp2", *ZERO),
+    "reshard_after_forward": ("never",),
+    "activation_checkpointing": ("full",),
+}
 USUAL = {"train_sampling_strategy": "sequential", "remove_unused_columns": False, "dataloader_pin_memory": False}
 USUAL |= {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "disable_tqdm": True}
 USUAL |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
@@ -43,12 +52,17 @@ class Transformers(Adapter):
 
     def traits(self, case: Case) -> TrainerTraits:
         """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged. So is attention."""
+        if case.wrapper in ZERO:
+            layout = replace(deepspeed.traits(case).zero_layout, order=_order(case))
+            return replace(deepspeed.traits(case), zero_layout=layout, attention="fused", own_model=True)
         return TrainerTraits(fsdp_units="apart", attention="fused", own_model=True)
 
     def unsupported(self, case: Case) -> str | None:
         if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
             return "transformers and accelerate are not installed: pip install transformers accelerate"
         reason = next(beyond(case, KNOWN, self.name), None)
+        if reason is None and case.wrapper in ZERO:
+            return deepspeed.unsupported(case) or _only_float32(case)
         if reason is None and case.wrapper == "fsdp2" and case.dims.dp_shard == 1:
             return "wrapper fsdp2 with dp_shard 1: accelerate takes no FSDP without ranks to shard over"
         return reason
@@ -60,6 +74,9 @@ class Transformers(Adapter):
         """Its rotary embedding turns entry i of a head with entry i + head_dim / 2, not with its neighbour."""
         return halves(case)
 
+    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        return (*deepspeed.replaced(case, device), LENT) if case.wrapper in ZERO and device == "cpu" else ()
+
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         return Started(case, weights, device)
 
@@ -68,18 +85,14 @@ class Started(StartedTrainer):
     """`Trainer.train()`, stopped where all is set up for the first step."""
 
     def __init__(self, case: Case, weights: Path | None, device: str) -> None:
+        if case.wrapper in ZERO:
+            under_accelerate.choose(device)
         from accelerate import DistributedType, PartialState
-        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
         from harness.trainers.support import float64, learning_rate, process_group
         from harness.trainers.support.training_function import TrainingFunction
         from harness.trainers.support.weights import load_weights
-
-        started = self
-
-        class Wait(TrainerCallback):
-            def on_train_begin(self, *_: Any, **__: Any) -> None:
-                started.function.wait()
 
         float64.preserve(case.training.dtype, *CASTING)
         learning_rate.follow_recipe(case)
@@ -88,21 +101,59 @@ class Started(StartedTrainer):
             del os.environ["LOCAL_RANK"]
         model = LlamaForCausalLM(LlamaConfig(**_sizes(case)))
         load_weights([model], case, weights, adapter.fqn, adapter.rows(case))
+        if case.wrapper in ZERO:
+            under_accelerate.lend(device)
         arguments = TrainingArguments(**_options(case, device))
         if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: upstream_bugs/accelerate_cpu_fsdp.py
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        self.trainer: Any = Trainer(model, arguments, train_dataset=_samples(case), callbacks=[Wait()])
+        self.trainer: Any = Trainer(model, arguments, train_dataset=_samples(case), callbacks=[_callback(self, case)])
         if case.training.decay == "all":
             every = [name for name, _ in model.named_parameters()]
             self.trainer.get_decay_parameter_names = lambda _: every
         self.function = TrainingFunction(lambda _: self.trainer.train())
         self.function.set_up()
         self.model_parts = [self.trainer.model_wrapped]
+        if case.wrapper in ZERO:
+            from harness.trainers.deepspeed.seams import note_engine
+
+            note_engine(self.trainer.model_wrapped)
 
     def train(self, last_step: int) -> None:
         self.function.train()
         shown: Any = [entry for entry in self.trainer.state.log_history if "loss" in entry]
         self.metrics = [Metrics(one["step"], one["loss"], one["grad_norm"], one["learning_rate"]) for one in shown]
+
+
+def _callback(started: Started, case: Case) -> Any:
+    """Waits where all is set up, and says when ZeRO's step has made its parameters."""
+    from transformers import TrainerCallback
+
+    from harness.probe.values import note_update
+
+    class Wait(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            started.function.wait()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if case.wrapper in ZERO:
+                note_update()
+
+    return Wait()
+
+
+def _order(case: Case) -> tuple[tuple[str, ...], ...]:
+    """Its Llama's parameters, as they follow."""
+    parts = "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w3 feed_forward.w2"
+    block = f"{parts} attention_norm ffn_norm".split()
+    layers = [f"layers.{layer}.{part}.weight" for layer in range(case.model.n_layers) for part in block]
+    names = ("tok_embeddings.weight", *layers, "norm.weight", "output.weight")
+    return tuple((name,) for name in names if name in case.model.parameter_shapes())
+
+
+def _only_float32(case: Case) -> str | None:
+    return (
+        None if case.training.dtype == "float32" else f"dtype {case.training.dtype}: {deepspeed.name} steps on float32"
+    )
 
 
 def _samples(case: Case) -> list[dict[str, Any]]:
@@ -143,6 +194,10 @@ def _options(case: Case, device: str) -> dict[str, Any]:
     arguments |= {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not features.defer_sync}}}
     arguments |= {"output_dir": os.path.join(tempfile.gettempdir(), "transformers"), "use_cpu": device == "cpu"}
     recompute = {"activation_checkpointing": features.activation_checkpointing == "full"}
+    if case.wrapper in ZERO:
+        from harness.trainers.deepspeed.engine import configuration
+
+        return arguments | recompute | {"deepspeed": configuration(case), "use_cpu": False}
     if case.wrapper != "fsdp2":
         return arguments | recompute
     from accelerate import ParallelismConfig

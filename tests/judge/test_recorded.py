@@ -130,6 +130,15 @@ def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
     assert "traffic" not in verdicts(recorded.trial_of(records, dims, "run", 2))
 
 
+def test_an_optimizer_that_steps_on_no_parameter_of_the_model_leaves_open_whether_anything_is_cut() -> None:
+    ran, dims = trial_of(tiny_case("ddp_2")), LAYOUTS["fsdp_2"]
+    every = tuple(tensor.fqn for tensor in ran.ranks[0].parameters)
+    for ungraded, verdict in ((every, Verdict.UNKNOWN), (every[1:], Verdict.FAIL)):
+        step = RecordedStep(1, {}, ungraded=ungraded)
+        records = {rank: replace(record_of(replace(e, structure={})), steps=(step,)) for rank, e in ran.ranks.items()}
+        assert verdicts(recorded.trial_of(records, dims, "run", 2))["placements"] == verdict
+
+
 def test_tensor_parallel_slices_are_not_derived_and_wrappers_are_judged_all_the_same() -> None:
     found = verdicts(recorded_trial(trial_of(tiny_case("fsdp_2_tp_2")), LAYOUTS["fsdp_2_tp_2"]))
     assert found == dict.fromkeys(("completed", "collective_order", "process_groups", "placements"), Verdict.PASS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from harness.run.run_case import run_case
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all
+from harness.spec.loading import find_case, load_all, load_cases
+from harness.spec.variants import in_dtype
 
 OWN = ROOT / "tests" / "own_trainer.py"
 HABITUAL = OWN.with_name("habitual_trainer.py")
@@ -129,6 +131,38 @@ def test_transformers_rotate_halves_of_a_head() -> None:
     assert rows["layers.0.attention.wq.weight"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
     assert rows["layers.1.attention.wk.weight"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert len(rows) == 4
+
+
+def zero(stage: str, **training: Any) -> Case:
+    return case(ParallelDims(dp_shard=2), features=Features(wrapper=stage), training=TrainingConfig(**training))
+
+
+def test_zero_through_transformers_is_requested_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert TRANSFORMERS.unsupported(zero("zero2", dtype="float32")) is None
+    assert TRANSFORMERS.unsupported(zero("zero2")) == "dtype float64: deepspeed steps on float32"
+    told = TRANSFORMERS.unsupported(zero("zero3", dtype="float32", decay="matrices"))
+    assert str(told).startswith("zero3 with decay matrices")
+
+
+def test_zeros_vector_through_transformers_has_its_llamas_parameters_in_their_order() -> None:
+    wanted = zero("zero1", dtype="float32")
+    order = [name for (name,) in TRANSFORMERS.traits(wanted).zero_layout.order]
+    assert sorted(order) == sorted(wanted.model.parameter_shapes())
+    assert [name.removeprefix("layers.0.").removesuffix(".weight") for name in order[5:10]] == [
+        *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", "attention_norm", "ffn_norm")
+    ]
+
+
+THERE = all(map(importlib.util.find_spec, ("deepspeed", "accelerate", "transformers")))
+
+
+@pytest.mark.skipif(not THERE, reason="deepspeed, accelerate or transformers is not installed")
+def test_zero2_through_transformers_and_accelerate_meets_every_law(tmp_path: Path) -> None:
+    cases = load_cases(Path(trainers.__file__).parent / "deepspeed" / "cases" / "zero.yaml")
+    (wanted,) = (one for one in cases if one.name == "zero2_2_accum")
+    judgement = run_case(in_dtype(wanted, "float32"), Options(out=tmp_path, trainer="transformers"))
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from harness.probe.shards import note_shards
-from harness.probe.structure import note_wrapper
-from harness.probe.values import note_gradients, note_update, reducing_gradients
+from harness.probe.values import note_update
 from harness.reference.data import build_dataset
 from harness.reference.model import llama_from
 from harness.reference.train import lr_factor
@@ -22,7 +19,7 @@ from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.trainers import Metrics, StartedTrainer
 from harness.trainers.deepspeed import BUCKET, cpu
-from harness.trainers.deepspeed.shards import PartitionedParameters, Vectors
+from harness.trainers.deepspeed.seams import note_engine
 from harness.trainers.support import process_group
 from harness.trainers.support.samples import rank_samples
 from harness.trainers.support.weights import read_weights
@@ -45,24 +42,12 @@ class Started(StartedTrainer):
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
         model = llama_from(dict(read_weights(weights, case)), config=case.model, dtype=dtype).to(device)
         self.dataset = build_dataset(case.training, case.model)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(case, model), config=_config(case))
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=_optimizer(case, model), config=configuration(case)
+        )
         self.model_parts = [self.engine]
-        self._note()
-
-    def _note(self) -> None:
-        """Where reductions, gradients before clipping, and shards are."""
-        engine, ranks, stage = self.engine, range(self.world_size), int(self.engine.zero_optimization_stage())
-        engine.allreduce_gradients = _within(reducing_gradients, engine.allreduce_gradients)
-        if stage == 0:
+        if note_engine(self.engine) == 0:
             self.reports = ("loss",)  # the norm by which torch's gradients are clipped it does not show
-            if self.world_size > 1:
-                note_wrapper(engine, "ddp", replicate_ranks=ranks)
-            engine.clip_fp32_gradients = _after(note_gradients, engine.clip_fp32_gradients)
-            return
-        zero = engine.optimizer
-        note_wrapper(engine, f"zero{stage}", shard_ranks=ranks)
-        note_shards(engine, (PartitionedParameters if stage == 3 else Vectors)(engine.module, zero))
-        zero.unscale_and_clip_grads = _after(note_gradients, zero.unscale_and_clip_grads)
 
     def train(self, last_step: int) -> None:
         for step in range(len(self.metrics) + 1, last_step + 1):
@@ -100,7 +85,7 @@ def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps, recipe.weight_decay)
 
 
-def _config(case: Case) -> dict[str, Any]:
+def configuration(case: Case) -> dict[str, Any]:
     """Its defaults, but for sizes: with them ZeRO-3 would gather what is small beside 1e9 elements once and keep it."""
     stage = ZERO.index(case.wrapper) + 1 if case.wrapper in ZERO else 0
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
@@ -113,19 +98,3 @@ def _config(case: Case) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-
-
-def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return function(*args, **kwargs)
-
-    return inside
-
-
-def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def then(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return function(*args, **kwargs)
-
-    return then
