@@ -41,8 +41,7 @@ T = TypeVar("T")
 
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:
-    """traits: what the trainer chose. observed: FSDP's units where case and traits leave them open; without evidence of them,
-    "apart". torch: the release that the ranks ran; empty for the oldest supported."""
+    """observed: FSDP's units where case and traits leave them open; None: "apart". torch: empty for the oldest supported."""
     flat, shapes = _shapes(case, traits)
     units = PerRank(_claims(case, observed), lambda rank: units_of_rank(case, traits, rank, observed))
     stages, slices, kinds = _ranks(case, shapes, flat, units)

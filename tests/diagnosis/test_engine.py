@@ -74,6 +74,15 @@ def test_what_a_suspect_raises_is_on_record_and_keeps_no_other_from_being_tried(
     assert found.proofs[0].complete
 
 
+def test_what_is_raised_without_a_word_is_on_record_without_one() -> None:
+    def raising(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        raise ValueError
+        yield
+
+    (text,) = explain(DOUBLED, judge(DOUBLED), (raising,), ()).raised
+    assert text.startswith("raising raised ValueError:  at raising:")
+
+
 def test_a_fact_takes_the_laws_that_no_hypothesis_explains() -> None:
     def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("seen", "seen"), ("gradients", "grad_norm"))
