@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from harness.run.run_case import run_case
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import load_cases
 from harness.spec.variants import in_dtype
+from harness.trainers import deepspeed
 from harness.trainers.deepspeed import shards
 
 THERE = importlib.util.find_spec("deepspeed") is not None
@@ -49,6 +51,16 @@ def test_what_it_does_not_run_is_refused_with_the_reason(dims, training, wrapper
 def test_without_deepspeed_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install deepspeed" in str(trainers.load("deepspeed").unsupported(tiny_case("ddp_2")))
+
+
+def test_what_offload_keeps_on_the_host_is_allowed_with_its_bytes_and_nothing_without_it() -> None:
+    offloaded = deepspeed.DeepSpeed(offload=True)
+    wanted = {case.name: case for case in load_cases(CASES)}
+    sizes = [math.prod(shape) for shape in wanted["zero2_2"].model.parameter_shapes().values()]
+    once = 4 * (sum(sizes) // 2 + 2 * max(sizes))
+    kept = {name: [one.bytes for one in offloaded.traits(wanted[name]).allow] for name in ("zero2_2", "zero2_2_accum")}
+    assert kept == {"zero2_2": [once], "zero2_2_accum": [2 * once]}
+    assert deepspeed.adapter.traits(wanted["zero2_2"]).allow == ()
 
 
 def test_all_its_cases_are_refused_by_the_trainer_that_does_not_run_zero() -> None:

@@ -7,6 +7,8 @@ reference's blocks), seed weights, samples, rates, the loop, and torch's optimiz
 from __future__ import annotations
 
 import importlib.util
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,23 @@ KEPT_BY_ZERO3 = (
 )
 
 
+@dataclass(frozen=True)
 class DeepSpeed(Adapter):
-    name = "deepspeed"
-    preload = ("deepspeed",)
-    dtypes = ("float32",)
+    """offload: ZeRO's optimizer, and what it steps on, lie on the host (`offload_optimizer`). A FILE.py with
+    `adapter = DeepSpeed(offload=True)` is a trainer."""
+
+    offload: bool = False
+    name: str = "deepspeed"
+    preload: tuple[str, ...] = ("deepspeed",)
+    dtypes: tuple[str, ...] = ("float32",)
 
     def traits(self, case: Case) -> TrainerTraits:
         """Of ZeRO-1 and 2 each rank's part of the vector begins at an even element, and an all_reduce brings whole gradients,
         of which it keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has a linear layer of its own."""
         if case.wrapper == "zero3":
             return TrainerTraits(master_weights=True, own_model=True, allow=KEPT_BY_ZERO3)
-        return TrainerTraits(zero_layout=FlatLayout(parts=2), zero_reduces_by="all_reduce", master_weights=True)
+        layout, allow = FlatLayout(parts=2), (_kept_by_offload(case),) if self.offload and case.wrapper in ZERO else ()
+        return TrainerTraits(zero_layout=layout, zero_reduces_by="all_reduce", master_weights=True, allow=allow)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         if device != "cpu":
@@ -57,7 +65,18 @@ class DeepSpeed(Adapter):
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
         from harness.trainers.deepspeed.engine import Started
 
-        return Started(case, weights, device)
+        return Started(case, weights, device, offload=self.offload)
+
+
+def _kept_by_offload(case: Case) -> Allowance:
+    """In float32: gradients of the rank's part of the vector, and two buffers through which one parameter's pass. ZeRO-2 adds
+    microbatches up in buffers of their own, of all parameters that the part touches: two of them whole at most."""
+    sizes = [math.prod(shape) for shape in case.model.parameter_shapes().values()]
+    part = -(-sum(sizes) // (2 * case.dims.dp_shard)) * 2
+    times = 2 if case.wrapper == "zero2" and case.features.accumulation > 1 else 1
+    return Allowance(
+        "kept", 4 * times * (part + 2 * max(sizes)), "gradients on the host, and two buffers on the way there"
+    )
 
 
 def _limit(case: Case) -> str | None:

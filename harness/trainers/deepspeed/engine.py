@@ -26,7 +26,7 @@ from harness.trainers.support.weights import read_weights
 
 
 class Started(StartedTrainer):
-    def __init__(self, case: Case, weights: Path | None, device: str) -> None:
+    def __init__(self, case: Case, weights: Path | None, device: str, *, offload: bool = False) -> None:
         self.case, self.device, self.metrics = case, device, []
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         os.environ.setdefault("LOCAL_RANK", str(self.rank))
@@ -43,7 +43,7 @@ class Started(StartedTrainer):
         model = llama_from(dict(read_weights(weights, case)), config=case.model, dtype=dtype).to(device)
         self.dataset = build_dataset(case.training, case.model)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=_optimizer(case, model), config=configuration(case)
+            model=model, optimizer=_optimizer(case, model), config=configuration(case, offload=offload)
         )
         self.model_parts = [self.engine]
         if note_engine(self.engine) == 0:
@@ -85,11 +85,13 @@ def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps, recipe.weight_decay)
 
 
-def configuration(case: Case) -> dict[str, Any]:
+def configuration(case: Case, *, offload: bool = False) -> dict[str, Any]:
     """Its defaults, but for sizes: with them ZeRO-3 would gather what is small beside 1e9 elements once and keep it."""
     stage = ZERO.index(case.wrapper) + 1 if case.wrapper in ZERO else 0
-    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
     zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    if offload:
+        zero |= {"offload_optimizer": {"device": "cpu"}}
     return {
         "train_micro_batch_size_per_gpu": case.local_batch,
         "gradient_accumulation_steps": case.features.accumulation,
