@@ -92,8 +92,10 @@ class Search:
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
             proposed = sorted(self.guarded(suspects, trial, broken_laws(results)), key=lambda one: one.fitted)
-            for _, alike in itertools.groupby(proposed, key=lambda one: one.fitted):
-                found = [proof for hypothesis in alike if (proof := self._tested(trial, results, hypothesis))]
+            for _, alike in itertools.groupby(filter(lambda one: one.assume, proposed), key=lambda one: one.fitted):
+                chosen = list(alike)
+                self.tried += len(chosen)
+                found = [proof for hypothesis in chosen if (proof := self._tested(trial, results, hypothesis))]
                 if complete := [proof for proof in found if proof.complete]:
                     return complete, []
                 partial += found
@@ -105,9 +107,6 @@ class Search:
         return alone if alone and {*both.explained} <= {*alone.explained} else both
 
     def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
-        if hypothesis.assume is None:
-            return None
-        self.tried += 1
         try:
             return tested(trial, results, hypothesis)
         except Exception as error:

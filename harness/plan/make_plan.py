@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:
-    """observed: FSDP's units where case and traits leave them open; None: "apart". torch: empty for the oldest supported."""
+    """observed: FSDP's units where case and traits leave them open; None: "apart". torch: empty for the oldest one."""
     flat, shapes = _shapes(case, traits)
     units = PerRank(_claims(case, observed), lambda rank: units_of_rank(case, traits, rank, observed))
     stages, slices, kinds = _ranks(case, shapes, flat, units)
