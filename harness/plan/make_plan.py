@@ -58,6 +58,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
         shapes=shapes,
         groups=groups_by_axis(case, units.of_each_kind()),
         shard_axis=shard_axis(case.data_dims),
+        replicate_axis=case.replicate_axis,
         stages=stages,
         slices=slices,
         flows=flows,

@@ -29,7 +29,8 @@ class Plan:
 
     shapes: of every parameter; where FSDP1 or ZeRO cuts flattened ones (`flat`: its units), of the vector: all is judged
     flattened.
-    shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. stages[rank]: the pipeline stages it runs.
+    shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. replicate_axis: the one over which whole gradients
+    are reduced: dp_replicate, under DDP with context parallel cp or dp_replicate_cp. stages[rank]: the pipeline stages it runs.
     flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
     parameters a rank may keep between steps; the most counts the padding of uneven chunks. gradient_bytes, state_bytes:
     likewise, the second of each number that the optimizer keeps; empty where they are those of parameters.
@@ -60,6 +61,7 @@ class Plan:
     used_bytes: int
     spare_bytes: Mapping[int, int]
     units: Mapping[int, tuple[tuple[str, ...], ...]]
+    replicate_axis: str = "dp_replicate"
     table_bytes: int = 0
     traits: TrainerTraits = USUAL
     observed: Observed | None = None
@@ -80,13 +82,6 @@ class Plan:
     def shards(self) -> int:
         """Over how many ranks FSDP cuts a parameter."""
         return len(self.peers(0, self.shard_axis))
-
-    @property
-    def replicate_axis(self) -> str:
-        """The one over which whole gradients are reduced: where cp shards nothing, it is one of DDP's."""
-        if self.dims.cp == 1 or self.shard_axis != "dp_shard":
-            return "dp_replicate"
-        return "dp_replicate_cp" if self.dims.dp_replicate > 1 else "cp"
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
