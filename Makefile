@@ -67,11 +67,14 @@ lint: $(INSTALLED)
 	.venv/bin/mypy
 
 # torch goes first and alone, by its exact version: any other request may bring gigabytes of another build.
-# torch is compiled beside what pip does next: on one core it takes a quarter of a minute.
+# Two at a time, for pip uses one core: torch with what it needs, and beside it what else is large; at last, all the rest.
+LARGE := ray|transformers|tokenizers|hf-xet|mypy|ruff|matplotlib|pillow|fonttools|numpy|torchao|pydantic_core|pydantic
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	grep -E '^($(LARGE))==' constraints.txt >.venv/large.txt
+	.venv/bin/pip install --quiet --no-deps -r .venv/large.txt & \
+	  .venv/bin/pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)" && wait $$!
 	.venv/bin/python -m compileall -q .venv/lib/python3*/site-packages/torch >.venv/compiled.txt & \
 	  .venv/bin/pip install --quiet -c constraints.txt -e '.[dev,ray]' && wait
 	touch $@

@@ -129,7 +129,7 @@ rotary_angles_in_bfloat16 = fault(
 
 rotary_tables_in_bfloat16 = fault(
     breaks="tables of the angles' cosines and sines are rounded to bfloat16 in a run whose dtype is float32",
-    bug="picotron 59714b1: their type is read from a variable of the environment that train.py never sets",
+    bug="Z-class: picotron 59714b1 reads their type from a variable of the environment that its train.py never sets",
     case="float32_fsdp_2",
     caught_by="loss gradients",
     named="precision",
