@@ -73,6 +73,29 @@ def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
     assert [step.step for step in load_record(record_file(tmp_path / "one", 0)).evidence.steps] == [1, 2]
 
 
+OUTLIVED = """
+import tempfile, weakref, torch
+import torch.distributed as dist
+groups = []
+with tempfile.TemporaryDirectory() as folder:
+    for time in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{time}", rank=0, world_size=1)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        groups.append(weakref.ref(dist.group.WORLD))
+        dist.destroy_process_group()
+        del model
+print("freed:", [group() is None for group in groups])
+"""
+
+
+def test_a_group_that_is_destroyed_before_ddp_is_never_freed_for_that_can_hang(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert record(tmp_path / "one", sys.executable, "-c", OUTLIVED) == 0
+    assert "freed: [False, False]" in capfd.readouterr().out
+
+
 def test_a_job_that_ignores_its_environment_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record(tmp_path / "one", sys.executable, "-I", "-c", "pass") == 2
     assert "`python -I` ignores it" in " ".join(capsys.readouterr().out.split())
