@@ -74,9 +74,9 @@ class TracedCollectives(CollectiveRecorder):
 
 
 def _never_freed(group: Any) -> None:
-    """Trap: who frees a gloo group last in C++, such as DDP's reducer, joins its threads while it holds the GIL. One of them may
-    wait for the GIL, to free what the last call held, and the process hangs (upstream_bugs/gloo_group_freed_by_ddp.py). A job
-    that hangs in its exit is not what was to be seen: a group that collectives ran over stays as long as the process."""
+    """Trap: who frees a gloo group last in C++, such as DDP's reducer, joins its threads while it holds the GIL. One of them
+    may wait for the GIL, to free what the last call held, and the process hangs (upstream_bugs/gloo_group_freed_by_ddp.py). A
+    job that hangs in its exit is not what was to be seen: a group that collectives ran over stays as long as the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
