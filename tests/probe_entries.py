@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ def known_sequence(options: dict[str, Any]) -> None:
     recorder.remove()
     dist.all_reduce(ones)  # no longer seen
     _leave(options, [dataclasses.asdict(record) for record in recorder.records])
+
+
+def outlived_group(options: dict[str, Any]) -> None:
+    """Whether a group that was destroyed before DDP is still there when DDP has been freed."""
+    _join()
+    group = dist.new_group()
+    recorder = CollectiveRecorder(lambda: (7, "other"))
+    recorder.install()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    model(torch.ones(1, 2)).sum().backward()
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    recorder.remove()
+    del model, group, recorder
+    _leave(options, alive() is not None)
 
 
 def beside_other_witnesses(options: dict[str, Any]) -> None:

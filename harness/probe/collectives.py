@@ -7,6 +7,7 @@ The kernel notes operator, group, dtype and bytes, then hands the call on unchan
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import threading
@@ -62,6 +63,7 @@ class CollectiveRecorder:
         self._undecided: dict[int, Account] = {}
         self._sequence: Counter[tuple[str, str, int | None]] = Counter()
         self._lock = threading.Lock()
+        self._kept: set[int] = set()
         self._library: torch.library.Library | None = None
 
     def install(self) -> None:
@@ -95,7 +97,18 @@ class CollectiveRecorder:
 
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
+        self.keep(group)
         self.note(op, payload, group, _peer(op, args, members(group)))
+
+    def keep(self, group: dist.ProcessGroup) -> bool:
+        """As long as the process; whether it is a new one. Trap: who frees a gloo group last in C++, such as DDP's reducer,
+        joins its threads while it holds the GIL. One of them may wait for the GIL, to free what the last call held, and the
+        process hangs in its exit (upstream_bugs/gloo_group_freed_by_ddp.py), which is not what was to be seen."""
+        if id(group) in self._kept:
+            return False
+        self._kept.add(id(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return True
 
     def note(self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None) -> None:
         """payload: the unsharded tensor, or tensors."""

@@ -6,7 +6,6 @@ That one is in a file of a page, mapped into memory, beside the rank's record. A
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import sys
@@ -29,7 +28,6 @@ class TracedCollectives(CollectiveRecorder):
         self._counts: Counter[str] = Counter()
         self._latest: tuple[str, Any, int, int, str] | None = None
         self._ranks: dict[str, tuple[int, ...]] = {}
-        self._kept: set[int] = set()
         self._page: mmap.mmap | None = None
         self.failed = ""
 
@@ -46,10 +44,8 @@ class TracedCollectives(CollectiveRecorder):
     def _trace(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
         name = group.group_name
-        if id(group) not in self._kept:  # a name comes again where a job destroys its groups and makes others
-            self._kept.add(id(group))
+        if self.keep(group):  # a name comes again where a job destroys its groups and makes others
             self._ranks[name] = members(group)
-            _never_freed(group)
         self._counts[name] += 1
         self._latest = (op, name, self._counts[name], *self._clock.where())
         if self._page is not None:
@@ -71,13 +67,6 @@ class TracedCollectives(CollectiveRecorder):
             path.write_bytes(bytes(PAGE))
             with open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE)
-
-
-def _never_freed(group: Any) -> None:
-    """Trap: who frees a gloo group last in C++, such as DDP's reducer, joins its threads while it holds the GIL. One of them
-    may wait for the GIL, to free what the last call held, and the process hangs (upstream_bugs/gloo_group_freed_by_ddp.py). A
-    job that hangs in its exit is not what was to be seen: a group that collectives ran over stays as long as the process."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def last_of(latest: Any, ranks: dict[str, tuple[int, ...]]) -> Last:

@@ -54,6 +54,10 @@ def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> 
         assert of_half == list(range(9))
 
 
+def test_a_group_that_ddp_outlives_is_not_freed_for_that_can_hang_a_rank(tmp_path: Path) -> None:
+    assert on_ranks(2, "outlived_group", tmp_path) == [True, True]
+
+
 HSDP, FSDP_TP = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
 
 
