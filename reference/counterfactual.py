@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .budget import spend
+from .columns import flattened, restored
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, documents, step_length
 from .model import at_least_float32, llama_from, seed_masks
@@ -46,7 +48,8 @@ class Otherwise:
     place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. recipe(fqn) -> the one whose
     betas, eps and weight decay the parameter is trained by, from step `since` on.
     left(step, parameters) -> what there is when the optimizer is done.
-    rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is.
+    rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is. columns: by fqn, where
+    arrays are vectors, in how many blocks of columns a matrix lies there, one behind the other.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
     by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. altered(module, step) alters a model
     in place before that step's forward pass. loss(logits [n, vocab], labels [n]) -> that of each token, 0 where none counts.
@@ -66,6 +69,7 @@ class Otherwise:
     altered: Altered | None = None
     loss: Loss | None = None
     rows: Mapping[str, np.ndarray] | None = None
+    columns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ class _Copy:
         self.shapes = {fqn: value.shape for fqn, value in reference.weights.items()}
         self.training, self.otherwise = training, otherwise
         self._altered_in = 0
-        self.model = llama_from(_whole(weights, config), config=config, dtype=DTYPES[training.dtype], device="cpu")
+        whole = _whole(weights, config, otherwise.columns)
+        self.model = llama_from(whole, config=config, dtype=DTYPES[training.dtype], device="cpu")
         _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
         self.optimizer = _optimizer(self.model, training, otherwise)
@@ -163,7 +168,10 @@ class _Copy:
 
     def _by_fqn(self, *, gradients: bool = False) -> Arrays:
         """In the reference's shapes, which may be flat."""
-        return {fqn: value.reshape(self.shapes[fqn]) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
+        return {fqn: self._as_kept(fqn, value) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
+
+    def _as_kept(self, fqn: str, value: np.ndarray) -> np.ndarray:
+        return flattened(value, self.otherwise.columns.get(fqn, 1)).reshape(self.shapes[fqn])
 
     def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
         """The share's part of the mean loss, and its gradients."""
@@ -191,17 +199,17 @@ class _Copy:
             if otherwise.given
             else _clipped(gradients, norm, self.training)
         )
-        _set_gradients(self.model, given)
+        _set_gradients(self.model, given, otherwise.columns)
         lr = self._set_rates(number)
         if otherwise.restart and otherwise.restart(number):
             self.optimizer.state.clear()
         if otherwise.state and (held := otherwise.state(number)) is not None:
-            _set_state(self.model, self.optimizer, held)
+            _set_state(self.model, self.optimizer, held, otherwise.columns)
         self.optimizer.step()
         state, after = optimizer_state(self.model, self.optimizer), self._by_fqn()
-        state = {fqn: {key: v.reshape(self.shapes[fqn]) for key, v in held.items()} for fqn, held in state.items()}
+        state = {fqn: {key: self._as_kept(fqn, v) for key, v in held.items()} for fqn, held in state.items()}
         if otherwise.left:
-            _set_parameters(self.model, after := otherwise.left(number, after))
+            _set_parameters(self.model, after := otherwise.left(number, after), otherwise.columns)
         if len(gradients) < len(after):  # what did not run has none
             gradients = self.zeros() | gradients
         return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
@@ -216,9 +224,10 @@ class _Copy:
         return rates.pop() if len(rates) == 1 else usual
 
 
-def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig) -> Arrays:
+def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
     """In the model's shapes."""
-    return {fqn: np.asarray(weights[fqn]).reshape(shape) for fqn, shape in config.parameter_shapes().items()}
+    shapes = config.parameter_shapes()
+    return {fqn: restored(np.asarray(weights[fqn]), shape, columns.get(fqn, 1)) for fqn, shape in shapes.items()}
 
 
 def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
@@ -286,8 +295,10 @@ class Bench:
         batch: Batch,
         step: int,
         rows: Mapping[str, np.ndarray] | None = None,
+        columns: Mapping[str, int] = MappingProxyType({}),  # as in Otherwise
     ) -> None:
-        built = llama_from(_whole(weights, model), config=model, dtype=DTYPES[training.dtype], device="cpu")
+        self.columns = columns
+        built = llama_from(_whole(weights, model, columns), config=model, dtype=DTYPES[training.dtype], device="cpu")
         _put_in_order(built, rows or {})
         worker = Worker(built, training, quantized_modules(model))
         worker.begin()
@@ -303,12 +314,13 @@ class Bench:
         return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
 
     def gradients(self, altered: Altered | None = None) -> Arrays:
-        """Of the mean loss; nothing of what gets none."""
+        """Of the mean loss; nothing of what gets none. What `columns` names is flattened so."""
         self.module.zero_grad(set_to_none=True)
         with self._altered(altered):
             valid = int((self.batch.labels != IGNORED).sum())
             _backward(self.module, self.batch, valid, self.training.document_mask)
-        return by_fqn(self.module, gradients=True)
+        found = by_fqn(self.module, gradients=True)
+        return found | {f: flattened(found[f], blocks) for f, blocks in self.columns.items() if f in found}
 
     def inputs(self, altered: Altered | None = None) -> dict[str, float]:
         """The mean square of what goes into each module, as in ReferenceRun."""
@@ -342,25 +354,30 @@ def _clipped(gradients: Arrays, norm: float, training: TrainingConfig) -> Arrays
 
 
 @torch.no_grad()
-def _set_gradients(model: nn.Module, gradients: Arrays) -> None:
+def _set_gradients(model: nn.Module, gradients: Arrays, columns: Mapping[str, int]) -> None:
     for fqn, p in model.named_parameters():
-        p.grad = _tensor(gradients[fqn], p) if fqn in gradients else None
+        p.grad = _tensor(gradients[fqn], p, columns.get(fqn, 1)) if fqn in gradients else None
 
 
 @torch.no_grad()
-def _set_parameters(model: nn.Module, parameters: Arrays) -> None:
+def _set_parameters(model: nn.Module, parameters: Arrays, columns: Mapping[str, int]) -> None:
     for fqn, p in model.named_parameters():
-        p.copy_(_tensor(parameters[fqn], p))
+        p.copy_(_tensor(parameters[fqn], p, columns.get(fqn, 1)))
 
 
 def _set_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, np.ndarray]]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, np.ndarray]],
+    columns: Mapping[str, int],
 ) -> None:
     """A step counter is a number beside the tensors."""
     for fqn, p in model.named_parameters():
-        held = {key: torch.tensor(float(v)) if not v.ndim else _tensor(v, p) for key, v in state.get(fqn, {}).items()}
+        blocks, kept = columns.get(fqn, 1), state.get(fqn, {})
+        held = {key: torch.tensor(float(v)) if not v.ndim else _tensor(v, p, blocks) for key, v in kept.items()}
         optimizer.state[p] = {key: value.float() if not value.ndim else value for key, value in held.items()}
 
 
-def _tensor(value: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(value)).to(like.dtype).reshape(like.shape)
+def _tensor(value: np.ndarray, like: Tensor, blocks: int = 1) -> Tensor:
+    whole = restored(value, tuple(like.shape), blocks)
+    return torch.from_numpy(np.ascontiguousarray(whole)).to(like.dtype)

@@ -75,7 +75,8 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
     """
     ran, reference = ran or requested, reference_of(requested)
     world = ran.dims.world_size
-    oracle = flattened_reference(reference) if make_plan(ran).flat else reference
+    own = make_plan(ran)
+    oracle = flattened_reference(reference, own.columns) if own.flat else reference
     ranks = {rank: rank_evidence(requested, ran, rank, oracle) for rank in range(world)}
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))

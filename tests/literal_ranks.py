@@ -33,6 +33,7 @@ from harness.plan.traffic.flow import OUTSIDE
 from harness.plan.units import units_of_rank
 from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 from harness.spec.traits import TrainerTraits
 
 APART = TrainerTraits(fsdp_units="apart")
@@ -99,7 +100,7 @@ def _tensor(case: Case, fqn: str, full: np.ndarray, value: np.ndarray) -> Tensor
         cut = tp_dim(fqn) if dims.tp > 1 else None
         words = {
             "dp_replicate": "Replicate",
-            "shard": "StridedShard(0)" if cut == 0 else "Shard(0)",
+            "shard": "Replicate" if case.wrapper in ZERO else "StridedShard(0)" if cut == 0 else "Shard(0)",
             "tp": "Replicate" if cut is None else f"Shard({cut})",
         }
         placements = tuple(words[axis] for axis in axes)

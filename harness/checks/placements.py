@@ -17,6 +17,7 @@ from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen, untold_rank
 from harness.plan.grid import coordinate
 from harness.plan.observed_units import Unit, units_text
+from harness.plan.slices import tp_dim
 
 STAGE = "structure"
 Claim = set[tuple[str, tuple[int, ...]]]
@@ -108,9 +109,11 @@ def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
 
 def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
     """The groups whose members hold other parts, by the dim in which these differ. FSDP1's slices look like plain tensors: its
-    wrapper claims them."""
+    wrapper claims them. What ZeRO flattens tp may have cut."""
     plan = trial.plan
     shards: Claim = set()
+    if plan.flat and (dim := tp_dim(fqn)) is not None and plan.dims.tp > 1:
+        shards.add((f"dim {dim}", plan.peers(rank, "tp")))
     for axis in () if plan.flat else ("tp", plan.shard_axis):
         parts = [plan.slices[peer][fqn] for peer in plan.peers(rank, axis)]
         cut = (dim for dim, intervals in enumerate(zip(*parts, strict=True)) if len(set(intervals)) > 1)

@@ -38,7 +38,7 @@ def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     changed = another_case(trial, replace(trial.case, training=training))
     return replace(
         changed,
-        reference=retrain(trial.case.model, training, trial.reference, **order_of_rows(trial), **trial.otherwise),
+        reference=retrain(trial.case.model, training, trial.reference, **order_of_entries(trial), **trial.otherwise),
     )
 
 
@@ -49,7 +49,7 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
         **trial.otherwise,
         **{key: _after(trial.otherwise.get(key), key, new) for key, new in otherwise.items()},
     }
-    words = {**order_of_rows(trial), **together}
+    words = {**order_of_entries(trial), **together}
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
     return replace(trial, reference=reference, otherwise=together)
 
@@ -70,10 +70,11 @@ def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, A
     return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
-def order_of_rows(trial: Trial) -> dict[str, Any]:
-    """The trial's reference has its rows in the trainer's order: the model that is trained again has to know."""
+def order_of_entries(trial: Trial) -> dict[str, Any]:
+    """The trial's reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: the model that
+    is trained again has to know."""
     rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
-    return {"rows": rows} if rows else {}
+    return {**({"rows": rows} if rows else {}), **({"columns": trial.plan.columns} if trial.plan.columns else {})}
 
 
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
@@ -84,7 +85,7 @@ def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any)
 def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
     """As if ranks trained apart. copies: by rank, which copy of the model it trains; otherwise: by copy, in the words of
     reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any other."""
-    together = [{**order_of_rows(trial), **trial.otherwise, **one} for one in otherwise]
+    together = [{**order_of_entries(trial), **trial.otherwise, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
     return replace(trial, reference=runs[0], references=references)

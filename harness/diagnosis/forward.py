@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.diagnosis.assume import another_reference, order_of_rows
+from harness.diagnosis.assume import another_reference, order_of_entries
 from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
@@ -111,7 +111,7 @@ def bench_of(trial: Trial, step: int, **words: Any) -> Bench:
     at = [reference.sample_ids.index(id_) for id_ in reference.samples[step - 1]]
     batch = Batch(reference.tokens[at, :length], reference.labels[at, :length])
     weights = reference.weights if step == 1 else reference.steps[step - 2].parameters
-    return Bench(trial.case.model, trial.case.training, weights, batch, step, **(order_of_rows(trial) | words))
+    return Bench(trial.case.model, trial.case.training, weights, batch, step, **(order_of_entries(trial) | words))
 
 
 @dataclass(frozen=True)

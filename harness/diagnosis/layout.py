@@ -19,7 +19,7 @@ from harness.diagnosis.renamed_ranks import renamed
 from harness.diagnosis.words import groups_text, in_order, some, traffic_lines, where_text
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate, shard_place
+from harness.plan.grid import coordinate, shard_place, tp_place
 from harness.plan.make_plan import make_plan
 from harness.plan.memory import parameter_bytes
 from harness.plan.plan import Plan
@@ -68,7 +68,7 @@ class Layout:
     def slices(self, rank: int, plan: Plan) -> dict[str, Slice]:
         there = self.known_place(self.place(rank))
         if plan.flat:
-            return flat_slices(plan.flat, plan.shapes, *shard_place(self.known, there))
+            return flat_slices(plan.flat, plan.shapes, *shard_place(self.known, there), tp_place(self.known, there))
         return slices_of_rank(self.known, there, plan.shapes)
 
     def assume(self, trial: Trial) -> Trial:

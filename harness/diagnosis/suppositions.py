@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.checks import judge
-from harness.diagnosis.assume import another_case, another_reference, order_of_rows
+from harness.diagnosis.assume import another_case, another_reference, order_of_entries
 from harness.judge.result import Result
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
@@ -90,7 +90,7 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
         if theta != model.rope_theta:
             says = f"its rotary embedding has base {theta:.0f}, requested rope_theta {model.rope_theta:.0f}"
             yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", "attention", setting(rope_theta=theta))
-    if order_of_rows(trial):
+    if "rows" in order_of_entries(trial):
         says = "its rotary embedding turns neighbours in a head, the adapter's `rows` say otherwise"
         yield Supposition(says, "adapter: leave out `rows`", "model", otherwise={"rows": {}})
     else:

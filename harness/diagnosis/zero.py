@@ -17,7 +17,7 @@ from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.traffic import observed_outside, planned_outside
 from harness.judge.trial import Trial
-from harness.plan.slices import BYTES, Slice, numel
+from harness.plan.slices import BYTES, Slice, local_numel, numel
 from harness.plan.traffic.flow import Flow
 
 FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
@@ -32,15 +32,20 @@ def nothing_cut(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _as_replicas(trial: Trial) -> Trial:
-    """The same vectors, of which each rank has all."""
+    """The same vectors, of which each rank has all. What other axes move is moved as ever."""
     case, plan, size = trial.case, trial.plan, BYTES[trial.case.training.dtype]
     times = 1 if case.features.defer_sync else case.features.accumulation
     dims = replace(case.dims, dp_shard=1, dp_replicate=case.dims.dp_shard)
     bytes_of = {rank: times * size * sum(map(numel, held.values())) for rank, held in plan.slices.items()}
-    flows = {r: (Flow("dp_replicate", "gradients", "all_reduce", "backward", n),) for r, n in bytes_of.items()}
-    groups = {"dp_replicate": plan.groups["dp_shard"]}
+    groups = {"dp_replicate" if axis == "dp_shard" else axis: lines for axis, lines in plan.groups.items()}
     apart: dict[str, Any] = dict.fromkeys(("gradient_slices", "state_slices", "gradient_bytes", "state_bytes"), {})
-    whole = replace(plan, dims=dims, groups=groups, flows=flows, even_flows=flows, **apart)
+    for key in ("flows", "even_flows"):
+        others = {rank: [f for f in flows if f.axis != "dp_shard"] for rank, flows in getattr(plan, key).items()}
+        apart[key] = {
+            rank: (*flows, Flow("dp_replicate", "gradients", "all_reduce", "backward", bytes_of[rank]))
+            for rank, flows in others.items()
+        }
+    whole = replace(plan, dims=dims, groups=groups, **apart)
     return replace(trial, plan=whole, case=replace(case, dims=dims, features=replace(case.features, wrapper="ddp")))
 
 
@@ -90,8 +95,10 @@ def _places(trial: Trial, fqn: str, held: Slice) -> np.ndarray:
     """Of each element of a parameter's slice, all vectors one behind the other."""
     before = np.cumsum([0, *(unit.numel + MOST_ELEMENTS for unit in trial.plan.flat)])
     first, starts = next((at, u.starts[fqn]) for at, u in zip(before, trial.plan.flat, strict=False) if fqn in u.starts)
-    (size,) = trial.plan.shapes[fqn]
-    return take(np.concatenate([first + start + np.arange(size // len(starts)) for start in starts]), held)
+    size = local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
+    places = np.concatenate([first + start + np.arange(size // len(starts)) for start in starts])
+    ((begin, end),) = held
+    return places[begin % size :][: end - begin]
 
 
 def _shifted(trial: Trial, seen: np.ndarray, expected: np.ndarray, places: np.ndarray, by: int) -> bool:

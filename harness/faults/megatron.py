@@ -79,6 +79,16 @@ def ranges_one_off(original: Any, places: Any, shard: Any, offset: int) -> Any:
     return original(places, type(shard)(shard.start + 1, shard.end + 1), offset)
 
 
+norms_not_summed_over_tp = fault(
+    breaks="gradients of norms, of which each tp rank has seen its part of the sequence, are not summed over tp",
+    bug="T01 NVIDIA/Megatron-LM #1446",
+    case="zero1_2_tp_2",
+    caught_by="gradients traffic",
+    named="norms not summed over tp",
+    does=op.skip_call("megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"),
+)
+
+
 def _reversed(factory: Any) -> Any:
     merged = factory.merge_fn
     return dataclasses.replace(factory, merge_fn=lambda halves: merged(halves[::-1]))

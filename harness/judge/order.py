@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
 
 from harness.evidence.records import RankEvidence, Resumed, Run, StepEvidence
 from harness.judge.trial import Trial
+from harness.reference import columns
 from harness.reference.record import ReferenceRun, ReferenceStep
 
 Step = TypeVar("Step", StepEvidence, ReferenceStep)
 State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
+USUAL: Mapping[str, int] = MappingProxyType({})
 
 
 def as_planned(trial: Trial) -> Trial:
@@ -24,7 +28,8 @@ def as_planned(trial: Trial) -> Trial:
     if not trial.plan.flat:
         return trial
     run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)
-    return dataclasses.replace(trial, reference=flattened_reference(trial.reference), run=run, repeat=repeat)
+    reference = flattened_reference(trial.reference, trial.plan.columns)
+    return dataclasses.replace(trial, reference=reference, run=run, repeat=repeat)
 
 
 def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) -> ReferenceRun:
@@ -48,10 +53,11 @@ def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) ->
     return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps)
 
 
-def flattened_reference(reference: ReferenceRun) -> ReferenceRun:
-    """Every array as one row, as FSDP1 holds slices of flattened units."""
-    steps = tuple(_flattened_step(step) for step in reference.steps)
-    return dataclasses.replace(reference, weights=_flattened(reference.weights), steps=steps)
+def flattened_reference(reference: ReferenceRun, blocks: Mapping[str, int] = USUAL) -> ReferenceRun:
+    """Every array as one row, as FSDP1 holds slices of flattened units. blocks: by fqn, of how many blocks of columns one lies
+    behind the other, as tp ranks flatten each its own."""
+    steps = tuple(_flattened_step(step, blocks) for step in reference.steps)
+    return dataclasses.replace(reference, weights=_flattened(reference.weights, blocks), steps=steps)
 
 
 def _flattened_run(run: Run) -> Run:
@@ -65,15 +71,20 @@ def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
     return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
 
 
-def _flattened_step(step: Step) -> Step:
-    return dataclasses.replace(_flattened_state(step), gradients=_flattened(step.gradients))
+def _flattened_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
+    return dataclasses.replace(_flattened_state(step, blocks), gradients=_flattened(step.gradients, blocks))
 
 
-def _flattened_state(record: State) -> State:
-    state = {fqn: _flattened(values) for fqn, values in record.optimizer_state.items()}
-    return dataclasses.replace(record, parameters=_flattened(record.parameters), optimizer_state=state)
-
-
-def _flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _flattened_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
     """Not an optimizer's step counter, which has no dims."""
-    return {name: array.ravel() if array.ndim else array for name, array in arrays.items()}
+    state = {
+        fqn: {
+            key: columns.flattened(value, blocks.get(fqn, 1)) if value.ndim else value for key, value in values.items()
+        }
+        for fqn, values in record.optimizer_state.items()
+    }
+    return dataclasses.replace(record, parameters=_flattened(record.parameters, blocks), optimizer_state=state)
+
+
+def _flattened(arrays: dict[str, np.ndarray], blocks: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {fqn: columns.flattened(array, blocks.get(fqn, 1)) for fqn, array in arrays.items()}

@@ -70,3 +70,8 @@ def shard_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
     """(degree, index) of data-parallel sharding."""
     at = coordinate(dims, rank)
     return dims.dp_shard * dims.cp, at["dp_shard"] * dims.cp + at["cp"]
+
+
+def tp_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
+    """(degree, index) of tensor parallel."""
+    return dims.tp, coordinate(dims, rank)["tp"]

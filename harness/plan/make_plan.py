@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from harness.plan.grid import groups_by_axis, shard_axis, shard_place
+from harness.plan.grid import groups_by_axis, shard_axis, shard_place, tp_place
 from harness.plan.kinds import PerRank, Shapes, kinds_of_ranks, numbered, places_of_ranks
 from harness.plan.memory import (
     gradient_spare,
@@ -107,7 +107,9 @@ def _with_zero(case: Case, plan: Plan) -> Plan:
         return plan
     ranks = {rank: rank for rank in range(case.dims.world_size)}
     held = PerRank(ranks, lambda rank: {fqn: plan.shapes[fqn] for fqn in plan.slices[rank]})
-    cut = PerRank(ranks, lambda rank: flat_slices(plan.flat, held[rank], *shard_place(case.dims, rank)))
+    cut = PerRank(
+        ranks, lambda rank: flat_slices(plan.flat, held[rank], *shard_place(case.dims, rank), tp_place(case.dims, rank))
+    )
     kept = PerRank(ranks, lambda rank: state_bytes(case, cut[rank], plan.flat))
     gradients = {} if case.wrapper == "zero1" else kept
     return replace(plan, gradient_slices=cut, state_slices=cut, gradient_bytes=gradients, state_bytes=kept)
@@ -127,4 +129,6 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
 def _slices(case: Case, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
     """What a rank holds of each parameter of its stages, by fqn."""
     place = shard_place(case.dims, rank) if case.shards > 1 else (1, 0)
-    return flat_slices(flat, held, *place) if flat else slices_of_rank(case.data_dims, rank, held)
+    if flat:
+        return flat_slices(flat, held, *place, tp_place(case.dims, rank))
+    return slices_of_rank(case.data_dims, rank, held)

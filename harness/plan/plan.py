@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.plan.observed_units import Observed
-from harness.plan.slices import FlatUnit, Slice
+from harness.plan.slices import FlatUnit, Slice, tp_dim
 from harness.plan.traffic.flow import Flow
 from harness.spec.dims import ParallelDims
 from harness.spec.traits import USUAL, TrainerTraits
@@ -28,7 +28,7 @@ class Plan:
     reduced, and of its optimizer state; ZeRO cuts these and not the parameter, empty where all three are cut alike.
 
     shapes: of every parameter; where FSDP1 or ZeRO cuts flattened ones (`flat`: its units), of the vector: all is judged
-    flattened.
+    flattened, what tp cuts rank by rank (`columns`).
     shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. replicate_axis: the one over which whole gradients
     are reduced: dp_replicate, under DDP with context parallel cp or dp_replicate_cp. stages[rank]: the pipeline stages it runs.
     flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
@@ -82,6 +82,11 @@ class Plan:
     def shards(self) -> int:
         """Over how many ranks FSDP cuts a parameter."""
         return len(self.peers(0, self.shard_axis))
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """By fqn, of flattened matrices that tp cuts along dim 1: in how many blocks of columns they lie."""
+        return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""

@@ -97,15 +97,28 @@ def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
 
 
 def flat_slices(
-    units: Iterable[FlatUnit], shapes: Mapping[str, tuple[int, ...]], degree: int, index: int
+    units: Iterable[FlatUnit],
+    shapes: Mapping[str, tuple[int, ...]],
+    degree: int,
+    index: int,
+    tp: tuple[int, int] = (1, 0),
 ) -> dict[str, Slice]:
-    """Of each flattened parameter, what lies in the index-th of `degree` equal parts of its unit."""
+    """Of each flattened parameter, what lies in the index-th of `degree` equal parts of its unit, at this place (degree, index)
+    of tensor parallel. What tp cuts is flattened rank by rank: one tp rank's elements lie behind the other's."""
     found: dict[str, Slice] = {}
     for unit in units:
         first = index * unit.part(degree)
         for fqn in unit.starts.keys() & shapes.keys():
-            found[fqn] = (unit.held(fqn, shapes[fqn][0], first, first + unit.part(degree)),)
+            size = local_numel(fqn, shapes[fqn], tp[0])
+            before = size * tp[1] if tp_dim(fqn) is not None else 0
+            begin, end = unit.held(fqn, size, first, first + unit.part(degree))
+            found[fqn] = ((before + begin, before + end),)
     return {fqn: found[fqn] for fqn in shapes}
+
+
+def local_numel(fqn: str, shape: tuple[int, ...], degree: int) -> int:
+    """Elements that each of `degree` tensor parallel ranks has of a parameter that they divide evenly."""
+    return math.prod(shape) // (degree if tp_dim(fqn) is not None else 1)
 
 
 def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:

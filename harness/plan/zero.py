@@ -1,14 +1,14 @@
 """What ZeRO cuts, stage by stage: optimizer state, gradients too, parameters too, each as equal parts of flat vectors.
 
 An interval of a vector falls into whatever parameters lie there: of one a rank has all, of the next a part, of most nothing.
+With tensor parallel each tp rank has a vector of its own, of what it has of the parameters; all of them are laid out alike.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from harness.plan.slices import FlatUnit, parameter_shapes
+from harness.plan.slices import FlatUnit, local_numel, parameter_shapes
 from harness.plan.stages import parameters_of_stage
 from harness.spec.case import Case
 from harness.spec.traits import FlatLayout, TrainerTraits
@@ -18,7 +18,7 @@ def zero_units(case: Case, traits: TrainerTraits) -> tuple[FlatUnit, ...]:
     """ZeRO-1 and 2 cut one vector of all parameters, of a pipeline one of each stage's; ZeRO-3 each parameter by itself."""
     layout, names = traits.zero_layout, list(parameter_shapes(case.model))
     if case.wrapper == "zero3":
-        return tuple(FlatUnit({fqn: (0,)}, _numel(case, fqn), layout.parts) for fqn in names)
+        return tuple(FlatUnit({fqn: (0,)}, numel_of_rank(case, fqn), layout.parts) for fqn in names)
     tensors = layout.order or tuple((fqn,) for fqn in names)
     ordered = tensors[::-1] if layout.reverse else tensors
     held = ({*parameters_of_stage(case, stage)} for stage in range(case.n_stages))
@@ -32,7 +32,7 @@ def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) 
         end = _up(end, layout.starts)
         for fqn in parts:
             starts[fqn].append(end)
-            end += _numel(case, fqn) // parts.count(fqn)
+            end += numel_of_rank(case, fqn) // parts.count(fqn)
     return FlatUnit({fqn: tuple(begun) for fqn, begun in starts.items()}, end, layout.parts, layout.whole)
 
 
@@ -47,8 +47,9 @@ def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:
     return sum(unit.part(degree) * degree for unit in units)
 
 
-def _numel(case: Case, fqn: str) -> int:
-    return math.prod(parameter_shapes(case.model)[fqn])
+def numel_of_rank(case: Case, fqn: str) -> int:
+    """Elements that a rank has of a parameter before ZeRO cuts it."""
+    return local_numel(fqn, parameter_shapes(case.model)[fqn], case.dims.tp)
 
 
 def _up(number: int, multiple: int) -> int:

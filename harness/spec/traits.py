@@ -25,9 +25,10 @@ CHOICES = {
 class FlatLayout:
     """How ZeRO lays parameters one after the other in the vector that it cuts in equal parts, one a rank.
 
-    order: the tensors as they follow, each with its parts, as an adapter's `fused` names those of one that is fused; empty for
-    the reference's parameters in their order. reverse: the last tensor comes first. starts: a tensor begins at a multiple of so
-    many elements. parts: each rank's part has a multiple of so many. whole: the vector has a multiple of so many.
+    order: the tensors as they follow, each with its parts, as an adapter's `fused` names those of one that is fused, and of
+    these what a tp rank has; empty for the reference's parameters in their order. reverse: the last tensor comes first.
+    starts: a tensor begins at a multiple of so many elements. parts: each rank's part has a multiple of so many. whole: the
+    vector has a multiple of so many.
     """
 
     order: tuple[tuple[str, ...], ...] = ()

@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 from checked import findings
-from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
+from literal import (
+    ADAMW,
+    SGD,
+    UNEVEN,
+    judged,
+    tiny_case,
+    trial_of,
+    with_every_rank,
+    with_parameter,
+    with_rank,
+    with_step,
+    with_value,
+)
 
 from harness.checks import judge
 from harness.judge.result import Verdict
@@ -131,6 +143,54 @@ def test_the_vector_follows_the_trainers_tensors_and_is_padded_as_a_whole() -> N
     assert [unit.part(degree) * degree for degree in (2, 3)] == [256, 384]
 
 
+WO = "layers.0.attention.wo.weight"
+
+
+def with_tp(**changes: object) -> Case:
+    return tiny_case(ParallelDims(dp_shard=2, tp=2), wrapper="zero1", **changes)
+
+
+def test_each_tensor_parallel_rank_cuts_a_vector_of_what_it_has() -> None:
+    """Of 16 elements of wo each tp rank has 8, one's behind the other's, and 4 of the norm; of those 12 a rank cuts 6."""
+    unit, shapes = FlatUnit({WO: (0,), "norm.weight": (8,)}, 12), {WO: (16,), "norm.weight": (4,)}
+    cut = {(tp, index): flat_slices([unit], shapes, 2, index, (2, tp)) for tp in range(2) for index in range(2)}
+    assert cut == {
+        (0, 0): {WO: ((0, 6),), "norm.weight": ((0, 0),)},
+        (0, 1): {WO: ((6, 8),), "norm.weight": ((0, 4),)},
+        (1, 0): {WO: ((8, 14),), "norm.weight": ((0, 0),)},
+        (1, 1): {WO: ((14, 16),), "norm.weight": ((0, 4),)},
+    }
+    plan = make_plan(with_tp())
+    assert [plan.slices[rank][WO] for rank in range(4)] == [((0, 8),), ((8, 16),)] * 2
+
+
+def test_stages_one_of_tensor_parallel_ranks_breaks_no_law() -> None:
+    trial = trial_of(with_tp())
+    assert broken(trial) == set()
+    examined = {result.check: result.examined for result in judge(trial)}
+    assert (
+        min(examined[law] for law in ("gradients", "update", "memory", "traffic", "shard_contents", "placements")) > 0
+    )
+
+
+def test_columns_of_a_row_parallel_weight_in_another_tp_ranks_place_are_a_finding() -> None:
+    """As large as they should be, of the right parameter, and those of the other tp rank."""
+    trial = trial_of(with_tp())
+    other = trial.ranks[1].steps[0].gradients
+    trial = with_step(trial, 0, 1, gradients=trial.ranks[0].steps[0].gradients | {WO: other[WO]})
+    assert {finding.where for finding in judged("gradients", trial).findings} == {f"rank 0, step 1, {WO}"}
+
+
+def test_a_weight_that_claims_to_be_whole_on_tensor_parallel_ranks_is_a_finding() -> None:
+    trial = with_parameter(trial_of(with_tp()), 1, WO, mesh=None, placements=())
+    (finding,) = findings("placements", trial)
+    assert (finding.where, finding.expected, finding.observed) == (
+        f"rank 1, {WO}",
+        "dim 1 over [0,1]",
+        "whole on every rank",
+    )
+
+
 def test_master_weights_are_a_copy_of_the_ranks_part() -> None:
     plain, copied = (make_plan(zero_case("zero1"), TrainerTraits(master_weights=kept)) for kept in (False, True))
     assert copied.spare_bytes[0] - plain.spare_bytes[0] == plain.state_bytes[0][1] == 512
@@ -141,6 +201,7 @@ def test_master_weights_are_a_copy_of_the_ranks_part() -> None:
     [
         (ParallelDims(dp_shard=2, dp_replicate=2), {"wrapper": "zero1"}, "with dp_replicate 2"),
         (ParallelDims(dp_shard=2, tp=2), {"wrapper": "zero2"}, "with tp 2"),
+        (ParallelDims(dp_shard=2, tp=2), {"wrapper": "zero1", "model": UNEVEN}, "vectors of unequal ranks"),
         (ParallelDims(dp_replicate=2), {"wrapper": "zero3"}, "with dp_replicate 2"),
         (ParallelDims(dp_shard=2), {"wrapper": "zero1", "reduce_dtype": "float32"}, "not planned"),
         (ParallelDims(dp_shard=2), {"wrapper": "zero2", "accumulation": 2, "defer_sync": False}, "leave it out"),

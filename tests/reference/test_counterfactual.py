@@ -71,6 +71,16 @@ def test_a_reference_of_vectors_trains_as_the_one_of_matrices(reference: Referen
     assert {g.shape for g in found.steps[0].gradients.values()} == {g.shape for g in flat.steps[0].gradients.values()}
 
 
+def test_columns_that_lie_behind_one_another_train_as_those_beside_one_another(reference: ReferenceRun) -> None:
+    columns = {"layers.0.attention.wo.weight": 2, "layers.0.feed_forward.w2.weight": 4}
+    flat = flattened_reference(reference, columns)
+    given = Otherwise(columns=columns, given=lambda step, own, norm, parameters: own, left=lambda step, after: after)
+    unclipped = flattened_reference(train(MODEL, replace(RECIPE, max_norm=None)), columns)
+    assert alike(retrain(MODEL, RECIPE, flat, given), unclipped)
+    assert alike(retrain(MODEL, RECIPE, flat, Otherwise(columns=columns)), flat)
+    assert not alike(retrain(MODEL, RECIPE, flat, Otherwise()), flat)
+
+
 def test_rows_in_another_order_train_as_those_in_the_references(reference: ReferenceRun) -> None:
     rows = {"layers.0.attention.wq.weight": np.random.default_rng(0).permutation(16)}
     ordered = reordered_reference(reference, rows)

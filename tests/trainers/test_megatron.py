@@ -17,11 +17,12 @@ from harness.run.run_case import run_case
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all
+from harness.spec.loading import find_case, load_all, load_cases
 from harness.trainers import megatron
 
 THERE = importlib.util.find_spec("megatron") is not None
 ADAPTER = trainers.load("megatron")
+CASES = Path(trainers.__file__).parent / "megatron" / "cases"
 
 
 def case(dims: ParallelDims = ParallelDims(), **parts: object) -> Case:  # noqa: B008
@@ -127,6 +128,21 @@ def test_without_psutil_a_checkpoint_that_would_be_waited_for_for_ever_is_refuse
     saving = case(ParallelDims(tp=2), last_step=2)
     assert (ADAPTER.unsupported(saving) or "").startswith("checkpoints: psutil is not installed")
     assert ADAPTER.unsupported(case(ParallelDims(tp=2))) is None
+
+
+def test_a_tensor_parallel_rank_lays_its_own_blocks_of_fused_weights_into_its_vector() -> None:
+    tp = case(ParallelDims(dp_shard=2, tp=2), model=ModelConfig(n_layers=1, n_heads=4, n_kv_heads=4))
+    order = [[part.split(".")[-2] for part in parts] for parts in ADAPTER.traits(tp).zero_layout.order]
+    assert [parts for parts in order if len(parts) > 1] == [["wq", "wk", "wv"] * 2, ["w1", "w3"]]
+
+
+@pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
+@pytest.mark.parametrize("name", ["zero1_2_tp_2", "zero1_2_pp_2_tp_2"])
+def test_the_distributed_optimizer_of_tensor_parallel_ranks_of_the_real_one_meets_every_law(
+    name: str, tmp_path: Path
+) -> None:
+    (wanted,) = (case for case in load_cases(CASES / "distributed_optimizer.yaml") if case.name == name)
+    assert run_case(wanted, Options(out=tmp_path, trainer="megatron")).verdict is Verdict.PASS
 
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from harness.plan.slices import BYTES, parameter_shapes
+from harness.plan.slices import BYTES
 from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import OUTSIDE, Flow
-from harness.plan.zero import padded_elements, units_held, zero_units
+from harness.plan.zero import numel_of_rank, padded_elements, units_held, zero_units
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
 
@@ -20,9 +19,7 @@ def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     degree, passes, size = case.dims.dp_shard, case.features.accumulation, BYTES[case.training.dtype]
     held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
     vectors = padded_elements(units_held(zero_units(case, traits), held), degree) * size
-    whole = (
-        sum(math.prod(parameter_shapes(case.model)[fqn]) for fqn in held) * size
-    )  # an all_reduce takes them as they are
+    whole = sum(numel_of_rank(case, fqn) for fqn in held) * size  # an all_reduce takes them as they are
     reduced = vectors if traits.zero_reduces_by == "reduce_scatter" else whole
     times = 1 if case.wrapper == "zero1" and case.features.defer_sync else passes
     yield Flow("dp_shard", "gradients", traits.zero_reduces_by, "backward", times * reduced)

@@ -140,10 +140,10 @@ def _fused(case: Case, block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _order(case: Case) -> tuple[tuple[str, ...], ...]:
-    """Its tensors in the order of its modules, each with its blocks."""
+    """Its tensors in the order of its modules, each with the blocks that a tp rank has of it."""
     order: list[tuple[str, ...]] = [("tok_embeddings.weight",)]
     for block in (f"layers.{n}" for n in range(case.model.n_layers)):
-        qkv, gated = _fused(case, block)
+        qkv, gated = (parts[: len(parts) // case.dims.tp] for parts in _fused(case, block))
         order += [(f"{block}.attention_norm.weight",), (f"{block}.attention.wo.weight",), qkv]
         order += [(f"{block}.ffn_norm.weight",), gated, (f"{block}.feed_forward.w2.weight",)]
     last = ("norm.weight", "output.weight")

@@ -19,7 +19,8 @@ class Ranges:
         self.shards = {whole: shard for wholes, shards in groups for whole, shard in zip(wholes, shards, strict=True)}
 
     def parameters(self) -> Named:
-        return [(name, parameter.detach()) for name, parameter in self.named]
+        """Themselves: what their layers say of them (`note_placement`) is not said of another tensor with their elements."""
+        return self.named
 
     def gradients(self) -> Named:
         return [(name, shard.grad) for name, _, shard in self.held() if shard.grad is not None]
