@@ -25,7 +25,7 @@ def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
         yield "the norm of its own shards", partial(norm_over, trial, ())
     for missing, along in axes_left_out(trial, AXES[1:]):
         yield f"a norm not summed over {' and '.join(missing)}", partial(norm_over, trial, along)
-    for axis in trial.plan.groups:
+    for axis in (axis for axis in trial.plan.groups if _has_replicas(trial, axis)):
         yield f"a norm with each replica along {axis} counted again", partial(_counting_again, trial, axis)
     yield "the largest entry (an infinity norm)", partial(_of_entries, trial, max)
     yield "the sum of all entries' sizes (norm type 1)", partial(_of_entries, trial, math.fsum)
@@ -86,11 +86,20 @@ def _sum_of_norms(trial: Trial, rank: int, step: int) -> float:
     return math.fsum(math.sqrt(square) for square in squares(trial, step).values())
 
 
+def _has_replicas(trial: Trial, axis: str) -> bool:
+    """Whether anything counts twice along it: ZeRO leaves none of a gradient."""
+    holders = {(fqn, part): holder for (fqn, part), (_, holder) in _pieces(trial, trial.first_step).items()}
+    return any(_alike(trial, axis, *piece, holder) for piece, holder in holders.items())
+
+
+def _alike(trial: Trial, axis: str, fqn: str, part: object, holder: int) -> bool:
+    return all(trial.gradient_slice_of(peer, fqn) == part for peer in trial.plan.group_of(holder, axis))
+
+
 def _counting_again(trial: Trial, axis: str, rank: int, step: int) -> float:
     """Parameters that are alike along an axis count once for every rank of it."""
     total = []
     for (fqn, part), (gradient, holder) in _pieces(trial, step).items():
-        line = trial.plan.group_of(holder, axis)
-        alike = all(trial.gradient_slice_of(peer, fqn) == part for peer in line)
-        total.append(float(np.sum(np.square(gradient, dtype=np.float64))) * (len(line) if alike else 1))
+        times = len(trial.plan.group_of(holder, axis)) if _alike(trial, axis, fqn, part, holder) else 1
+        total.append(float(np.sum(np.square(gradient, dtype=np.float64))) * times)
     return math.sqrt(math.fsum(total))

@@ -84,7 +84,7 @@ norms_not_summed_over_tp = fault(
     bug="T01 NVIDIA/Megatron-LM #1446",
     case="zero1_2_tp_2",
     caught_by="gradients traffic",
-    named="norms not summed over tp",
+    named="norms not summed",
     does=op.skip_call("megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"),
 )
 

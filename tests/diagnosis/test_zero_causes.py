@@ -10,6 +10,7 @@ from diagnosed import dims, first_line
 from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
 
 from harness.checks import judge
+from harness.diagnosis.norms import other_norms
 from harness.diagnosis.optimizer import _rates_and_decays
 from harness.diagnosis.zero import shifted_gradients
 from harness.judge.result import Verdict
@@ -34,6 +35,33 @@ def test_zero_that_ran_as_ddp_is_named(stage: str) -> None:
     ran = tiny_case(dims(replicate=3), NINE, model=UNEVEN)
     told = first_line(trial_of(zero_case(f"zero{stage}"), ran))
     assert told == f"ZeRO-{stage} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
+
+
+def test_zero_beside_tensor_parallel_that_ran_as_ddp_is_named() -> None:
+    told = first_line(trial_of(tiny_case("fsdp_2_tp_2", wrapper="zero1"), tiny_case(dims(replicate=2, tp=2))))
+    assert told == "ZeRO-1 ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
+
+
+def test_norm_gradients_not_summed_over_tp_are_named_where_a_rank_has_a_part_of_them_or_nothing() -> None:
+    def share(trial: Trial, rank: int) -> Trial:
+        for step in trial.ranks[rank].steps:
+            parts = {fqn: part for fqn, part in step.gradients.items() if part.size}
+            entries = {fqn: np.linspace(0.2, 0.7, part.size) for fqn, part in parts.items() if "norm" in fqn}
+            own = {fqn: parts[fqn] * (1 - share if rank % 2 else share) for fqn, share in entries.items()}
+            trial = with_step(trial, rank, step.step, gradients=parts | own)
+        return trial
+
+    told = first_line(with_every_rank(trial_of(tiny_case("fsdp_2_tp_2", wrapper="zero1")), share))
+    assert told == "gradients of norm weights are not summed over tp: 3 parameters wrong, all others right"
+
+
+def test_a_norm_counts_replicas_again_only_along_axes_that_have_any() -> None:
+    def along(wrapper: str | None) -> set[str]:
+        trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper=wrapper))
+        return {text.split()[6] for text, _ in other_norms(trial) if text.endswith("counted again")}
+
+    assert along("zero1") == {"tp"}
+    assert along(None) == {"tp"}
 
 
 def test_a_stage_that_ran_as_another_is_named() -> None:
