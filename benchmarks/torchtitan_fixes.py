@@ -11,7 +11,8 @@ class Change:
     """before: a commit of the side before, where the one right before cannot be run. valid: with valid labels only.
     breaks: it brought the bug, rather than taking it away. recipe, features: of the case's training and features, what is
     otherwise here. options: torchtitan's own, as its users give them. chosen: traits that it is judged by on both sides.
-    shows: False where what it reports is not judged, for that another fix is to come.
+    shows: False where what it reports is not judged, for that another fix is to come. between: of what broke it, the good and
+    the bad commit that bisecting begins with.
     """
 
     commit: str
@@ -26,6 +27,7 @@ class Change:
     options: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, Any] = field(default_factory=dict)
     shows: bool = True
+    between: tuple[str, str] = ("", "")
 
     @property
     def name(self) -> str:
@@ -185,20 +187,39 @@ FIXES = (
 )
 
 BREAKS = (
-    Change("d7cabfb6c", "#667", "HSDP runs as FSDP", "hsdp_2x2", breaks=True),
+    Change("d7cabfb6c", "#667", "HSDP runs as FSDP", "hsdp_2x2", breaks=True, between=("db6b39acd", "9a4eebe1c^")),
     Change(
         "7e614f136",
         "#950",
         "a learning rate that does not decay is divided by zero steps",
         "fsdp_2",
         breaks=True,
+        between=("cca07028e", "240419732^"),
         recipe={"rates": (0.003, 0.003, 0.003)},
         options=NO_DECAY,
     ),
-    Change("6a3a9da95", "#1776", "context parallel is requested and never entered", "cp_2", breaks=True),
-    Change("ff078526d", "#1946", "one rank alone cannot be seeded", "single", breaks=True),
     Change(
-        "0cb743558", "#2206", "the largest loss of a step, as it is reported, is below the mean", "fsdp_2", breaks=True
+        "6a3a9da95",
+        "#1776",
+        "context parallel is requested and never entered",
+        "cp_2",
+        breaks=True,
+        between=("07c00d9c8", "92ed8b318^"),
+    ),
+    Change(
+        "ff078526d",
+        "#1946",
+        "one rank alone cannot be seeded",
+        "single",
+        breaks=True,
+    ),
+    Change(
+        "0cb743558",
+        "#2206",
+        "the largest loss of a step, as it is reported, is below the mean",
+        "fsdp_2",
+        breaks=True,
+        between=("7e4ab8599", "1a36996b8^"),
     ),
     Change(
         "0cb743558",
@@ -206,13 +227,41 @@ BREAKS = (
         "the loss of validation is divided by all ranks' tokens, then averaged over the ranks",
         "hsdp_2x2",
         breaks=True,
+        between=("7e4ab8599", "f80a441a0^"),
         options=VALIDATED,
     ),
-    Change("0cb743558", "#2206", "replicas divide gradients twice", "ddp_4", breaks=True),
-    Change("0cb743558", "#2206", "a pipeline's gradients are never divided", "pp_2", breaks=True),
-    Change("1e8f9acd1", "#2144", "all-to-all over cp is requested, and gathers", "cp_2_alltoall", breaks=True),
     Change(
-        "786e26f8e", "#2937", "a sum over tp is lost behind the loss in chunks", "fsdp_2_tp_2", breaks=True, shows=False
+        "0cb743558",
+        "#2206",
+        "replicas divide gradients twice",
+        "ddp_4",
+        breaks=True,
+        between=("7e4ab8599", "e1847f439^"),
+    ),
+    Change(
+        "0cb743558",
+        "#2206",
+        "a pipeline's gradients are never divided",
+        "pp_2",
+        breaks=True,
+        between=("7e4ab8599", "786e26f8e^"),
+    ),
+    Change(
+        "1e8f9acd1",
+        "#2144",
+        "all-to-all over cp is requested, and gathers",
+        "cp_2_alltoall",
+        breaks=True,
+        between=("7e4ab8599", "eeca21577"),
+    ),
+    Change(
+        "786e26f8e",
+        "#2937",
+        "a sum over tp is lost behind the loss in chunks",
+        "fsdp_2_tp_2",
+        breaks=True,
+        between=("261819688", "c2a3771a4^"),
+        shows=False,
     ),
     Change(
         "786e26f8e",
@@ -220,16 +269,32 @@ BREAKS = (
         "what was gathered for the loss in chunks is kept",
         "fsdp_4",
         breaks=True,
+        between=("261819688", "04326fc8e^"),
         chosen={"keeps_loss_unit": False},
     ),
-    Change("1786292db", "#2963", "the reported loss is one data rank's share", "fsdp_2_tp_2", breaks=True),
-    Change("1786292db", "#2963", "context parallel names heads as what it cuts", "cp_2", breaks=True),
+    Change(
+        "1786292db",
+        "#2963",
+        "the reported loss is one data rank's share",
+        "fsdp_2_tp_2",
+        breaks=True,
+        between=("261819688", "d64eabcce^"),
+    ),
+    Change(
+        "1786292db",
+        "#2963",
+        "context parallel names heads as what it cuts",
+        "cp_2",
+        breaks=True,
+        between=("261819688", "a695565f5^"),
+    ),
     Change(
         "196a88981",
         "#3443",
         "attention's inputs are not redistributed: a parameter was renamed",
         "fsdp_2_tp_2",
         breaks=True,
+        between=("221041490", "9ccbb57b0^"),
     ),
 )
 

@@ -1,11 +1,13 @@
 """torchtitan's history as a test: its fixes, and what made them necessary, each judged before and after.
 
-    python benchmarks/torchtitan_history.py PATH [-k WORDS] [--out out/history]
+    python benchmarks/torchtitan_history.py PATH [-k WORDS] [--bisect] [--out out/history]
 
 PATH is a clone of pytorch/torchtitan. Of each change the commit before it and the change itself run one case; -k takes
 those whose commit, pull request, bug or case has one of the words. What was found takes the place of what is stored of the
 same changes in torchtitan_history.json, and the tables of docs/torchtitan_history.md are made anew. The exit code is 1
 where a fix that was judged does not FAIL before and PASS after, or what broke it not PASS before and FAIL after.
+--bisect looks instead for what broke it, as `harness bisect` does, between two commits of which neither is its neighbour; the
+exit code is 1 where it finds another.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtitan_fixes import BREAKS, FIXES, NOT_RUN, Change
 from torchtitan_months import Found, found
 
 from harness import ROOT, trainers
-from harness.bisect.commits import clone, git
+from harness.bisect.commits import bisect, clone, git
 from harness.evidence.store import write_text
 from harness.judge.result import Verdict
 from harness.launch import default_server
@@ -38,11 +41,21 @@ BEGIN, END = "<!-- table: benchmarks/torchtitan_history.py -->\n", "<!-- end of 
 
 
 @dataclass(frozen=True)
+class Bisected:
+    """The commit that bisecting found, empty where none; how many it judged, both ends among them, in how many seconds."""
+
+    first: str
+    commits: int
+    seconds: int
+
+
+@dataclass(frozen=True)
 class Sides:
     """What a change's case came to on the commit before it, and on itself."""
 
     before: Found
     after: Found
+    bisected: Bisected | None = None
 
     def shows(self, change: Change) -> bool:
         wrong, right = (self.after, self.before) if change.breaks else (self.before, self.after)
@@ -66,8 +79,8 @@ def case_of(change: Change) -> Case:
     return dataclasses.replace(case, name=f"{case.name}_valid", training=recipe, file="")
 
 
-def trainer_of(change: Change, checkout: Path, out: Path) -> str:
-    """The adapter itself, or a file with one that has what the change asks for."""
+def trainer_of(change: Change, checkout: Path | str, out: Path) -> str:
+    """The adapter itself, or a file with one that has what the change asks for. checkout: "" for that of each commit."""
     asked = {"options": change.options, "chosen": change.chosen, "shows": change.shows}
     if asked == {"options": {}, "chosen": {}, "shows": True}:
         return trainers.spec("torchtitan", str(checkout))
@@ -89,10 +102,23 @@ def judged_at(checkout: Path, commit: str, change: Change, out: Path) -> Found:
     return found(case_of(change), options)
 
 
+def bisected(repo: Path, change: Change, out: Path) -> Bisected:
+    good, bad = change.between
+    options = Options(out=out / change.commit, trainer=trainer_of(change, "", out), timeout=240.0)
+    found = bisect(repo, good, bad, [case_of(change)], options, print)
+    first = found.first.commit[:9] if found.first else ""
+    return Bisected(first, len({one.commit for one in found.judged}), round(found.seconds))
+
+
 def stored() -> dict[str, Sides]:
     """By commit and case."""
     records = json.loads(STORED.read_text()) if STORED.exists() else {}
-    return {key: Sides(Found(**one["before"]), Found(**one["after"])) for key, one in records.items()}
+    return {key: sides_of(one) for key, one in records.items()}
+
+
+def sides_of(record: Mapping[str, Mapping[str, Any]]) -> Sides:
+    found = Bisected(**record["bisected"]) if record["bisected"] else None
+    return Sides(Found(**record["before"]), Found(**record["after"]), found)
 
 
 def keep(change: Change, sides: Sides) -> None:
@@ -107,6 +133,7 @@ def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
     """Of fixes, of what made them necessary, and of what was not judged."""
     yield from table("fix", "FAIL before and PASS after", FIXES, rows)
     yield from table("what broke it", "PASS before and FAIL after", BREAKS, rows)
+    yield from origins(rows)
     yield from ("| not judged | what was wrong | why |", "|---|---|---|")
     for change in (*FIXES, *BREAKS):
         sides = rows.get(change.key)
@@ -129,6 +156,21 @@ def row(change: Change, sides: Sides) -> str:
     return f"| {change.name} | {change.bug} | {run} | {line(sides.before)} | {line(sides.after)} |"
 
 
+def origins(rows: Mapping[str, Sides]) -> Iterator[str]:
+    """What bisecting came to."""
+    looked = [(one, found) for one in BREAKS if one.key in rows and (found := rows[one.key].bisected)]
+    yield f"Of {len(looked)} that were bisected {sum(found.first == one.commit for one, found in looked)} are found."
+    yield from (
+        "",
+        "| what broke it | what is wrong | good, bad | found | commits judged | seconds |",
+        "|---|---|---|---|---|---|",
+    )
+    for one, found in looked:
+        ends = ", ".join(one.between)
+        yield f"| {one.name} | {one.bug} | {ends} | {found.first or 'nothing'} | {found.commits} | {found.seconds} |"
+    yield ""
+
+
 def line(found: Found) -> str:
     return f"{found.verdict}: {found.told}".replace("|", "/") if found.told else found.verdict
 
@@ -137,17 +179,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repo", type=Path)
     parser.add_argument("-k", default="", metavar="WORDS")
+    parser.add_argument("--bisect", action="store_true", help="look for what broke it between distant commits")
     parser.add_argument("--out", type=Path, default=Path("out/history"))
     chosen = parser.parse_args()
     default_server(TRAINER_CONFIG.preload)
     missed = 0
-    for change in (*FIXES, *BREAKS):
+    for change in [one for one in BREAKS if any(one.between)] if chosen.bisect else (*FIXES, *BREAKS):
         if not chosen.k or any(word in f"{change.name} {change.bug} {change.case}" for word in chosen.k.split()):
-            sides = judged(chosen.repo, change, chosen.out)
-            keep(change, sides)
-            missed += sides.judged and not sides.shows(change)
-            print(row(change, sides), flush=True)
+            missed += not (by_bisecting if chosen.bisect else by_both_sides)(chosen.repo, change, chosen.out)
     sys.exit(1 if missed else 0)
+
+
+def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
+    """Whether it is as it should be. What bisecting found before is kept."""
+    known = stored().get(change.key)
+    sides = dataclasses.replace(judged(repo, change, out), bisected=known.bisected if known else None)
+    keep(change, sides)
+    print(row(change, sides), flush=True)
+    return not sides.judged or sides.shows(change)
+
+
+def by_bisecting(repo: Path, change: Change, out: Path) -> bool:
+    """Whether it is what was found. Both sides have been judged before."""
+    found = bisected(repo, change, out)
+    keep(change, dataclasses.replace(stored()[change.key], bisected=found))
+    print(f"{change.name}: {found}", flush=True)
+    return found.first == change.commit
 
 
 if __name__ == "__main__":
