@@ -43,6 +43,7 @@ def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
 def _typed(case: Case, options: Options) -> list[str]:
     given = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
     given |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
+    given |= {"fault": options.fault} if options.fault else {}
     return [word for key, value in given.items() for word in (f"--{key}", value)]
 
 

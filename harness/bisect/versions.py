@@ -125,6 +125,7 @@ def typed(options: Options) -> list[str]:
     trainer = TrainerSpec.parse(options.trainer)
     given = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
     given |= {"out": str(options.out.resolve()), "timeout": str(options.timeout), "server": "own"}
+    given |= {"fault": options.fault or ""}
     return [word for key, value in given.items() if value for word in (f"--{key}", value)]
 
 

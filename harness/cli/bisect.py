@@ -31,6 +31,11 @@ def add(commands: Any) -> None:
         help="versions instead, each made with pip, or VERSION@PYTHON that has it",
     )
     add_selection(parser)
+    parser.add_argument(
+        "--fault",
+        metavar="FILE.py:NAME",
+        help="made in every run, as of an option of the trainer that no case requests",
+    )
     add_how_to_run(parser)
 
 

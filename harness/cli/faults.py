@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import faults, trainers
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.interrupt import abandon
 from harness.cli.options import add_cases, add_command, add_how_to_run, add_jobs, cases_of, options_of
@@ -21,6 +22,9 @@ from harness.report.progress import Progress
 from harness.run import catalogue
 from harness.run.selection import weight
 from harness.spec import case_files
+from harness.spec.case import Case
+from harness.spec.loading import load_all
+from harness.spec.variants import in_dtype
 
 
 def add(commands: Any) -> None:
@@ -46,30 +50,43 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """0: every fault caught as it should be. 1: one is not. 2: one never fired or was not tried, or the control fails."""
-    chosen = catalogue.matching(faults_of_file(args.file) if args.file else all_faults(), args.expression)
+    own = Path(faults.__file__).parent / f"{args.trainer}.py"
+    file = args.file or (own if own.is_file() else None)
+    control, known = catalogue.with_control(faults_of_file(file) if file else all_faults())
+    chosen = catalogue.matching(known, args.expression)
     if args.list:
         say(shown.listing(chosen, accepted()))
         return PASSED
-    done, control, seconds = tried(chosen, args)
+    done, control_done, seconds = tried(chosen, control, args)
     write_text(args.out / "faults.json", to_json(done))
-    say(shown.report(done, control, seconds))
-    return faults_code(done, control)
+    say(shown.report(done, control_done, seconds))
+    return faults_code(done, control_done)
 
 
-def tried(chosen: Sequence[Fault], args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
+def cases_to_break(args: argparse.Namespace) -> list[Case]:
+    """Those that come with the harness, and with the trainer's adapter; of somebody's own catalogue those of their folder. In a
+    dtype that the trainer computes in. Raises CaseError."""
+    cases = cases_of(args, case_files.USUAL if args.file else case_files.OURS)
+    own = Path(trainers.__file__).parent / args.trainer / case_files.USUAL
+    if not (args.file or args.cases) and own.is_dir():
+        cases += load_all(own)
+    dtypes = trainers.load(args.trainer).dtypes
+    return [case if case.training.dtype in dtypes else in_dtype(case, dtypes[0]) for case in cases]
+
+
+def tried(chosen: Sequence[Fault], control: Fault, args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
     """What became of each fault and of the control, and how many seconds all took."""
-    usual = case_files.USUAL if args.file else case_files.OURS  # the catalogue is about the cases that it comes with
-    cases, options, jobs = cases_of(args, usual), options_of(args, several_nodes=False), jobs_of(args.jobs, args.device)
-    faults = [catalogue.control(), *chosen]
-    needed = catalogue.needed(faults, cases)
+    options, jobs = options_of(args, several_nodes=False), jobs_of(args.jobs, args.device)
+    every = [control, *chosen]
+    needed = catalogue.needed(every, cases_to_break(args))
     weights = {case.name: weight(case) for case in needed}
-    progress = Progress(weights | {fault.name: weights[fault.case] for fault in faults}, sys.stderr)
+    progress = Progress(weights | {fault.name: weights[fault.case] for fault in every}, sys.stderr)
     try:
         based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.laws_only, progress=progress)
-        control, *done = catalogue.attempts(faults, based, options, jobs=jobs, progress=progress)
+        control_done, *done = catalogue.attempts(every, based, options, jobs=jobs, progress=progress)
     except KeyboardInterrupt:
         abandon(progress, "cases and faults")
-    return done, control, progress.elapsed()
+    return done, control_done, progress.elapsed()
 
 
 def jobs_of(told: int | None, device: str) -> int:

@@ -1,5 +1,6 @@
-"""Deliberate mistakes in DeepSpeed itself, for its cases alone, so that they are in no catalogue. Each is made by
+"""Deliberate mistakes in DeepSpeed itself, for its cases alone. All of them, and one:
 
+    harness faults --trainer deepspeed --laws-only
     harness run zero1_2 --fault harness/faults/deepspeed.py:NAME --dtype float32 \\
         --trainer deepspeed --cases harness/trainers/deepspeed/cases
 
@@ -23,6 +24,15 @@ def configured_with(**zero: int) -> op.Operator:
         lambda config: config | {"zero_optimization": config["zero_optimization"] | zero},
     )
 
+
+nothing_is_wrong = fault(
+    breaks="nothing: the optimizer's step is called through one more function",
+    bug="",
+    case="zero1_2",
+    caught_by="",
+    named="",
+    does=op.before_call(f"{STAGE_1_AND_2}.step", lambda *_, **__: None),
+)
 
 zero1_runs_as_zero0 = fault(
     breaks="the engine is configured with stage 0 where ZeRO-1 is requested: every rank has all optimizer state",

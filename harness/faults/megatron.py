@@ -1,5 +1,6 @@
-"""Deliberate mistakes in Megatron's distributed optimizer, checkpoints and loss, for its cases alone, in no catalogue. Made by
+"""Deliberate mistakes in Megatron's distributed optimizer, checkpoints and loss, for its cases alone. All of them, and one:
 
+    harness faults --trainer megatron --laws-only
     harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/trainers/megatron/cases
 
 What each is named: docs/megatron.md.
@@ -17,6 +18,15 @@ from harness.faults import operators as op
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+nothing_is_wrong = fault(
+    breaks="nothing: the optimizer's step is called through one more function",
+    bug="",
+    case="zero1_2",
+    caught_by="",
+    named="",
+    does=op.before_call(f"{OPTIMIZER}.step_with_ready_grads", lambda *_, **__: None),
+)
 
 distributed_optimizer_left_out = fault(
     breaks="the distributed optimizer is not used where it is requested: every rank has all optimizer state",

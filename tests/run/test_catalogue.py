@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli
+from harness import ROOT, cli
 from harness.checks import all_checks
 from harness.cli.faults import faults_code
 from harness.evidence.records import Exit, Run
@@ -179,6 +179,15 @@ def test_a_control_that_is_caught_makes_all_worthless() -> None:
 def test_results_are_read_back_as_they_were() -> None:
     done = [replace(ATTEMPT, weaker=told(), off=1e-3, broken=("loss",)), ATTEMPT]
     assert from_json(to_json(done)) == done
+
+
+def test_a_file_that_has_a_control_of_its_own_is_judged_by_it_and_does_not_count_it() -> None:
+    for name in ("megatron", "deepspeed"):
+        known = faults_of_file(ROOT / "harness" / "faults" / f"{name}.py")
+        control, others = lot.with_control(known)
+        assert (control.case, control.name) == ("zero1_2", "nothing_is_wrong")
+        assert len(others) == len(known) - 1
+    assert lot.with_control([])[0].case == "fsdp_2"
 
 
 # ---- on real ranks, through the command line
