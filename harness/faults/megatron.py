@@ -93,7 +93,7 @@ norms_not_summed_over_tp = fault(
     breaks="gradients of norms, of which each tp rank has seen its part of the sequence, are not summed over tp",
     bug="T01 NVIDIA/Megatron-LM #1446",
     case="zero1_2_tp_2",
-    caught_by="gradients traffic",
+    caught_by="gradients grad_norm",
     named="norms not summed",
     does=op.skip_call("megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"),
 )
