@@ -1,121 +1,177 @@
-"""How long the page on a recording of many ranks takes: `python -m benchmarks.many_ranks 16384 FOLDER`.
+"""How long a recording of many ranks takes to read: `python -m benchmarks.many_ranks dp_replicate=16,dp_shard=128,tp=8 FOLDER`.
 
-The recording is made up: HSDP of 128 ranks a replica, one of whose ranks has another switch and holds other bytes.
+The recording is made up: HSDP with tensor parallelism, and stages of a pipeline. Prints
+the page with that layout, then without one. With --odd one rank has another switch, holds other bytes, and shards one
+parameter less.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import functools
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from harness.evidence.recording import RankRecord, RecordedStep, head, packed, record_file
+from harness.cli.show import shown
+from harness.evidence.keys import number, ranks_key
+from harness.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file
 from harness.evidence.records import Collective, Group, RankEvidence, StepEvidence, TensorEvidence, Wrapper
 from harness.evidence.store import without_values
-from harness.evidence.summary import Summary, number, ranks_key, summary_of
-from harness.judge.stored_recording import load_recording
-from harness.report.recording_page import page
+from harness.evidence.summary import Summary, summary_of
+from harness.plan.grid import coordinate, rank_grid
+from harness.spec.dims import AXES, ParallelDims
+from harness.spec.layout import layout
 
-SHARDS, LAYERS, ODD = 128, 16, 777
+LAYERS, ODD, WIDTH, STEPS = 2, 777, 4096, (1, 2, 3)
+MANY = 1 << 40
+NESTED = ("dp_replicate", "dp_shard", "tp")
+PLACEMENTS = ("Replicate", "Shard(0)", "Shard(1)")
 
 
-def evidence(rank: int, world: int, mesh: list[list[int]]) -> RankEvidence:
-    shard, replicate = tuple(mesh[rank // SHARDS]), tuple(row[rank % SHARDS] for row in mesh)
+def line(dims: ParallelDims, rank: int, axis: str) -> tuple[int, ...]:
+    at = coordinate(dims, rank)
+    return tuple(rank_grid(dims)[tuple(slice(None) if one == axis else at[one] for one in AXES)].tolist())
+
+
+@functools.cache
+def mesh_of(dims: ParallelDims, stage: int) -> list[object]:
+    """The same object for all ranks of a stage, nested by the axes above 1."""
+    grid = rank_grid(dims)[stage].reshape([getattr(dims, axis) for axis in _nested(dims)])
+    return grid.tolist()  # type: ignore[no-any-return]
+
+
+def _nested(dims: ParallelDims) -> list[str]:
+    return [axis for axis in NESTED if getattr(dims, axis) > 1]
+
+
+def evidence(rank: int, dims: ParallelDims, odd: int | None) -> RankEvidence:
+    stage, axes = coordinate(dims, rank)["pp"], _nested(dims)
+    placements = tuple(PLACEMENTS[NESTED.index(axis)] for axis in axes)
+    held = without_values((WIDTH // dims.dp_shard, WIDTH // dims.tp), "float32")
+    mesh = mesh_of(dims, stage)
     names = [
-        f"layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("attention", "feed_forward", "norm")
+        f"layers.{stage * LAYERS + n}.{part}.weight" for n in range(LAYERS) for part in ("attention", "feed_forward")
     ]
-    parameters = tuple(
-        TensorEvidence(
-            name,
-            (4096, 4096),
-            "bfloat16",
-            mesh,
-            ("Replicate", "Shard(0)"),
-            without_values((4096 // SHARDS, 4096), "float32"),
-        )
-        for name in names
-    )
-    moved = [("all_gather", "forward", shard), ("all_gather", "backward", shard)]
-    moved += [("reduce_scatter", "backward", shard), ("all_reduce", "backward", replicate)]
-    calls = tuple(
-        Collective(op, ranks, str(ranks[:2]), "bfloat16", 4096 * 4096 * 6, phase, step, 0)
-        for step in (1, 2, 3)
-        for op, phase, ranks in moved
-        for _ in range(LAYERS)
-    )
-    settings: dict[str, tuple[str, ...]] = {"cudnn.benchmark": ("on" if rank == ODD else "off",)}
-    memory = {"parameters": 12_582_912, "gradients": 12_582_912, "optimizer_state": 25_165_824}
-    steps = tuple(StepEvidence(n, (), None, None, 1e-4, {}, {}, {}, memory, settings=settings) for n in (1, 2, 3))
-    groups = tuple(Group(str(ranks[:2]), ranks, "nccl") for ranks in (shard, replicate))
-    wrapper = {"": Wrapper("fsdp2", shard, replicate, tuple(names))}
+    tensors = [TensorEvidence(name, (WIDTH, WIDTH), "bfloat16", mesh, placements, held) for name in names]
+    if rank == odd:
+        whole = without_values((WIDTH, WIDTH), "float32")
+        tensors[0] = TensorEvidence(names[0], (WIDTH, WIDTH), "bfloat16", None, (), whole)
+    lines = {axis: line(dims, rank, axis) for axis in AXES if getattr(dims, axis) > 1}
+    settings = {"cudnn.benchmark": ("on" if rank == odd else "off",)}
+    memory = {"parameters": held.size * 2 * len(names), "gradients": 0, "optimizer_state": held.size * 4 * len(names)}
+    steps = tuple(StepEvidence(n, (), None, None, 1e-4, {}, {}, {}, memory, settings=settings) for n in STEPS)
+    wrapper = Wrapper("fsdp2", lines.get("dp_shard", ()), lines.get("dp_replicate", ()), tuple(names))
     return RankEvidence(
-        rank, world, parameters, groups, calls, steps, structure=wrapper, environment={"torch": "2.13.0"}
+        rank,
+        dims.world_size,
+        tuple(tensors),
+        tuple(Group(f"{axis} {ranks[0]}", ranks, "nccl") for axis, ranks in lines.items()),
+        tuple(call for step in STEPS for call in moved(rank, step, lines, WIDTH * WIDTH * 2 // dims.tp)),
+        steps,
+        structure={"": wrapper},
+        environment={"torch": "2.13.0"},
     )
 
 
-def record(rank: int, world: int, mesh: list[list[int]]) -> RankRecord:
-    held = rank % SHARDS + (rank == ODD)
-    told = evidence(rank, world, mesh)
-    steps = tuple(RecordedStep(n, {t.fqn: n * 1000 + held for t in told.parameters}, seconds=1.0) for n in (0, 1, 2, 3))
+def moved(rank: int, step: int, lines: dict[str, tuple[int, ...]], size: int) -> Iterator[Collective]:
+    """size: bytes of a parameter, as tp leaves it."""
+    kinds = [
+        ("all_reduce", "tp", "forward"),
+        ("all_gather", "dp_shard", "forward"),
+        ("all_gather", "dp_shard", "backward"),
+    ]
+    kinds += [("reduce_scatter", "dp_shard", "backward"), ("all_reduce", "dp_replicate", "backward")]
+    for op, axis, phase in kinds:
+        for _ in range(2 * LAYERS if axis in lines else 0):
+            yield Collective(op, lines[axis], f"{axis} {lines[axis][0]}", "bfloat16", size, phase, step, 0)
+    stages = lines.get("pp", ())
+    at = stages.index(rank) if stages else 0
+    for op, peer, phase in (("recv", at - 1, "forward"), ("send", at + 1, "forward")):
+        if 0 <= peer < len(stages):
+            yield Collective(op, stages, f"pp {stages[0]}", "bfloat16", WIDTH, phase, step, 0, peer=stages[peer])
+
+
+def record(rank: int, dims: ParallelDims, odd: int | None) -> RankRecord:
+    at, told = coordinate(dims, rank), evidence(rank, dims, odd)
+    held = at["dp_shard"] * dims.tp + at["tp"] + (rank == odd)
+    fed = at["dp_replicate"] * dims.dp_shard + at["dp_shard"]
     names = tuple(tensor.fqn for tensor in told.parameters)
+    tokens = (Fed(fed, (1, 8), "int64"),)
+    steps = tuple(
+        RecordedStep(n, {name: n * 100_000 + held for name in names}, (), tokens if n else (), 1.0) for n in (0, *STEPS)
+    )
     return RankRecord(told, steps, ("Transformer",), ("AdamW(betas (0.9, 0.95))",), names, ended="ok", steps_seen=3)
 
 
-def summary_like(first: Summary, rank: int, world: int) -> Summary:
-    """That of the same job's rank, without its whole record being made again: what differs between its ranks is here."""
-    start, place = rank // SHARDS * SHARDS, rank % SHARDS
-    keys = {"shard": ranks_key(tuple(range(start, start + SHARDS)))}
-    keys["replicate"] = ranks_key(tuple(range(place, world, SHARDS)))
-    theirs = {ranks_key(tuple(range(SHARDS))): "shard", ranks_key(tuple(range(0, world, SHARDS))): "replicate"}
-    held = number([(name, place + (rank == ODD)) for name in first.parts])
-    return dataclasses.replace(
+def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
+    """That of another rank of the same stage, without its record being made: what differs between them is here."""
+    at = coordinate(dims, rank)
+    axes = [axis for axis in AXES if getattr(dims, axis) > 1]
+    ours, theirs = ({axis: line(dims, one, axis) for axis in axes} for one in (first.rank, rank))
+    keys = {"": ""} | {ranks_key(ours[axis]): ranks_key(theirs[axis]) for axis in axes}
+    groups = {"": ""} | {f"{axis} {ours[axis][0]}": f"{axis} {theirs[axis][0]}" for axis in axes}
+    peers = {key: str(int(key) - first.rank + rank) for _, key in first.places if key.isdigit()}
+    held, fed = (at["dp_shard"], at["tp"]), at["dp_replicate"] * dims.dp_shard + at["dp_shard"]
+    return replace(
         first,
         rank=rank,
-        uses=tuple(dataclasses.replace(use, ranks=keys[theirs[use.ranks]]) for use in first.uses),
-        issued=tuple(
-            dataclasses.replace(one, group=keys[theirs[one.ranks]], ranks=keys[theirs[one.ranks]])
-            for one in first.issued
-        ),
-        roles={keys[theirs[ranks]]: role for ranks, role in first.roles.items()},
-        slices=number([first.slices, place]),
-        contents={step: number([step, held]) for step in first.contents},
-        settings=first.settings | {"cudnn.benchmark": "on" if rank == ODD else "off"},
+        uses=tuple(replace(use, ranks=keys[use.ranks]) for use in first.uses),
+        issued=tuple(replace(one, group=groups[one.group], ranks=keys[one.ranks]) for one in first.issued),
+        roles={keys[ranks]: role for ranks, role in first.roles.items()},
+        places=tuple((groups[group], (keys | peers)[key]) for group, key in first.places),
+        slices=number([first.slices, *held]),
+        contents={step: number([one, *held]) for step, one in first.contents.items()},
+        fed={step: number([one, fed]) for step, one in first.fed.items()},
     )
 
 
-def write(world: int, folder: Path) -> int:
-    """Bytes of all files."""
-    mesh = [list(range(start, start + SHARDS)) for start in range(0, world, SHARDS)]
-    first = record(0, world, mesh)
-    summary, size = summary_of(first), 0
-    _, _, body = packed(summary, first).partition(b"\n")
-    for rank in range(world):
-        file = head(summary_like(summary, rank, world)) + body
-        record_file(folder, rank).write_bytes(file)
-        size += len(file)
-    return size
-
-
-def main(world: int, folder: Path) -> None:
-    """In two processes, so that the memory is that of who reads."""
+def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
+    """Bytes of all files. Behind its own summary each rank has the record of the first of its stage, which is the one that is
+    read of ranks that are alike; the odd rank has its own."""
     record_file(folder, 0).parent.mkdir(parents=True)
-    print(f"{world} files of {write(world, folder) / world:.0f} bytes")
-    subprocess.run([sys.executable, "-m", "benchmarks.many_ranks", "read", str(folder)], check=True)
+    for ranks in rank_grid(dims).reshape(dims.pp, -1).tolist():
+        one = record(ranks[0], dims, None)
+        first = summary_of(one)
+        _, _, body = packed(first, one).partition(b"\n")
+        for rank in ranks:
+            record_file(folder, rank).write_bytes(head(summary_like(first, rank, dims)) + body)
+    if odd is not None:
+        one = record(odd, dims, odd)
+        _, _, body = packed(summary_of(one), one).partition(b"\n")
+        record_file(folder, odd).write_bytes(head(summary_of(one)) + body)
+    return sum(file.stat().st_size for file in (folder / "ranks").iterdir())
 
 
-def read(folder: Path) -> None:
-    began = time.process_time()
-    recording = dataclasses.replace(load_recording(folder), command="torchrun train.py")
-    loaded = time.process_time() - began
-    print(page(recording))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        f"read in {loaded:.1f} s, page in {time.process_time() - began - loaded:.1f} s of CPU; {memory:.0f} MiB at most"
-    )
+def main() -> None:
+    """Writes and reads in two processes, so that the memory is that of who reads."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("layout")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--odd", action="store_true", help="a rank is unlike the others")
+    parser.add_argument("--read", choices=("layout", "page"), help="only read what is there")
+    args = parser.parse_args()
+    if args.read:
+        read(args.folder, args.layout if args.read == "layout" else None)
+        return
+    dims = layout(args.layout, MANY)
+    size = write(dims, args.folder, ODD % dims.world_size if args.odd else None)
+    print(f"{dims.world_size} files of {size / dims.world_size:.0f} bytes")
+    for what in ("layout", "page"):
+        command = [sys.executable, "-m", "benchmarks.many_ranks", args.layout, str(args.folder), "--read", what]
+        subprocess.run(command, check=True)
+
+
+def read(folder: Path, text: str | None) -> None:
+    began, cpu = time.monotonic(), time.process_time()
+    code = shown(folder, text)
+    took, memory = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"exit code {code}: {took:.1f} s of CPU, {time.monotonic() - began:.1f} s in all; {memory:.0f} MiB at most")
 
 
 if __name__ == "__main__":
-    read(Path(sys.argv[2])) if sys.argv[1] == "read" else main(int(sys.argv[1]), Path(sys.argv[2]))
+    main()

@@ -20,7 +20,7 @@ import numpy as np
 
 from harness.checks import OF_RECORDED
 from harness.evidence.recording import Fed, RankRecord, RecordedStep
-from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence
+from harness.evidence.records import Activity, Microbatch, RankEvidence, Run, StepEvidence
 from harness.evidence.store import EvidenceError, load_run, without_values
 from harness.evidence.summary import summary_of
 from harness.faults.attempt import Attempt, accepted
@@ -28,7 +28,7 @@ from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording
 from harness.judge.stored_trial import load_case
 from harness.report.recording_page import costs, odd
-from harness.run.recorded_layout import judged_records
+from harness.run.recorded_layout import judged_by
 from harness.spec.case import Case
 
 ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"
@@ -63,7 +63,10 @@ def _step(step: StepEvidence) -> StepEvidence:
         "microbatches": (),
         "changed": None,
     }
-    return dataclasses.replace(step, **gone, reported_loss=None, grad_norm=None, kept=None, copied=None, positions=())
+    gone |= dict.fromkeys(
+        ("reported_loss", "grad_norm", "kept", "copied", "seconds", "allocator", "unwaited", "scaled")
+    )
+    return dataclasses.replace(step, **gone, activity=Activity(), positions=())
 
 
 def _recorded(step: StepEvidence) -> RecordedStep:
@@ -100,7 +103,7 @@ def noticed(folder: Path) -> Noticed:
     records = {rank: record_of(launched, run, rank) for rank in sorted(run.ranks)}
     summaries = [summary_of(record) for record in records.values()]
     recording = Recording(folder, {one.rank: one for one in summaries}, requested=run.world_size)
-    results, diagnosis = judged_records(records, summaries, launched.dims, recording)
+    results, diagnosis = judged_by(recording, launched.dims, records.__getitem__)
     broken = [r.check for r in results if r.verdict is Verdict.FAIL]
     unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
     said = dict.fromkeys([*broken, *(label for label, _ in [*odd(recording), *costs(summaries)])])

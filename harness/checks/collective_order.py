@@ -31,7 +31,7 @@ def check(trial: Trial) -> Result:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
     findings = [f for (_, ranks), by_rank in sequences.items() for f in _first_difference(trial, ranks, by_rank)]
-    findings += _unmatched(whole)
+    findings += _unmatched({rank: _between_read(trial, calls) for rank, calls in whole.items()})
     examined = sum(map(len, whole.values()))
     if trial.alone is not None and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
@@ -40,9 +40,13 @@ def check(trial: Trial) -> Result:
 
 def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
     """Those whose whole group left evidence, sends and receives those whose other side did."""
-    calls = trial.ranks[rank].collectives
-    whole = {ranks: all(member in trial.ranks for member in ranks) for ranks in {call.ranks for call in calls}}
-    return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in trial.ranks)]
+    calls, there = trial.ranks[rank].collectives, trial.seen
+    whole = {ranks: all(member in there for member in ranks) for ranks in {call.ranks for call in calls}}
+    return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in there)]
+
+
+def _between_read(trial: Trial, calls: list[Collective]) -> list[Collective]:
+    return [call for call in calls if call.peer is None or call.peer in trial.ranks]
 
 
 def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
@@ -50,7 +54,7 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
     present = [rank for rank in ranks if rank in trial.ranks]
     longest = max(len(sequence) for sequence in by_rank.values())
     for index in range(longest):
-        calls = {rank: _call(by_rank.get(rank, []), index) for rank in present}
+        calls = {rank: call_text(by_rank.get(rank, []), index) for rank in present}
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             odd = {rank: call for rank, call in calls.items() if call != majority}
@@ -59,7 +63,8 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
     return []
 
 
-def _call(sequence: list[Collective], index: int) -> str:
+def call_text(sequence: list[Collective], index: int) -> str:
+    """What members of a group must have in common."""
     if index >= len(sequence):
         return "nothing"
     call = sequence[index]

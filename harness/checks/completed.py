@@ -47,7 +47,7 @@ def check(trial: Trial) -> Result:
         rank, reason = min(unable.items())
         note = f"rank {rank} could not be run alone: {reason}"
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    return verdict_of("completed", findings, examined=len(trial.started))
+    return verdict_of("completed", findings, examined=len(trial.started if trial.alone is not None else trial.seen))
 
 
 def _not_the_trainers(run: Run) -> str:

@@ -70,7 +70,9 @@ def disagreements(trial: Trial) -> list[Finding]:
 
 def _held(trial: Trial, rank: int) -> tuple[str, ...]:
     """The parameters that a rank holds as planned, or where that is not derived, as it has them."""
-    return tuple(trial.plan.slices[rank]) or tuple(sorted(tensor.fqn for tensor in trial.ranks[rank].parameters))
+    return tuple(trial.plan.slices[rank]) or tuple(
+        sorted(tensor.fqn for tensor in trial.evidence_like(rank).parameters)
+    )
 
 
 def _units_line(trial: Trial, units: frozenset[Unit]) -> str:

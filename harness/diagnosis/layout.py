@@ -323,17 +323,18 @@ def _part_text(trial: Trial, fqn: str, part: Slice | None) -> str:
 
 def _groups_in_use(trial: Trial) -> set[tuple[int, ...]]:
     """Over which ranks tensors moved in forward and backward."""
-    return {
-        call.ranks
-        for evidence in trial.ranks.values()
-        for call in evidence.collectives
-        if call.phase in ("forward", "backward") and "float" in call.dtype
-    }
+    return trial.groups_on_all(
+        lambda evidence: (
+            call.ranks
+            for call in evidence.collectives
+            if call.phase in ("forward", "backward") and "float" in call.dtype
+        )
+    )
 
 
 def _use_text(trial: Trial, axis: str, used: list[tuple[int, ...]]) -> str:
     if used:
         return groups_text(used)
     wanted = set(trial.plan.groups[axis])
-    exist = {group.ranks for evidence in trial.ranks.values() for group in evidence.groups} & wanted
+    exist = trial.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups)) & wanted
     return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")

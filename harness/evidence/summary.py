@@ -6,9 +6,6 @@ person writes ranges, for a group may have thousands.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -16,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.evidence.alike import alike
+from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Last, RankRecord
 from harness.evidence.records import Collective, RankEvidence, TensorEvidence
 
@@ -68,7 +67,7 @@ class Summary:
     groups over which nothing ran. waits: barriers inside of forward and backward. kept: bytes of parameters that are in
     memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. unstepped: parameters that no
     optimizer has. digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the
-    steps that `outside` is of.
+    steps that `outside` is of. kind, places: as evidence.alike has them; 0 where nobody looked.
     """
 
     rank: int
@@ -107,6 +106,8 @@ class Summary:
     own: float
     outside: tuple[Outside, ...] = ()
     whole: tuple[int, ...] = ()
+    kind: int = 0
+    places: tuple[tuple[str, str], ...] = ()
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
@@ -116,6 +117,7 @@ COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers",
 def summary_of(record: RankRecord) -> Summary:
     evidence = record.evidence
     plain: dict[str, Any] = {name: getattr(record, name) for name in COPIED}
+    kind, places = alike(record)
     return Summary(
         rank=evidence.rank,
         world=evidence.world_size,
@@ -127,6 +129,8 @@ def summary_of(record: RankRecord) -> Summary:
         roles=roles(evidence),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
+        kind=kind,
+        places=places,
         **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
     )
 
@@ -312,31 +316,3 @@ def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     lines: list[Any] = [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])] for axis in range(mesh.ndim)]
     named = zip(tensor.placements, lines, strict=True)
     return [(kind, ranks_key(tuple(sorted(int(r) for r in line)))) for kind, line in named if len(line) > 1]
-
-
-# ---- words for many things
-
-
-def number(things: Any) -> int:
-    """The same for equal things, in every process."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(things).encode(), digest_size=8).digest())
-
-
-@functools.lru_cache(maxsize=4096)
-def ranks_key(ranks: tuple[int, ...]) -> str:
-    """0-7, 0-56:8 (every eighth), 0,3,4."""
-    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
-    if len(ranks) < 3 or len(steps) > 1:
-        return ",".join(map(str, ranks))
-    (step,) = steps
-    return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-
-
-@functools.lru_cache(maxsize=65536)
-def ranks_of(key: str) -> tuple[int, ...]:
-    """The inverse."""
-    if "-" not in key:
-        return tuple(int(rank) for rank in key.split(",") if rank)
-    span, _, step = key.partition(":")
-    first, last = map(int, span.split("-"))
-    return tuple(range(first, last + 1, int(step or 1)))

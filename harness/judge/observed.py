@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from harness.evidence.summary import Summary, Use, ranks_of
+from harness.evidence.keys import ranks_of
+from harness.evidence.summary import Summary, Use
 
 H = TypeVar("H", bound=Hashable)
 

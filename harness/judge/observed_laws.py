@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use, ranks_of
+from harness.evidence.keys import ranks_of
+from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
 from harness.evidence.text import ranks_text
 from harness.judge.observed import differing, replicas
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first

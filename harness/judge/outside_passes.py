@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.evidence.summary import Summary, ranks_key, ranks_of
+from harness.evidence.keys import ranks_key, ranks_of
+from harness.evidence.summary import Summary
 
 SECTION = "outside of forward and backward"
 PHASES = {"optimizer": " in an optimizer's step", "evaluation": " in evaluation"}

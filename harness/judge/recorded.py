@@ -14,6 +14,7 @@ import numpy as np
 
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import Exit, RankEvidence, Run
+from harness.evidence.summary import Summary
 from harness.judge.traffic import INSIDE
 from harness.judge.trial import Recorded, Trial
 from harness.plan.make_plan import make_plan
@@ -41,14 +42,27 @@ class ObservedModel(ModelConfig):
         return dict(self.shapes)
 
 
-def trial_of(records: Mapping[int, RankRecord], dims: ParallelDims, directory: str, world: int) -> Trial:
-    """records: of all ranks that left one. Trap: a job may be of more or fewer ranks than the layout."""
+def trial_of(
+    records: Mapping[int, RankRecord],
+    dims: ParallelDims,
+    directory: str,
+    world: int,
+    *,
+    summaries: Mapping[int, Summary] | None = None,
+    like: Mapping[int, int] | None = None,
+) -> Trial:
+    """records: of all ranks that left one; or of some, with the summaries of all, and by rank the one that was read in its
+    place. Trap: a job may be of more or fewer ranks than the layout."""
+    like = {rank: rank for rank in records} if like is None else like
     steps = _steps(records.values())
     ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
-    exits = tuple(_exit(rank, records.get(rank)) for rank in range(world))
-    case = _case(dims, ranks, max(steps, default=1))
-    recorded = Recorded(_not_judged(case, ranks, records), _copies(records.values()), _unknown(case, ranks, records))
-    plan = make_plan(case, USUAL, {rank: claimed_units(evidence) for rank, evidence in ranks.items()})
+    exits = tuple(_exit(rank, (summaries or records).get(rank)) for rank in range(world))
+    case = _case(dims, ranks, Counter(like.values()), max(steps, default=1))
+    not_judged, unknown = _not_judged(case, ranks, records), _unknown(case, ranks, records)
+    places = {rank: one.places for rank, one in (summaries or {}).items()}
+    recorded = Recorded(not_judged, _copies(records.values()), unknown, like, places)
+    units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
+    plan = make_plan(case, USUAL, {rank: units[one] for rank, one in sorted(like.items())})
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)
     return Trial(case, plan, Run(directory, world, exits, ranks), NO_REFERENCE, recorded=recorded)
@@ -72,7 +86,7 @@ def _of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
     return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
 
 
-def _exit(rank: int, record: RankRecord | None) -> Exit:
+def _exit(rank: int, record: RankRecord | Summary | None) -> Exit:
     if record is None:
         return Exit(rank, "lost", error="it left no evidence")
     if record.ended == "raised":
@@ -90,13 +104,14 @@ def _exit(rank: int, record: RankRecord | None) -> Exit:
 # ---- what is requested, as far as a layout says it
 
 
-def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], steps: int) -> Case:
+def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[int, int], steps: int) -> Case:
     shapes: dict[str, tuple[int, ...]] = {}
     for evidence in ranks.values():
         shapes |= {tensor.fqn: tensor.global_shape for tensor in evidence.parameters}
     model = ObservedModel(name="recorded", n_layers=0, shapes=tuple(shapes.items()))
     stored = _dtype(ranks.values())
-    gathered, reduced = _moved(ranks, "all_gather"), _moved(ranks, "reduce_scatter") or _moved(ranks, "all_reduce")
+    gathered = _moved(ranks, many, "all_gather")
+    reduced = _moved(ranks, many, "reduce_scatter") or _moved(ranks, many, "all_reduce")
     training = TrainingConfig(
         steps=steps, dtype=stored or "float32", compute_dtype=gathered if gathered != stored else None
     )
@@ -111,13 +126,13 @@ def _dtype(ranks: Iterable[RankEvidence]) -> str | None:
     return dtype if dtype in BYTES else None
 
 
-def _moved(ranks: Mapping[int, RankEvidence], op: str) -> str | None:
-    """The type in which most bytes of this collective moved in forward and backward."""
+def _moved(ranks: Mapping[int, RankEvidence], many: Mapping[int, int], op: str) -> str | None:
+    """The type in which most bytes of this collective moved in forward and backward. many: ranks that each one stands for."""
     moved: Counter[str] = Counter()
-    for evidence in ranks.values():
+    for rank, evidence in ranks.items():
         for call in evidence.collectives:
             if call.op == op and call.phase in ("forward", "backward") and call.dtype in BYTES:
-                moved[call.dtype] += call.bytes
+                moved[call.dtype] += call.bytes * many[rank]
     return max(moved, key=moved.__getitem__) if moved else None
 
 

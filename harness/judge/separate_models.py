@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.evidence.summary import Summary, ranks_of
+from harness.evidence.keys import ranks_of
+from harness.evidence.summary import Summary
 
 LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
 
@@ -49,19 +50,24 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
     yield from (family for family in found.values() if len(family) > 1)
 
 
-def _joined(summaries: Iterable[Summary]) -> tuple[tuple[int, ...], ...]:
+def _joined(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
     """The sets of ranks between which there is a way over groups in use."""
-    at: dict[int, set[int]] = {one.rank: {one.rank} for one in summaries}
+    towards = {one.rank: one.rank for one in summaries}
+
+    def end(rank: int) -> int:
+        while towards[rank] != rank:
+            towards[rank] = towards[towards[rank]]
+            rank = towards[rank]
+        return rank
+
     for group in {group for one in summaries for group in _groups(one)}:
-        members = [rank for rank in ranks_of(group) if rank in at]
-        whole = set().union(*_each_once(at[rank] for rank in members))
-        at |= dict.fromkeys(whole, whole)
-    return tuple(sorted(tuple(sorted(ranks)) for ranks in _each_once(at.values())))
-
-
-def _each_once(sets: Iterable[set[int]]) -> list[set[int]]:
-    """Thousands of ranks have the very same set."""
-    return list({id(one): one for one in sets}.values())
+        members = [rank for rank in ranks_of(group) if rank in towards]
+        for rank in members:
+            towards[end(rank)] = end(members[0])
+    sets: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(towards):
+        sets[end(rank)].append(rank)
+    return tuple(sorted(map(tuple, sets.values())))
 
 
 def _groups(one: Summary) -> Iterator[str]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.keys import ranks_of
 from harness.evidence.recording import Last, load_summary
 from harness.evidence.store import EvidenceError
-from harness.evidence.summary import Summary, ranks_of
+from harness.evidence.summary import Summary
 
 STARTED = "recording.json"
 

@@ -6,12 +6,13 @@ From here on nothing has effects: a Trial is stored evidence, and what is derive
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from harness.evidence.keys import ranks_of
 from harness.evidence.records import RankEvidence, Run, StepEvidence
 from harness.judge import tolerance
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
@@ -31,11 +32,14 @@ from harness.spec.traits import TrainerTraits
 @dataclass(frozen=True)
 class Recorded:
     """Of a recorded job, which has no reference. not_judged: by law, why. copies: how many numbers a parameter its optimizer
-    keeps at most, None where that is not known. unknown: by law, why what it would have to see was not seen."""
+    keeps at most, None where that is not known. unknown: by law, why what it would have to see was not seen. like: by rank that
+    left evidence, the one that is read in its place; places: by rank, the groups that its record names."""
 
     not_judged: Mapping[str, str]
     copies: int | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
+    like: Mapping[int, int] = field(default_factory=dict)
+    places: Mapping[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,32 @@ class Trial:
 
     @property
     def started(self) -> tuple[int, ...]:
-        """The ranks of which evidence is due."""
-        return tuple(range(self.run.world_size)) if self.alone is None else self.alone.ranks
+        """The ranks of which evidence is due: all, but for those for which another one stands."""
+        if self.alone is not None:
+            return self.alone.ranks
+        return tuple(rank for rank in range(self.run.world_size) if rank in self.ranks or rank not in self.seen)
+
+    @functools.cached_property
+    def seen(self) -> frozenset[int]:
+        """The ranks that left evidence, though another one may be read in their place."""
+        return frozenset(self.ranks) | frozenset(self.recorded.like if self.recorded is not None else ())
+
+    def evidence_like(self, rank: int) -> RankEvidence:
+        """Of a rank that left some; ranks that it names may be others'."""
+        return self.ranks[rank if rank in self.ranks or self.recorded is None else self.recorded.like[rank]]
+
+    def groups_on_all(self, chosen: Callable[[RankEvidence], Iterable[tuple[int, ...]]]) -> set[tuple[int, ...]]:
+        """The groups that are chosen of the evidence of each rank."""
+        found = {rank: set(chosen(evidence)) for rank, evidence in self.ranks.items()}
+        groups = set().union(*found.values())
+        if self.recorded is None:
+            return groups
+        places = self.recorded.places
+        for rank, one in self.recorded.like.items():
+            if rank != one:
+                named = zip(places[one], places[rank], strict=True)
+                groups |= {ranks_of(theirs) for (_, ours), (_, theirs) in named if ranks_of(ours) in found[one]}
+        return groups
 
     @property
     def launches(self) -> tuple[Trial, ...]:

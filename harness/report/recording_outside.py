@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from harness.evidence.summary import Summary, ranks_key
+from harness.evidence.keys import ranks_key
+from harness.evidence.summary import Summary
 from harness.evidence.text import bytes_text
 from harness.judge.outside_passes import Line, lines, whole_steps
 

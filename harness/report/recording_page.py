@@ -8,7 +8,8 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.evidence.summary import Summary, ranks_key, ranks_of
+from harness.evidence.keys import ranks_key, ranks_of
+from harness.evidence.summary import Summary
 from harness.evidence.text import MANY, bytes_text, ranks_text
 from harness.judge.observed import (
     Axis,

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from harness.checks import OF_RECORDED, all_checks, completed, run_check
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, load_record, record_file
-from harness.evidence.summary import Summary
 from harness.judge.observed_laws import observed_laws
 from harness.judge.recorded import trial_of
 from harness.judge.result import Diagnosis, Result
 from harness.judge.stored_recording import Recording
+from harness.judge.trial import Trial
+from harness.run.stand_ins import apart_by_plan, disagreeing, stand_ins
 from harness.spec.dims import ParallelDims
 
-
-def judged(recording: Recording, dims: ParallelDims) -> tuple[tuple[Result, ...], Diagnosis | None]:
-    """Raises EvidenceError."""
-    records = {rank: load_record(record_file(recording.directory, rank)) for rank in recording.summaries}
-    return judged_records(records, list(recording.summaries.values()), dims, recording)
+Judged = tuple[tuple[Result, ...], Diagnosis | None]
 
 
-def judged_records(
-    records: Mapping[int, RankRecord], summaries: Sequence[Summary], dims: ParallelDims, recording: Recording
-) -> tuple[tuple[Result, ...], Diagnosis | None]:
-    """recording: where they are from, and of how many ranks it is."""
-    trial = trial_of(records, dims, str(recording.directory), recording.world)
+def judged(recording: Recording, dims: ParallelDims) -> Judged:
+    """Of ranks that are alike one record is read. Raises EvidenceError."""
+    return judged_by(recording, dims, lambda rank: load_record(record_file(recording.directory, rank)))
+
+
+def judged_by(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Judged:
+    trial = _trial_of_stand_ins(recording, dims, load)
     if recording.world != dims.world_size:  # of another job, then
         return (run_check("completed", completed.check, trial),), None
     laws = {name: module for name, module in all_checks().items() if name in OF_RECORDED}
     results = tuple(run_check(name, module.check, trial) for name, module in laws.items())
     diagnosis = diagnose(trial, results, (other_layouts,), ())
+    summaries = [one for _, one in sorted(recording.summaries.items())]
     return (*results, *observed_laws(summaries, dims)), diagnosis
+
+
+def _trial_of_stand_ins(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Trial:
+    """Read are more ranks, one after the other, as it turns out that those read before do not stand for them."""
+    summaries = recording.summaries
+    records: dict[int, RankRecord] = {}
+
+    def trial(like: dict[int, int]) -> Trial:
+        records.update(_read(set(like.values()) - set(records), load))
+        return trial_of(records, dims, str(recording.directory), recording.world, summaries=summaries, like=like)
+
+    like = stand_ins(summaries, dims)
+    found = trial(like)
+    if recording.world != dims.world_size:
+        return found
+    like = apart_by_plan(like, found)
+    records.update(_read(set(like.values()) - set(records), load))
+    like |= {rank: rank for rank in disagreeing(summaries, records, like)}
+    return trial(like) if set(like.values()) != set(found.ranks) else found
+
+
+def _read(ranks: Iterable[int], load: Callable[[int], RankRecord]) -> Mapping[int, RankRecord]:
+    return {rank: load(rank) for rank in sorted(ranks)}

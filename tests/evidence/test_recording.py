@@ -34,13 +34,15 @@ def test_claims_come_back_and_values_do_not(tmp_path: Path) -> None:
 
 def test_a_mesh_of_thousands_of_ranks_takes_little_room_and_an_uneven_one_comes_back_too(tmp_path: Path) -> None:
     wide = np.arange(16384).reshape(128, 128).T.tolist()
+    save_record(record_file(tmp_path, 1), summary_of(record(0)), record(0))
+    usual = record_file(tmp_path, 1).stat().st_size
     for mesh in (wide, [[0, 5], [1, 2]], [3]):
         one, path = record(0), record_file(tmp_path, 0)
         tensors = tuple(replace(tensor, mesh=mesh) for tensor in one.evidence.parameters)
         one = replace(one, evidence=replace(one.evidence, parameters=tensors))
         save_record(path, summary_of(record(0)), one)
         assert {str(t.mesh) for t in load_record(path).evidence.parameters} == {str(mesh)}
-        assert path.stat().st_size < 4000
+        assert path.stat().st_size < usual + 100
 
 
 def test_ranks_on_one_mesh_share_it_however_many_are_read(tmp_path: Path) -> None:

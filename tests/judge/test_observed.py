@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from literal_recording import GATHER, SUM, hsdp, summary
 
-from harness.evidence.summary import Issued, Use, ranks_key, ranks_of
+from harness.evidence.keys import ranks_key, ranks_of
+from harness.evidence.summary import Issued, Use
 from harness.judge.observed import axes, differing_replicas, odd_ranks, out_of_order
 
 

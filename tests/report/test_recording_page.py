@@ -7,8 +7,8 @@ from typing import Any
 
 from literal_recording import hsdp
 
+from harness.evidence.keys import ranks_key
 from harness.evidence.recording import Last
-from harness.evidence.summary import ranks_key
 from harness.judge.stored_recording import Recording
 from harness.report.recording_page import groups_text, odd, page, some_ranks
 

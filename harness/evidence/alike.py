@@ -1,0 +1,103 @@
+"""Ranks whose records differ only in the ranks that they name: laws need the record of one of them, and where others stand.
+
+A record is taken apart into one number, the same for ranks that are alike, and the groups of ranks that it names, in the order
+in which it names them. What no law of a recorded job reads is left out: digests, times, errors, machines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from harness.evidence.keys import number, ranks_key
+from harness.evidence.recording import RankRecord, RecordedStep
+from harness.evidence.records import Collective, RankEvidence, TensorEvidence, Wrapper
+from harness.evidence.store import encoded_without_values
+
+
+@dataclass
+class Places:
+    """By group and its ranks, the number by which the record goes by them here."""
+
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def of(self, ranks: Sequence[int], group: str = "") -> list[Any]:
+        """The order of the ranks is told where it is not the usual one."""
+        usual = _sorted(tuple(ranks))
+        told = [self.numbers.setdefault((group, ranks_key(usual)), len(self.numbers))]
+        return told if usual == tuple(ranks) else [*told, list(ranks)]
+
+
+def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
+    """The number, and (group, ranks) of each place; group is empty where none is named."""
+    places, evidence = Places(), record.evidence
+    named = [
+        [(module, _wrapper(wrapper, places)) for module, wrapper in evidence.structure.items()],
+        _parameters(evidence, places),
+        [_call(call, places) for call in evidence.collectives],
+    ]
+    groups = sorted((places.of(group.ranks, group.name), group.backend) for group in evidence.groups)
+    rest = replace(
+        evidence,
+        rank=0,
+        groups=(),
+        structure={},
+        parameters=(),
+        collectives=(),
+        environment={},
+        compiler={},
+        settings={},
+    )
+    plain = replace(
+        RankRecord(rest, tuple(map(_step, record.steps))), optimizers=record.optimizers, stepped=record.stepped
+    )
+    return number([named, groups, encoded_without_values(plain)]), tuple(places.numbers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sorted(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))
+
+
+def _step(step: RecordedStep) -> RecordedStep:
+    fed = tuple(replace(one, digest=0) for one in step.fed)
+    return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0)
+
+
+def _wrapper(wrapper: Wrapper, places: Places) -> dict[str, Any]:
+    ranks = {name: places.of(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
+    return vars(wrapper) | ranks
+
+
+def _call(call: Collective, places: Places) -> list[Any]:
+    peer = None if call.peer is None else places.of((call.peer,))
+    group = places.of(call.ranks, call.group)
+    return [group, peer, call.op, call.dtype, call.bytes, call.phase, call.step, call.seq]
+
+
+def _parameters(evidence: RankEvidence, places: Places) -> list[Any]:
+    meshes: dict[int, Any] = {}
+    for tensor in evidence.parameters:
+        if tensor.mesh is not None and id(tensor.mesh) not in meshes:
+            meshes[id(tensor.mesh)] = _mesh(evidence.rank, np.array(tensor.mesh), places)
+    return [_tensor(tensor, meshes) for tensor in evidence.parameters]
+
+
+def _tensor(tensor: TensorEvidence, meshes: Mapping[int, Any]) -> list[Any]:
+    mesh = None if tensor.mesh is None else meshes[id(tensor.mesh)]
+    held = [list(tensor.value.shape), str(tensor.value.dtype)]
+    return [tensor.fqn, tensor.global_shape, tensor.dtype, mesh, tensor.placements, held]
+
+
+def _mesh(rank: int, mesh: np.ndarray, places: Places) -> list[Any]:
+    """Its shape, and the rank's line along each axis. Where a rank stands in its line follows from that, unless the line is not
+    in the order of ranks."""
+    if rank not in mesh:
+        return ["elsewhere", mesh.tolist()]
+    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
+    lines = [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])] for axis in range(mesh.ndim)]
+    return [list(mesh.shape), *(places.of([int(one) for one in line]) for line in lines)]
