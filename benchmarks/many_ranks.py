@@ -19,7 +19,7 @@ from pathlib import Path
 
 from harness.cli.show import shown
 from harness.evidence.keys import number, ranks_key
-from harness.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file
+from harness.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file, save_record
 from harness.evidence.records import Collective, Group, RankEvidence, StepEvidence, TensorEvidence, Wrapper
 from harness.evidence.store import without_values
 from harness.evidence.summary import Summary, summary_of
@@ -133,7 +133,7 @@ def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
 
 def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
     """Bytes of all files. Behind its own summary each rank has the record of the first of its stage, which is the one that is
-    read of ranks that are alike; the odd rank has its own."""
+    read of ranks that are alike; the odd rank and the members of its groups have their own."""
     record_file(folder, 0).parent.mkdir(parents=True)
     for ranks in rank_grid(dims).reshape(dims.pp, -1).tolist():
         one = record(ranks[0], dims, None)
@@ -141,10 +141,9 @@ def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
         _, _, body = packed(first, one).partition(b"\n")
         for rank in ranks:
             record_file(folder, rank).write_bytes(head(summary_like(first, rank, dims)) + body)
-    if odd is not None:
-        one = record(odd, dims, odd)
-        _, _, body = packed(summary_of(one), one).partition(b"\n")
-        record_file(folder, odd).write_bytes(head(summary_of(one)) + body)
+    for rank in () if odd is None else {peer for axis in AXES for peer in line(dims, odd, axis)}:
+        one = record(rank, dims, odd)
+        save_record(record_file(folder, rank), summary_of(one), one)
     return sum(file.stat().st_size for file in (folder / "ranks").iterdir())
 
 
