@@ -44,6 +44,7 @@ COPIED = (
     "conftest.py",
     "pyproject.toml",
     "README.md",
+    "docs",
 )
 MODULES = ("harness/checks/*.py", "harness/plan/*.py", "harness/plan/traffic/*.py", "harness/judge/tolerance.py")
 SLOW = (  # tests of seconds, which alone notice hardly anything
@@ -52,6 +53,7 @@ SLOW = (  # tests of seconds, which alone notice hardly anything
     "plan/test_plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
     "plan/test_plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
 )
+OF_SOURCES = ("diagnosis/test_kinds.py",)  # that read the modules' text, in which all mutants stand
 TESTS = ("checks", "diagnosis", "judge", "plan", "spec/test_schedule.py")
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 CPU_SECONDS = 8  # of tests that one mutant gets: what lives on after that has survived
@@ -246,7 +248,7 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
     tests = [f"tests/{name}" for name in asked.tests]
     sys.dont_write_bytecode = True
     options = ["-q", "-s", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += [f"--deselect=tests/{name}" for name in SLOW]
+    options += [f"--deselect=tests/{name}" for name in (*SLOW, *OF_SOURCES)]
     code = pytest.main([*options, *tests], plugins=[runner])
     if code:
         raise SystemExit(code)

@@ -13,38 +13,27 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.checks import judge
-from harness.diagnosis.backward import wrong_backward
-from harness.diagnosis.checkpoint import wrong_checkpoint
+from harness.diagnosis.backward import different_losses, other_gradient_flows, rounding, wrong_backward
 from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
-from harness.diagnosis.costs import (
-    memory_kept,
-    of_no_plan,
-    of_two_runs,
-    other_settings,
-    ranks_wait,
-    reference_moved,
-)
+from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
 from harness.diagnosis.data import other_samples
 from harness.diagnosis.engine import explain
-from harness.diagnosis.exchanged import exchanged_tensors
 from harness.diagnosis.features import odd_traces, other_actions, other_features
 from harness.diagnosis.forward import masks_drawn_again, other_forward
 from harness.diagnosis.gathered_logits import gathered_logits
-from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
-from harness.diagnosis.losses import different_losses, rounding
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, not_trained, process_failed
+from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
-from harness.diagnosis.resume import resumed_otherwise
+from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
 from harness.diagnosis.telling import broken_later, told, what_weaker_tests_say
 from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
-from harness.diagnosis.updates import changed_weights
-from harness.diagnosis.weights import other_weights
+from harness.diagnosis.weights import changed_weights, other_weights
 from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
@@ -117,11 +106,8 @@ def diagnose(
     """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
     that one only keeps too much, which does not explain what is resumed wrongly."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
-    if (
-        failed
-        and trial.saved
-        and (earlier := diagnose(trial.saved[-1], before := judge(trial.saved[-1]), suspects, facts, costly))
-    ):
+    before = judge(trial.saved[-1]) if failed and trial.saved else []
+    if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
         only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
         if not (only_keeps and "resume" in {result.check for result in failed}):
             return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_later(trial, failed, before)))

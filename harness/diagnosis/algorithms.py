@@ -13,7 +13,7 @@ import numpy as np
 from harness.checks import update
 from harness.diagnosis import assume
 from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.words import Pair
+from harness.diagnosis.words import Arrays, Pair
 from harness.evidence.records import RankEvidence
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
@@ -21,7 +21,6 @@ from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 
-Arrays = dict[str, np.ndarray]
 FEW = ("norm.weight", "attention.wq.weight", "output.weight", "tok_embeddings.weight")  # of each kind one
 BETAS = (0.0, 0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-10, 1e-12, 1e-15, 1e-16)
@@ -118,10 +117,9 @@ def _changed(requested: TrainingConfig, changes: Mapping[str, float], of: str = 
     """Of one number it is the kind."""
     seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
     wanted = " and ".join(f"{getattr(requested, name):g}" for name in changes)
-    exchanged = ": these two are exchanged" * (
-        [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
-    )
-    return Cause(next(iter(changes)), f"{seen} in the optimizer{of}", "", wanted, exchanged * (len(changes) > 1))
+    exchanged = len(changes) > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
+    hint = ": these two are exchanged" * exchanged
+    return Cause(next(iter(changes)), f"{seen} in the optimizer{of}", "", wanted, hint)
 
 
 def kinds_of_parameters(trial: Trial) -> dict[str, set[str]]:

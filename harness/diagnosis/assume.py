@@ -35,21 +35,17 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """As if this recipe had been requested: the reference is trained by it."""
-    changed = another_case(trial, replace(trial.case, training=training))
-    return replace(
-        changed,
-        reference=retrain(trial.case.model, training, trial.reference, **order_of_entries(trial), **trial.otherwise),
-    )
+    words = {**order_of_entries(trial), **trial.otherwise}
+    reference = retrain(trial.case.model, training, trial.reference, **words)
+    return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
 
 
 def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     """As if the reference had been trained so, besides what is assumed of it already; the words are those of
     reference.counterfactual.Otherwise."""
-    together = {
-        **trial.otherwise,
-        **{key: _after(trial.otherwise.get(key), key, new) for key, new in otherwise.items()},
-    }
-    words = {**order_of_entries(trial), **together}
+    known = trial.otherwise
+    together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
+    words = order_of_entries(trial) | together
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
     return replace(trial, reference=reference, otherwise=together)
 

@@ -10,24 +10,30 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
+from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import (
-    Pair,
     consequences,
+    distance,
     expected_gradient,
+    factor_of,
     first_wrong_step,
     loss_off,
     seen_gradients,
     wrong_pairs,
 )
-from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact
+from harness.diagnosis.forward import Tries
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated
 from harness.diagnosis.layout import wrong_parts
-from harness.diagnosis.words import groups_text, in_order, rank_words, some, traffic_lines, where_text
+from harness.diagnosis.words import Arrays, Pair, groups_text, in_order, rank_words, some, traffic_lines, where_text
 from harness.judge import tolerance
+from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
+from harness.judge.tolerance import relative_difference
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
 
@@ -58,9 +64,8 @@ def _misshapen(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     if not bad:
         return None
     rank, fqn = bad[0]
-    seen = (
-        f"rank {rank}, {fqn}: gradient {seen_gradients(trial, rank, step)[fqn].shape} of a parameter {held[rank, fqn]}"
-    )
+    shape = seen_gradients(trial, rank, step)[fqn].shape
+    seen = f"rank {rank}, {fqn}: gradient {shape} of a parameter {held[rank, fqn]}"
     text = f"gradients have another shape than their parameters {where_text(trial, bad)}: {seen}"
     return Fact(Cause("gradients misshapen", text), consequences(trial, step))
 
@@ -82,12 +87,8 @@ def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 def _mean_over_none(trial: Trial, step: int) -> str:
     reference = trial.reference
     counts = dict(zip(reference.sample_ids, (reference.labels >= 0).sum(axis=1).tolist(), strict=True))
-    shares = shares_of_samples(trial, step)
-    empty = [
-        rank
-        for rank, ids in shares.items()
-        if None not in ids and not sum(counts.get(i, 0) for i in ids if i is not None)
-    ]
+    shares = ((rank, ids) for rank, ids in shares_of_samples(trial, step).items() if None not in ids)
+    empty = [rank for rank, ids in shares if not sum(counts.get(id_ or 0, 0) for id_ in ids)]
     have = "has" if len(empty) == 1 else "have"
     return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
 
@@ -107,9 +108,8 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         for flow in (flow for flow in flows if flow.role == role):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
             if seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
-                return Fact(
-                    Cause("K/V not exchanged", text), laws, NOT_TESTED if wrong else tuple(traffic_lines(trial))
-                )
+                lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
+                return Fact(Cause("K/V not exchanged", text), laws, lines)
     return None
 
 
@@ -122,12 +122,8 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
     more = f", but over {groups_text(instead)}" if instead else ""
     text = f"gradient reduction missing over {' and '.join(missing)}: {', '.join(texts)}{more}"
-    lines = (*traffic_lines(trial), *NOT_TESTED)
-    return Fact(
-        Cause("gradients not reduced", text),
-        ("traffic", "process_groups", "placements", *consequences(trial, step)),
-        lines,
-    )
+    laws = ("traffic", "process_groups", "placements", *consequences(trial, step))
+    return Fact(Cause("gradients not reduced", text), laws, (*traffic_lines(trial), *NOT_TESTED))
 
 
 def _of_another_layout(trial: Trial, step: int) -> Fact | None:
@@ -202,10 +198,8 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     if not right or loss_off(trial, step) or not max(map(depth, bad)) < min(map(depth, right)):
         return None
     first = [fqn for fqn in right if depth(fqn) == min(map(depth, right))]
-    cause = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}"
-    text = (
-        f"{cause}, and wrong in all that lies before: backward loses something there{_less_than_planned(trial, step)}"
-    )
+    text = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}, and wrong in all"
+    text += f" that lies before: backward loses something there{_less_than_planned(trial, step)}"
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
@@ -224,9 +218,81 @@ def _less_than_planned(trial: Trial, step: int) -> str:
     for flow in trial.plan.flows_of(0, step):
         if flow.phase == "backward":
             wanted[flow.axis, flow.op] = wanted.get((flow.axis, flow.op), 0) + flow.bytes
-    short = [
-        axis
-        for (axis, op), count in wanted.items()
-        if seen.get((trial.plan.group_of(0, axis), op, "backward"), 0) < count
-    ]
-    return f", a sum over {' and '.join(dict.fromkeys(short))}" if short else ""
+    moved = {key: seen.get((trial.plan.group_of(0, key[0]), key[1], "backward"), 0) for key in wanted}
+    short = dict.fromkeys(key[0] for key in wanted if moved[key] < wanted[key])
+    return f", a sum over {' and '.join(short)}" if short else ""
+
+
+# ---- the loss of a step is right: backward does something else than forward says
+
+
+BEFORE = {"samples", "positions", "initial_weights", "resume"}
+
+
+def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Those that give the gradients observed in the first wrong step, of all parameters that are wrong and of no others."""
+    step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
+    if step is None or BEFORE & set(broken) or loss_off(trial, step) or trial.references:
+        return
+    wrong, tries = wrong_pairs(trial, step), Tries(trial, step)
+    if not tries.rows or all(factor_of(trial, *at, step) is not None for at in wrong):
+        return
+    from harness.reference.altered import altering
+    from harness.reference.gradient_flow import gradient_flows
+
+    near = partial(_near, deepest=max(depth(fqn)[0] for _, fqn in wrong))
+    counts = sorted({2, *(len(groups[0]) for groups in trial.plan.groups.values())} - {1})
+    for variation in gradient_flows(counts):
+        for modules in filter(near, tries.modules(variation.part)):
+            altered = altering(variation, modules, step)
+            if _gives(trial, step, tries.bench.gradients(altered), wrong):
+                cause = tries.cause(variation, modules, list(tries.rows))
+                yield Hypothesis(cause, partial(another_reference, altered=altered))
+
+
+def _near(modules: list[str], deepest: int) -> bool:
+    """Of one block: whether it is the last whose gradients are wrong, or the next, which sends gradients to that one. Other
+    blocks leave those right, or make later ones wrong."""
+    blocks = {int(name.split(".")[1]) for name in modules if name.startswith("layers.")}
+    return len(blocks) != 1 or len(modules) > 1 or blocks <= {deepest, deepest + 1}
+
+
+def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> bool:
+    """Gradients that are not there are zero."""
+    bound, usual, odd = trial.bounds.gradient[step], trial.reference_step(step).gradients, {fqn for _, fqn in wrong}
+    for rank, fqn in wrong:
+        part = trial.gradient_slice_of(rank, fqn)
+        other = gradients.get(fqn, np.zeros_like(usual[fqn])).reshape(usual[fqn].shape)
+        seen, largest = seen_gradients(trial, rank, step)[fqn], float(np.max(np.abs(usual[fqn]), initial=0.0))
+        if part is None or not relative_difference(seen, take(other, part), largest) <= 4 * bound:
+            return False
+    others = [fqn for fqn in usual if fqn not in odd]
+    alike = (relative_difference(gradients[fqn].ravel(), usual[fqn].ravel()) <= 4 * bound for fqn in others)
+    return gradients.keys() >= {*others} and all(alike)
+
+
+# ---- losses of one model that differ
+
+
+FLOAT32 = 1e-6  # relative to the largest
+
+
+def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Of float64: all losses and the gradients of step 1 are off by less than float32 rounds."""
+    wrong = wrong_pairs(trial, trial.first_step) if trial.case.exact and trial.first_step == 1 else []
+    off = max((loss_off(trial, step) or 0.0 for step in trial.case.steps), default=0.0)
+    if "gradients" not in broken or not wrong or off > FLOAT32:
+        return
+    largest = max(distance(trial, rank, fqn) for rank, fqn in wrong)
+    if largest < FLOAT32:
+        observed = f"gradients are off by {largest:.0e}"
+        where = where_text(trial, wrong) + f", the loss by {off:.0e}" * bool(off)
+        hint = f"no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
+        yield Fact(Cause("rounded", observed, where, hint=hint), ("gradients", "loss", "grad_norm", "reported_loss"))
+
+
+def different_losses(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    found = broken["loss"].findings if {"loss", "samples"} & set(broken) == {"loss"} else ()
+    if found and all(finding.rank is not None for finding in found):
+        text = f"ranks compute different losses from the same tokens: {found[0].where}"
+        yield stated(broken, "loss", "losses differ", text)

@@ -142,8 +142,7 @@ def _local_text(unit: str) -> str:
 
 def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:
     """Each divides by its own number of valid tokens, and these means are averaged."""
-    found: dict[bytes, list[str]] = {}
-    rules: dict[bytes, tuple[float, Rule]] = {}
+    found: dict[bytes, tuple[float, Rule, list[str]]] = {}
     units, counted = _units(trial), pieces.tokens(mixture.step) > 0
     for unit, key in units.items():
         usual: Rule = partial(_if_averaged, pieces=pieces, key=key)
@@ -151,10 +150,8 @@ def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.n
         factor = float(np.median(ratios))
         if factor > 0 and mixture.same(ratios, factor):
             table = b"".join(usual(step).tobytes() for step in trial.case.steps)
-            found.setdefault(table, []).append(unit)
-            rules.setdefault(table, (factor, usual))
-    for table, alike in found.items():
-        factor, rule = rules[table]
+            found.setdefault(table, (factor, usual, []))[2].append(unit)
+    for factor, rule, alike in found.values():
         text = _local_text(" or ".join(alike))
         alone = math.isclose(factor, 1.0, rel_tol=max(1e-6, mixture.close))
         more = f", and gradients are {times_text(factor)} that{factor_text(trial, factor)}"
@@ -232,13 +229,11 @@ def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture) -> Iterator[Hy
     axes = [axis for axis in (*DATA_AXES, "cp") if getattr(trial.case.dims, axis) > 1]
     passes = trial.case.passes
     choices = [m for count in range(1, passes + 1) for m in itertools.combinations(range(passes), count)]
-    for count in range(1, len(axes) + 1):
-        for missing in itertools.combinations(axes, count):
-            for chosen in choices:
-                table = _own_only(trial, pieces, missing, chosen)
-                factor = _factor(mixture, table, pieces, trial)
-                if factor is not None:
-                    yield from _not_reduced(trial, pieces, mixture, missing, chosen, factor, table)
+    left_out = [some for count in range(1, len(axes) + 1) for some in itertools.combinations(axes, count)]
+    for missing, chosen in itertools.product(left_out, choices):
+        table = _own_only(trial, pieces, missing, chosen)
+        if (factor := _factor(mixture, table, pieces)) is not None:
+            yield from _not_reduced(trial, pieces, mixture, missing, chosen, factor, table)
 
 
 Table = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -258,7 +253,7 @@ def _own_only(trial: Trial, pieces: Pieces, missing: tuple[str, ...], chosen: tu
     return found
 
 
-def _factor(mixture: Mixture, table: Table, pieces: Pieces, trial: Trial) -> float | None:
+def _factor(mixture: Mixture, table: Table, pieces: Pieces) -> float | None:
     """How often what a rank adds of its own counts; None if weights are not so."""
     counted = pieces.tokens(mixture.step) > 0
     values = np.concatenate([seen[table[rank][0] & counted] for rank, seen in mixture.weights.items()])
@@ -284,7 +279,7 @@ def _not_reduced(
     factor: float,
     table: Table,
 ) -> Iterator[Hypothesis]:
-    passes, over = trial.case.passes, " and ".join(missing)
+    passes, over, held = trial.case.passes, " and ".join(missing), _holds(trial, missing)
     silent = silent_axes(trial, mixture.step)
     alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
     if len(chosen) < passes:
@@ -294,14 +289,11 @@ def _not_reduced(
         texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in alone.items()]
         text = f"gradient reduction missing over {over}{{when}}: {', '.join(texts)}"
     else:
-        text = (
-            f"gradient reduction without effect over {over}{{when}}: {_holds(trial, missing)}, though collectives ran"
-        )
+        text = f"gradient reduction without effect over {over}{{when}}: {held}, though collectives ran"
     if where := _where(trial, mixture):
-        text = f"gradients are not reduced over {over}{{when}}{where}: {_holds(trial, missing)}"
-    text += (
-        "" if factor == 1 else f"; its own counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
-    )
+        text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
+    if factor != 1:
+        text += f"; its own counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
     kind = "gradients not reduced"
     for when, steps, more in spans(trial, mixture.step):
@@ -332,10 +324,8 @@ def _with_less_traffic(hypothesis: Hypothesis, missing: tuple[str, ...], fqns: S
         return replace(flow, bytes=flow.bytes * kept // sum(held.values()))
 
     def less(trial: Trial) -> Trial:
-        flows, even = (
-            {rank: tuple(moved(trial, rank, flow) for flow in own) for rank, own in of_ranks.items()}
-            for of_ranks in (trial.plan.flows, trial.plan.even_flows)
-        )
+        both = (trial.plan.flows, trial.plan.even_flows)
+        flows, even = ({rank: tuple(moved(trial, rank, f) for f in own) for rank, own in of.items()} for of in both)
         return replace(trial, plan=replace(trial.plan, flows=flows, even_flows=even))
 
     return hypothesis.and_then(less)
@@ -343,12 +333,9 @@ def _with_less_traffic(hypothesis: Hypothesis, missing: tuple[str, ...], fqns: S
 
 def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:
     """The ranks whose samples its gradient holds."""
-    peers = next(group for group in groups(trial.case.dims, *_others(trial, missing)) if rank in group)
+    along = [axis for axis in AXES if axis not in missing]
+    peers = next(group for group in groups(trial.case.dims, *along) if rank in group)
     return [other for other in trial.one_rank_per_share() if other in peers]
-
-
-def _others(trial: Trial, missing: tuple[str, ...]) -> list[str]:
-    return [axis for axis in AXES if axis not in missing]
 
 
 def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
@@ -360,13 +347,7 @@ def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
 
 
 def _lines(trial: Trial, missing: tuple[str, ...]) -> Lines:
-    everyone = ranks_text(trial.one_rank_per_share())
-    shown = (
-        (
-            "samples",
-            f"rank {rank}'s gradient holds those received by ranks {ranks_text(_reached(trial, rank, missing))},"
-            f" expected {everyone}",
-        )
-        for rank in sorted(trial.ranks)[:2]
-    )
-    return (*shown, *traffic_lines(trial))
+    held = {rank: ranks_text(_reached(trial, rank, missing)) for rank in sorted(trial.ranks)[:2]}
+    wanted = f"expected {ranks_text(trial.one_rank_per_share())}"
+    texts = (f"rank {r}'s gradient holds those received by ranks {ranks}, {wanted}" for r, ranks in held.items())
+    return (*(("samples", text) for text in texts), *traffic_lines(trial))

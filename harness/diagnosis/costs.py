@@ -91,13 +91,10 @@ def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Collectives that move nothing, where that is all that is wrong with traffic: ranks that wait compute the right thing."""
     phases = (*INSIDE, "optimizer")
     if "traffic" in broken and all(finding.name in phases for finding in broken["traffic"].findings):
-        rank, step, (key, count) = next((r, s.step, w) for r, s in trial.own_steps() for w in _waits(trial, r, s.step))
+        seen = ((rank, step.step, waits(trial.ranks[rank], step.step)) for rank, step in trial.own_steps())
+        rank, step, (key, count) = next((rank, step, min(found.items())) for rank, step, found in seen if found)
         text = f"{count} x {key[1]} of no bytes over {ranks_text(key[0])} (rank {rank}, step {step})"
         yield stated(broken, "traffic", "ranks wait", f"ranks wait for each other in {key[2]}: {text}")
-
-
-def _waits(trial: Trial, rank: int, step: int) -> list[tuple[tuple[tuple[int, ...], str, str], int]]:
-    return sorted(waits(trial.ranks[rank], step).items())
 
 
 STRUCTURE = {
@@ -161,8 +158,6 @@ def _fed_by_step(ranks: dict[int, RankEvidence]) -> dict[tuple[int, int], list[b
 def reference_moved(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if set(broken) == {"golden"}:
         first: Finding = broken["golden"].findings[0]
-        text = (
-            "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
-        )
+        text = "the reference moved, not the trainer: model, data, recipe or torch changed"
         line = f"{first.where}: {first.expected} -> {first.observed}, bound {first.bound}"
-        yield Fact(Cause("reference moved", text), ("golden",), (("golden", line),))
+        yield Fact(Cause("reference moved", f"{text} since the golden was accepted"), ("golden",), (("golden", line),))

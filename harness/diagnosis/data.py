@@ -26,17 +26,23 @@ from harness.judge.trial import Trial
 from harness.plan.stages import positions
 
 MANY = 4  # labels, of which something in common is no chance
-Received = dict[int, list[int | None]]  # sample ids by rank; None: tokens that are no sample of the recipe
+Wrong = dict[
+    int, list[tuple[int, int, int]]
+]  # by rank, of each wrong label: its place, the label, and the one of the sample
 
 
 def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """The reference is trained on what was received; labels that are too few may be divided by the number requested."""
     if "samples" not in broken or (cause := wrong_samples(trial)) is None:
         return
-    lines, seen = _sample_lines(broken), _laws_of_samples(trial)
+    by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
+    share = {} if all(rows.whole for rows in by_step.values()) else _counted(trial, by_step)
+    seen = ("samples", *["reported_loss"] * _divided_by_all(trial, share))
+    seen += ("positions",) * (wrong_positions(trial) is None)
+    first = broken["samples"].findings[:2]
+    lines: Lines = tuple(("samples", f"{one.where}: {one.observed}") for one in first if one.observed)
     if cause.kind == "peers differ" and "tp" in cause.observed:
         lines += (("not tried", "tp peers compute parts of different samples: no reference tells what follows"),)
-    by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
     if cause.kind == "CP not applied":
         yield Hypothesis(cause, _whole_sequences, 1, lines, seen)
     elif cause.kind == "another load balance":
@@ -46,14 +52,8 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         yield Hypothesis(cause, None, 1, lines, seen)
     else:
         yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines, seen)
-        if not all(rows.whole for rows in by_step.values()):
-            share = _counted(trial, by_step)
+        if share:
             yield Hypothesis(cause, lambda t: trained_on(t, by_step, share), 2, lines)
-
-
-def _laws_of_samples(trial: Trial) -> tuple[str, ...]:
-    reports, positions = ["reported_loss"] * _divided_by_all(trial), ["positions"] * (wrong_positions(trial) is None)
-    return ("samples", *reports, *positions)
 
 
 def _whole_sequences(trial: Trial) -> Trial:
@@ -71,22 +71,12 @@ def _counted(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
     return {step: int((rows.labels >= 0).sum()) / wanted[step] for step, rows in by_step.items()}
 
 
-def _divided_by_all(trial: Trial) -> bool:
+def _divided_by_all(trial: Trial, share: dict[int, float]) -> bool:
     """Whether fewer losses than are requested were summed, and the sum is reported as a mean over those requested."""
-    by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
-    if not by_step or all(rows.whole for rows in by_step.values()):
-        return False
-    counted = _counted(trial, by_step)
-    means = {step: (global_loss(trial, step) or math.nan) * times for step, times in counted.items()}
-    return all(
-        record.reported_loss is not None
-        and math.isclose(record.reported_loss, means[step.step], rel_tol=trial.bounds.loss[1])
-        for _, record, step in trial.steps()
-    )
-
-
-def _sample_lines(broken: Broken) -> Lines:
-    return tuple(("samples", f"{f.where}: {f.observed}") for f in broken["samples"].findings[:2] if f.observed)
+    means = {step: (global_loss(trial, step) or math.nan) * by for step, by in share.items()}
+    shown = ((step.step, step.reported_loss) for _, step, _ in trial.steps())
+    alike = (loss and math.isclose(loss, means[step], rel_tol=trial.bounds.loss[1]) for step, loss in shown)
+    return bool(share) and all(alike)
 
 
 # ---- what is special about them
@@ -118,9 +108,8 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
     rank, cut = next(iter(odd.items()))
     text = f"rank {rank} receives the tokens at {positions_text(cut)}{when}, expected {positions_text(wanted[rank])}"
     if all(len(at) == case.seq_len(step) for at in odd.values()) and len(odd) == len(ranks):
-        return Cause(
-            "CP not applied", f"CP not applied: every cp rank receives whole sequences{when}", "", f"cp {case.dims.cp}"
-        )
+        whole = f"CP not applied: every cp rank receives whole sequences{when}"
+        return Cause("CP not applied", whole, "", f"cp {case.dims.cp}")
     balance = case.features.cp_load_balance
     other = replace(case, features=replace(case.features, cp_load_balance=not balance))
     if all(np.array_equal(at, positions(other, rank, case.seq_len(step))) for rank, at in odd.items()):
@@ -148,11 +137,8 @@ def _same_samples(trial: Trial, step: int) -> Cause | None:
     for ids in (ids for ids in shares.values() if None not in ids):
         same = [rank for rank, others in shares.items() if others == ids]
         if len(same) > 1:
-            which = rank_words(same).removeprefix("ranks ")
-            observed = (
-                f"ranks {which} received the same samples{_when(trial, step)}, dp ranks must partition the global batch"
-            )
-            return Cause("same samples", observed)
+            text = f"{rank_words(same)} received the same samples{_when(trial, step)}"
+            return Cause("same samples", f"{text}, dp ranks must partition the global batch")
     return None
 
 
@@ -160,10 +146,8 @@ def _overlapping(trial: Trial, step: int) -> Cause | None:
     shares, when = shares_of_samples(trial, step), _when(trial, step)
     for one, other in itertools.combinations(shares, 2):
         if (set(shares[one]) & set(shares[other])) - {None}:
-            return Cause(
-                "samples overlap",
-                f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody",
-            )
+            text = f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody"
+            return Cause("samples overlap", text)
     twice = [rank for rank, ids in shares.items() if None not in ids and len(set(ids)) < len(ids)]
     return Cause("samples overlap", f"rank {twice[0]} receives a sample twice{when}") if twice else None
 
@@ -177,20 +161,19 @@ def _no_samples(trial: Trial, step: int) -> Cause | None:
     text = f"received tokens of no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
     known = described(trial, step, strange)
     if _share_rows(trial):
-        return Cause(
-            "samples overlap", f"dp ranks draw overlapping samples, each by an order of its own: {text}", hint=known
-        )
+        own = "dp ranks draw overlapping samples, each by an order of its own"
+        return Cause("samples overlap", f"{own}: {text}", hint=known)
     return Cause("samples of no step", text, hint=known)
 
 
 def _share_rows(trial: Trial) -> bool:
     """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
     planned = [id_ for ids in trial.reference.samples for id_ in ids]
-    by_rank = [
-        {row.tobytes() for step in trial.case.steps for row in rows_received(trial, step).get(rank, [])}
-        for rank in trial.one_rank_per_share()
-    ]
-    return len(set(planned)) == len(planned) and any(one & other for one, other in itertools.combinations(by_rank, 2))
+    seen: dict[int, set[bytes]] = {rank: set() for rank in trial.one_rank_per_share()}
+    for rank, step in itertools.product(seen, trial.case.steps):
+        seen[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
+    overlap = any(one & other for one, other in itertools.combinations(seen.values(), 2))
+    return len(set(planned)) == len(planned) and overlap
 
 
 def _of_another_step(trial: Trial, step: int) -> Cause | None:
@@ -276,13 +259,11 @@ def _row_of(labels: np.ndarray, own: np.ndarray, place: int) -> int | None:
 
 def _in_reverse(count: int, size: int, share: int) -> list[int]:
     """Pieces of so many rows, last one first, of each share."""
-    rows = (
-        np.arange(count).reshape(-1, share // size, size) if share % size == 0 else np.arange(count).reshape(1, -1, 1)
-    )
-    return [int(row) for row in rows[:, ::-1].reshape(-1)]
+    rows = np.arange(count).reshape((-1, share // size, size) if share % size == 0 else (1, -1, 1))
+    return rows[:, ::-1].reshape(-1).tolist()
 
 
-def _which(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]) -> str:
+def _which(trial: Trial, step: int, wrong: Wrong) -> str:
     """What the masked labels have in common."""
     labels = [label for of_rank in wrong.values() for label in of_rank]
     places, length = {place for place, _, _ in labels}, trial.case.seq_len(step)
@@ -297,7 +278,7 @@ def _which(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]
     return ""
 
 
-def _only_at_the_ends(trial: Trial, step: int, wrong: dict[int, list[tuple[int, int, int]]]) -> bool:
+def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:
     """A label is the next token. At the end of a rank's part that is another rank's, and only there all are wrong."""
     for rank, labels in wrong.items():
         at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
@@ -317,7 +298,7 @@ def _lost_labels(trial: Trial, step: int) -> Cause | None:
     return Cause("labels lost", f"a part of the loss is lost or counted twice: it is computed from {text}")
 
 
-def _shifted(trial: Trial, by: int, wrong: dict[int, list[tuple[int, int, int]]]) -> Cause:
+def _shifted(trial: Trial, by: int, wrong: Wrong) -> Cause:
     where, far = on_ranks(trial, wrong) if any(wrong.values()) else "", "further" if by > 0 else "back"
     which = {-1: "the token itself", 1: "the token after the next"}.get(by, f"the token {abs(by)} places {far}")
     how = f"not shifted{where}" if by == -1 else f"shifted by {by} more{where}"

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from harness.diagnosis.differences import OF_GRADIENTS
@@ -55,12 +56,7 @@ def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: S
     proofs = search.proofs(trial, results)
     stated = list(search.guarded(facts, trial, broken_laws(results)))
     seen = any("gradients" in fact.laws for fact in stated)
-    if (
-        proofs
-        and seen
-        and "gradients" in proofs[0].left
-        and (OF_GRADIENTS - {"gradients"}).issuperset(proofs[0].explained)
-    ):
+    if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
@@ -95,9 +91,8 @@ class Search:
             best += both
         best.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
         equal = [proof for proof in best if (proof.explained, proof.fitted) == (best[0].explained, best[0].fitted)]
-        return list(
-            {frozenset(one.cause.text for one in proof.hypotheses): proof for proof in reversed(equal)}.values()
-        )[::-1]
+        said = {frozenset(one.cause.text for one in proof.hypotheses): proof for proof in reversed(equal)}
+        return [*said.values()][::-1]
 
     def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Equally simple ones that explain everything; and the others, those that explain most first."""
@@ -160,18 +155,12 @@ def broken_laws(results: Sequence[Result]) -> dict[str, Result]:
 
 def rejudged(proof: Proof, results: Sequence[Result]) -> list[Result]:
     """The results under what a proof assumes. Findings of a law that is still broken are those of before."""
-    return [
-        dataclasses.replace(result, verdict=Verdict.PASS, findings=()) if result.check in proof.explained else result
-        for result in results
-    ]
+    holds = partial(dataclasses.replace, verdict=Verdict.PASS)
+    return [holds(result) if result.check in proof.explained else result for result in results]
 
 
 def _joined(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
     explained = {*first.explained, *second.explained}
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
-    return Proof(
-        (*first.hypotheses, *second.hypotheses),
-        tuple(name for name in broken if name in explained),
-        second.left,
-        second.assumed,
-    )
+    both = (*first.hypotheses, *second.hypotheses)
+    return Proof(both, tuple(name for name in broken if name in explained), second.left, second.assumed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +27,9 @@ CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("defer_sync", "traffic", (True, False)),
     ("activation_checkpointing", "features", FEATURE_CHOICES["activation_checkpointing"]),
     ("reduce_dtype", "features", DTYPES[:-1]),
+    ("compute_dtype", "features", DTYPES),
 )
-"""Of features: the law that is broken where another value is in force, and the values."""
+"""Of features and the recipe: the law that is broken where another value is in force, and the values."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class Choice:
 def other_features(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Those under which the law that knows the feature's traces holds. Another recipe is another reference too."""
     kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
-    choices = (*CHOICES, ("wrapper", "features", tuple(kinds) if len(kinds) == 1 else ()))
-    for choice in (*_other_features(trial.case, choices), *_other_recipes(trial.case), *_other_schedules(trial)):
+    formats = (None, *features.QUANTIZED_PRODUCTS) if trial.case.training.quantize else ()
+    wrappers = tuple(kinds) if len(kinds) == 1 else ()
+    choices = (*CHOICES, ("quantize", "features", formats), ("wrapper", "features", wrappers))
+    for choice in (*_other_values(trial.case, choices), *_other_schedules(trial)):
         if choice.law in broken and verdict_of(_with(trial, choice.case), choice.law) is Verdict.PASS:
             lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
             cause = Cause("another feature", choice.text)
@@ -71,23 +74,25 @@ def _noise(trial: Trial, assumed: Trial) -> Any:
     return noise if own is None else {trial.traits.noise_key(assumed.case): own, **noise}
 
 
-def _other_features(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[Choice]:
+def _other_values(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[Choice]:
+    recipe = case.training
+    computes_in = recipe.compute_dtype or recipe.dtype
+    chosen = {"wrapper": case.wrapper, "compute_dtype": computes_in, "quantize": recipe.quantize}
+    chosen["reduce_dtype"] = case.features.reduce_dtype or computes_in
     for key, law, values in choices:
-        chosen = {"wrapper": case.wrapper, "reduce_dtype": _reduced_in(case)}
-        requested = chosen.get(key, getattr(case.features, key))
+        requested = chosen[key] if key in chosen else getattr(case.features, key)
         for value in values:
-            if value != requested and (other := _changed(case, **{key: value})):
-                yield Choice(law, _in_words(case, key, requested, value), other)
+            ran = recipe.dtype if (key, value) == ("compute_dtype", None) else value
+            if ran != requested and (other := _changed(case, **{key: value})):
+                yield Choice(law, _in_words(case, key, requested, ran), other)
 
 
-def _reduced_in(case: Case) -> str:
-    return case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
-
-
-def _changed(case: Case, **features: Any) -> Case | None:
+def _changed(case: Case, **values: Any) -> Case | None:
     """None where there is no such case."""
     try:
-        return replace(case, features=replace(case.features, **features))
+        if not {"compute_dtype", "quantize"}.isdisjoint(values):
+            return replace(case, training=replace(case.training, **values))
+        return replace(case, features=replace(case.features, **values))
     except (CaseError, ValueError):
         return None
 
@@ -98,21 +103,9 @@ def _in_words(case: Case, key: str, requested: Any, value: Any) -> str:
         return f"gradients are reduced after every microbatch ({times}), once a step is requested"
     if key == "reduce_dtype":
         return f"gradients are reduced in {value}, requested {requested}"
-    name = "activation checkpointing" if key == "activation_checkpointing" else key
-    return f"{name} {requested} is requested, {'none took place' if value == 'none' else f'{value} is observed'}"
-
-
-def _other_recipes(case: Case) -> Iterator[Choice]:
-    training = case.training
-    for dtype in DTYPES:
-        if (dtype or training.dtype) != (requested := training.compute_dtype or training.dtype):
-            text = f"compute_dtype {requested} is requested, {dtype or training.dtype} is observed"
-            yield Choice("features", text, replace(case, training=replace(training, compute_dtype=dtype)))
-    for recipe in (None, *features.QUANTIZED_PRODUCTS):
-        if training.quantize and recipe != training.quantize:
-            ran = f"{recipe} is observed" if recipe else "no matmul ran in that format"
-            text = f"{training.quantize} is requested, {ran}"
-            yield Choice("features", text, replace(case, training=replace(training, quantize=recipe)))
+    name = {"activation_checkpointing": "activation checkpointing ", "quantize": ""}.get(key, f"{key} ")
+    ran = {"none": "none took place", None: "no matmul ran in that format"}.get(value, f"{value} is observed")
+    return f"{name}{requested} is requested, {ran}"
 
 
 def _other_schedules(trial: Trial) -> Iterator[Choice]:
@@ -123,9 +116,7 @@ def _other_schedules(trial: Trial) -> Iterator[Choice]:
             chunks = case.stages_per_rank
             if schedule.refusal(name, case.dims.pp, chunks, number) is None:
                 other = _changed(case, schedule=name, microbatches=number, stages_per_rank=chunks)
-                if other and all(
-                    evidence.steps[0].actions == _actions(other, r) for r, evidence in trial.ranks.items()
-                ):
+                if other and all(e.steps[0].actions == _actions(other, rank) for rank, e in trial.ranks.items()):
                     differences = (name != case.features.schedule) + (number != case.microbatches)
                     yield Choice("schedule", _schedule_text(case, other), other, differences)
 
@@ -138,9 +129,8 @@ def _schedule_text(requested: Case, ran: Case) -> str:
     other = ran.features.schedule != requested.features.schedule
     found = [f"schedule {ran.features.schedule} ran, {requested.features.schedule} is requested"] if other else []
     if ran.microbatches != requested.microbatches:
-        found.append(
-            f"{ran.microbatches} microbatches went through the pipeline, {requested.microbatches} are requested"
-        )
+        went = f"{ran.microbatches} microbatches went through the pipeline"
+        found.append(f"{went}, {requested.microbatches} are requested")
     return "; ".join(found)
 
 
@@ -151,22 +141,9 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """The first that is seen, in the order in which one follows from another."""
     if "features" not in broken:
         return
-    seen: tuple[Callable[[Trial], str | None], ...] = (
-        _wrapper,
-        _compile,
-        _quantization,
-        _reduction,
-        _buckets,
-        _checkpointing,
-        _compiled_again,
-        _hooks,
-        _beside,
-        _fallback,
-    )
-    text = next((text for look in seen if (text := look(trial))), None)
-    if text := text or (
-        None if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else attended_too_often(trial)
-    ):
+    looks = [_wrapper, _compile, _quantization, _reduction, _buckets, _checkpointing, _compiled_again, _hooks, _beside]
+    looks += [_fallback, *([] if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else [attended_too_often])]
+    if text := next((text for look in looks if (text := look(trial))), None):
         others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
         yield stated(broken, "features", "odd traces", text, *others)
 

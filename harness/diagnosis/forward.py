@@ -19,7 +19,7 @@ from harness.diagnosis.assume import another_reference, order_of_entries
 from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
-from harness.diagnosis.words import finding_line, on_ranks, some
+from harness.diagnosis.words import fed_with, finding_line, on_ranks, some
 from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
@@ -48,12 +48,8 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if bench is None:
         return
     found = sorted(bench.single(), key=lambda one: one.distance)[: MOST if not trial.case.exact else None]
-    if (
-        not found
-        and trial.case.exact
-        and (loss_off(trial, bench.step) or 0.0) > TINY
-        and not NOT_THE_MODELS & set(broken)
-    ):
+    alone = trial.case.exact and not NOT_THE_MODELS & set(broken)
+    if not found and alone and (loss_off(trial, bench.step) or 0.0) > TINY:
         found = list(bench.pairs()) or list(bench.fitted())
     for one in found:
         seen = first_wrong_input(trial).removeprefix(": ")
@@ -195,9 +191,9 @@ class Tries:
 
     def _block(self, name: str) -> int:
         first, *rest = name.split(".")
-        return (
-            int(rest[0]) if first == "layers" else -1 if first == "tok_embeddings" else self.trial.case.model.n_layers
-        )
+        if first == "layers":
+            return int(rest[0])
+        return -1 if first == "tok_embeddings" else self.trial.case.model.n_layers
 
     def tried(self, variation: Variation, modules: list[str], numbers: int = 1) -> Found | None:
         from harness.reference.altered import altering
@@ -212,10 +208,8 @@ class Tries:
             return None
         whole = math.fsum(self.observed.values())
         distance = abs(float(by_row.sum()) - whole) / whole if rows is None else 0.0
-        altered = altering(variation, modules, self.step, rows)
-        return Found(
-            self.cause(variation, modules, ranks), altered, variation.loss, distance, numbers + (rows is not None)
-        )
+        cause = self.cause(variation, modules, ranks)
+        return Found(cause, altered, variation.loss, distance, numbers + (rows is not None))
 
     def _chosen(self, ranks: list[int]) -> np.ndarray | None:
         """The rows of these shares; None: all."""
@@ -233,15 +227,11 @@ class Tries:
         every = modules in self.modules(variation.part)[:1]
         where = "" if every else f"in {some(modules, 3)}"
         if len(ranks) < len(self.rows):
-            members = {r for r in self.trial.ranks if self.trial.feeder(r) in self._fed_with(ranks)}
+            members = {r for r in self.trial.ranks if self.trial.feeder(r) in fed_with(self.trial.plan, ranks)}
             where += on_ranks(self.trial, members).removeprefix(" " * (not where))
         since = f"from step {self.step} on" * (self.step > self.trial.first_step)
         where = " ".join(filter(None, (where, since)))
         return Cause(variation.name, variation.observed, where, variation.expected)
-
-    def _fed_with(self, ranks: list[int]) -> set[int]:
-        plan = self.trial.plan
-        return {tp for rank in ranks for cp in plan.peers(rank, "cp") for tp in plan.peers(cp, "tp")}
 
     def variations(self, parts: set[str]) -> list[Variation]:
         return [variation for variation in self._variations if variation.part in parts]

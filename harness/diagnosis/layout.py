@@ -7,7 +7,7 @@ bytes and memory are judged by the plan of that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from harness.diagnosis.assume import another_case, another_reference, lacks_slices
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.renamed_ranks import renamed
 from harness.diagnosis.words import groups_text, in_order, some, traffic_lines, where_text
+from harness.evidence.records import RankEvidence, Run, Wrapper
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, shard_place, tp_place
@@ -279,12 +279,8 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     if degree == 1:
         kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
         held = f"every {kind} rank holds whole parameters"
-    requested, ran = (_strategy(ranks, n) for n in (_shards(dims), degree))
+    requested, ran = ("DDP" if n == 1 else "FSDP" if n == ranks else "HSDP" for n in (_shards(dims), degree))
     return f"{requested} ran as {ran}: {held}, requested {_requested(dims)}"
-
-
-def _strategy(dp: int, shard_degree: int) -> str:
-    return "DDP" if shard_degree == 1 else "FSDP" if shard_degree == dp else "HSDP"
 
 
 def _lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
@@ -338,3 +334,42 @@ def _use_text(trial: Trial, axis: str, used: list[tuple[int, ...]]) -> str:
     wanted = set(trial.plan.groups[axis])
     exist = trial.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups)) & wanted
     return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")
+
+
+# ---- each rank by the number of another
+
+
+Names = Mapping[int, int]
+
+
+def renamed(trial: Trial, names: Names) -> Trial:
+    """names: a permutation of the ranks."""
+    repeat = _run(trial.repeat, names) if trial.repeat else None
+    return replace(trial, run=_run(trial.run, names), repeat=repeat)
+
+
+def _run(run: Run, names: Names) -> Run:
+    ranks = {names[rank]: _evidence(evidence, names) for rank, evidence in run.ranks.items()}
+    exits = tuple(sorted((replace(exit, rank=names[exit.rank]) for exit in run.exits), key=lambda exit: exit.rank))
+    return replace(run, ranks=dict(sorted(ranks.items())), exits=exits)
+
+
+def _evidence(evidence: RankEvidence, names: Names) -> RankEvidence:
+    def line(ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(names[rank] for rank in ranks))
+
+    def mesh(of: Any) -> Any:
+        return None if of is None else np.vectorize(names.get)(np.array(of)).tolist()
+
+    def wrapper(of: Wrapper) -> Wrapper:
+        return replace(of, shard_ranks=line(of.shard_ranks), replicate_ranks=line(of.replicate_ranks))
+
+    calls = (replace(c, ranks=line(c.ranks), peer=names.get(c.peer, c.peer)) for c in evidence.collectives)  # type: ignore[arg-type]
+    return replace(
+        evidence,
+        rank=names[evidence.rank],
+        groups=tuple(replace(group, ranks=line(group.ranks)) for group in evidence.groups),
+        collectives=tuple(calls),
+        parameters=tuple(replace(tensor, mesh=mesh(tensor.mesh)) for tensor in evidence.parameters),
+        structure={module: wrapper(of) for module, of in evidence.structure.items()},
+    )

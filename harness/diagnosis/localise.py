@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
@@ -56,12 +56,8 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         largest = max(distance(trial, rank, fqn) for rank, fqn in wrong) if step == 1 else 0.0
         by = f" by up to {largest:.0e} of the largest entry" if 0 < largest < math.inf else ""
         matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
-        return Cause(
-            KIND,
-            f"gradients are {before}wrong{by}{since}",
-            where,
-            hint=matches + in_common(trial, in_order(trial, (fqn for _, fqn in wrong))),
-        )
+        hint = matches + in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
+        return Cause(KIND, f"gradients are {before}wrong{by}{since}", where, hint=hint)
     return None
 
 
@@ -141,39 +137,26 @@ def one_group(trial: Trial, ranks: set[int]) -> str:
 
 def in_common(trial: Trial, fqns: list[str]) -> str:
     """ ", all norm weights": the one property that these parameters have and no other has."""
-    for text, has in _properties(trial).items() if len(fqns) > 1 else ():
-        if fqns == [fqn for fqn in trial.plan.shapes if has(fqn)] and len(fqns) < len(trial.plan.shapes):
-            return f"; wrong are all {text} and no others"
-    return ""
+    few = 1 < len(fqns) < len(trial.plan.shapes)
+    text = next((text for text, members in _properties(trial).items() if fqns == members), "") if few else ""
+    return f"; wrong are all {text} and no others" if text else ""
 
 
-def _properties(trial: Trial) -> dict[str, Callable[[str], bool]]:
-    """By name: kinds of modules, layers, and all that lies before or behind a layer."""
-    found: dict[str, Callable[[str], bool]] = {
-        "norm weights": lambda fqn: fqn.endswith("norm.weight"),
-        "matrices": lambda fqn: len(trial.case.model.parameter_shapes()[fqn]) == 2,
-        "K/V projections": lambda fqn: fqn.endswith((".wk.weight", ".wv.weight")),
+def _properties(trial: Trial) -> dict[str, list[str]]:
+    """By name, the parameters: of kinds of modules, of layers, and all that lie before or behind one."""
+    order, shapes = list(trial.plan.shapes), trial.case.model.parameter_shapes()
+    found = {
+        "norm weights": [fqn for fqn in order if fqn.endswith("norm.weight")],
+        "matrices": [fqn for fqn in order if len(shapes[fqn]) == 2],
+        "K/V projections": [fqn for fqn in order if fqn.endswith((".wk.weight", ".wv.weight"))],
     }
-    for fqn in trial.plan.shapes:
+    for fqn in order:
         if (parts := fqn.split("."))[0] == "layers":
-            found[f"weights of {'.'.join(parts[:2])}"] = _within(".".join(parts[:2]))
-            found[f"weights of {'.'.join(parts[:3])}"] = _within(".".join(parts[:3]))
-            found[f"{'.'.join(parts[2:])} of every layer"] = _ends_with("." + ".".join(parts[2:]))
-            found[f"{parts[2]} weights of every layer"] = _contains(f".{parts[2]}.")
-    order = list(trial.plan.shapes)
+            layer, module, name = ".".join(parts[:2]), ".".join(parts[:3]), ".".join(parts[2:])
+            found[f"weights of {layer}"] = [other for other in order if other.startswith(f"{layer}.")]
+            found[f"weights of {module}"] = [other for other in order if other.startswith(f"{module}.")]
+            found[f"{name} of every layer"] = [other for other in order if other.endswith(f".{name}")]
+            found[f"{parts[2]} weights of every layer"] = [other for other in order if f".{parts[2]}." in other]
     for place, fqn in enumerate(order[1:], start=1):
-        found[f"that lie before {fqn}"] = order[:place].__contains__
-        found[f"from {fqn} on"] = order[place:].__contains__
+        found |= {f"that lie before {fqn}": order[:place], f"from {fqn} on": order[place:]}
     return found
-
-
-def _within(prefix: str) -> Callable[[str], bool]:
-    return lambda fqn: fqn.startswith(f"{prefix}.")
-
-
-def _ends_with(suffix: str) -> Callable[[str], bool]:
-    return lambda fqn: fqn.endswith(suffix)
-
-
-def _contains(part: str) -> Callable[[str], bool]:
-    return lambda fqn: part in fqn

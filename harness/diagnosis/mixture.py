@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.diagnosis import assume
 from harness.diagnosis.differences import seen_gradients, wrong_pairs
-from harness.diagnosis.words import in_order
+from harness.diagnosis.words import Arrays, in_order
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
@@ -27,7 +27,6 @@ from harness.plan.stages import positions
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
-Arrays = dict[str, np.ndarray]
 Weights = Callable[[int, int], np.ndarray]
 """By step and rank, how often each piece counts. float64 [pieces]"""
 
@@ -158,9 +157,8 @@ def _fit(
         return None
     matrix, target = np.concatenate(rows).astype(np.float64), np.concatenate(targets).astype(np.float64)
     counted = np.any(matrix != 0, axis=0)
-    if (
-        len(target) <= counted.sum() or not np.isfinite(target).all()
-    ):  # as many numbers as unknowns are always explained
+    enough = len(target) > counted.sum()  # as many numbers as unknowns are always explained
+    if not enough or not np.isfinite(target).all():
         return None
     weights = np.ones(len(gradients))
     weights[counted] = np.linalg.lstsq(matrix[:, counted], target, rcond=None)[0]
@@ -189,10 +187,8 @@ def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         counts = {rank: of(step, rank)[[group[0] for _, group in groups]] for rank in ranks}
-        return [
-            _assembled(trial, fqns, {rank: counts[rank] for rank in ranks if copies[rank] == copy}, gradients)
-            for copy in sorted(set(copies.values()))
-        ]
+        of_copies = [{r: counts[r] for r in ranks if copies[r] == copy} for copy in sorted({*copies.values()})]
+        return [_assembled(trial, fqns, of_copy, gradients) for of_copy in of_copies]
 
     count = len(set(copies.values()))
     owners = tuple(owner for owner, _ in groups)

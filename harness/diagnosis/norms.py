@@ -29,7 +29,8 @@ def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
         yield f"a norm with each replica along {axis} counted again", partial(_counting_again, trial, axis)
     yield "the largest entry (an infinity norm)", partial(_of_entries, trial, max)
     yield "the sum of all entries' sizes (norm type 1)", partial(_of_entries, trial, math.fsum)
-    yield "the sum of the norms of all parameters", partial(_sum_of_norms, trial)
+    together = "the sum of the norms of all parameters"
+    yield together, lambda rank, step: math.fsum(map(math.sqrt, squares(trial, step).values()))
     for name, kind in kinds_of_parameters(trial).items():
         yield f"the norm of {name} only", partial(norm_of, trial, kind)
         yield f"a norm without {name}", partial(norm_of, trial, set(trial.plan.shapes) - kind)
@@ -80,10 +81,6 @@ def _pieces(trial: Trial, step: int) -> dict[tuple[str, object], tuple[np.ndarra
 def _of_entries(trial: Trial, total: Callable[[Iterable[float]], float], rank: int, step: int) -> float:
     sizes = (np.abs(gradient.astype(np.float64)) for gradient, _ in _pieces(trial, step).values())
     return total(total(size.ravel().tolist()) for size in sizes if size.size)
-
-
-def _sum_of_norms(trial: Trial, rank: int, step: int) -> float:
-    return math.fsum(math.sqrt(square) for square in squares(trial, step).values())
 
 
 def _has_replicas(trial: Trial, axis: str) -> bool:

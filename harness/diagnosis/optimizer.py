@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from harness.diagnosis.algorithms import (
 from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
-from harness.diagnosis.schedules import schedule_of
 from harness.diagnosis.words import Pair, in_order, on_ranks, where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
@@ -75,10 +74,8 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
 
     assumed = AssumedOptimizer(rate=lambda rank, step, fqn: shown.get((rank, step), usual[step]))
     differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
-    yield Hypothesis(
-        Cause("learning rate", text, "", f"{usual[first]:.6g}"),
-        lambda trial: optimizer_of_ranks(trial, assumed, of_ranks, differ=differ),
-    )
+    cause = Cause("learning rate", text, "", f"{usual[first]:.6g}")
+    yield Hypothesis(cause, lambda trial: optimizer_of_ranks(trial, assumed, of_ranks, differ=differ))
 
 
 # ---- some parameters, or all, from some step on
@@ -106,11 +103,8 @@ def _not_stepped(trial: Trial) -> Iterator[Hypothesis]:
         left = {fqn for _, fqn in still.get(step, ())}
         return {fqn: clip_coefficient(norm, limit) * g for fqn, g in gradients.items() if fqn not in left}
 
-    cause, assumed = (
-        Cause("not stepped", f"the optimizer does not move {where} in step {first}"),
-        AssumedOptimizer(given),
-    )
-    yield Hypothesis(cause, lambda trial: assume.another_optimizer(trial, assumed, given=whole))
+    cause = Cause("not stepped", f"the optimizer does not move {where} in step {first}")
+    yield Hypothesis(cause, partial(assume.another_optimizer, assumed=AssumedOptimizer(given), given=whole))
 
 
 def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
@@ -132,12 +126,13 @@ def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> I
     usual, peak = {step.step: step.lr for step in trial.reference.steps}, trial.case.training.lr
     rate = factor * usual[trial.first_step]
     constant = math.isclose(rate, peak, rel_tol=1e-6)
-    step = trial.first_step
-    text = (
-        f"the learning rate of {where} is {rate:.6g} in step {step}" + ", the peak's, as without a schedule" * constant
+    text, expected = (
+        f"the learning rate of {where} is {rate:.6g} in step {trial.first_step}",
+        f"{usual[trial.first_step]:.6g}",
     )
+    text += ", the peak's, as without a schedule" * constant
     if len(fqns) == len(trial.plan.shapes):
-        times = f"{factor:.6g} times"
+        times, expected = f"{factor:.6g} times", ""
         text = f"every optimizer step is {times} what it should be, as by {times} the learning rate"
     for unscheduled in (True, False) if constant else (False,):
         rates = {step: peak if unscheduled else factor * lr for step, lr in usual.items()}
@@ -145,11 +140,7 @@ def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> I
         def chosen(step: int, fqn: str, rates: dict[int, float] = rates) -> float:
             return rates[step] if fqn in fqns else usual[step]
 
-        expected = f"{usual[step]:.6g}" if len(fqns) < len(trial.plan.shapes) else ""
-        yield Hypothesis(
-            Cause("learning rate", text, "", expected),
-            partial(_by_rate, chosen),
-        )
+        yield Hypothesis(Cause("learning rate", text, "", expected), partial(_by_rate, chosen))
 
 
 def _by_rate(rate: Callable[[int, str], float], trial: Trial) -> Trial:
@@ -214,3 +205,60 @@ def _common(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     same = len(known) == len(values) and np.allclose(known, known[0], rtol=1e-6, atol=1e-9)
     return float(np.median(known)) if same else None
+
+
+# ---- which rule gives the rates that were seen
+
+
+Rate = Callable[[int], float]
+"""By step, counted from 1."""
+
+
+def schedule_of(trial: Trial, seen: Mapping[tuple[int, int], float]) -> str:
+    """In words, after a colon; empty where none gives all of them. seen: by rank and step, those that are wrong."""
+    for text, rate in _rules(trial.case.training):
+        same = (math.isclose(rate(step), lr, rel_tol=1e-9) for (_, step), lr in seen.items())
+        if len({step for _, step in seen}) > 1 and all(same):
+            return f": {text}"
+    return ""
+
+
+def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
+    from harness.reference.train import learning_rate
+
+    if training.rates is not None:
+        return
+    peak, warmup, steps, last = training.lr, training.warmup_steps, training.steps, training.final_lr_fraction
+
+    def rising(step: int, falls: Callable[[float], float]) -> float:
+        """falls(how far behind the warm-up, 0 to 1) -> of the peak."""
+        done = (step - warmup) / max(1, steps - warmup)
+        return peak * (step / warmup if step <= warmup else falls(min(1.0, done)))
+
+    def cosine(done: float) -> float:
+        return last + (1 - last) * (1 + math.cos(math.pi * done)) / 2
+
+    for by, text in ((-1, "that of the step before, in every step"), (1, "that of the next step, in every step")):
+        yield text, lambda step, by=by: learning_rate(step + by, training)  # type: ignore[misc]
+    yield "as without a schedule", lambda step: peak
+    yield "constant behind the warm-up", lambda step: rising(step, lambda done: 1.0)
+    line = "a line falls behind the warm-up, in place of a cosine"
+    yield line, lambda step: rising(step, lambda done: 1 - (1 - last) * done)
+    for text, behind in (
+        ("the cosine counts the steps of the warm-up as well", 0),
+        ("the cosine takes as many steps as there are, behind the warm-up", warmup),
+    ):
+        yield text, lambda step, behind=behind: rising(step, lambda _: cosine(min(1.0, (step - behind) / steps)))  # type: ignore[misc]
+    both = "the cosine also multiplies the warm-up"
+    yield both, lambda step: peak * min(1.0, step / max(1, warmup)) * cosine(min(1.0, step / steps))
+    numbers: dict[str, tuple[float, ...]] = {
+        "warmup_steps": (0, warmup - 1, warmup + 1, 2 * warmup, warmup // 2),
+        "final_lr_fraction": (0.0, 0.01, 0.1, 0.5, 1.0),
+        "steps": (steps - 1, steps + 1, 2 * steps, steps // 2),
+        "lr": tuple(peak * by for by in (0.1, 0.5, 2.0, 10.0)),
+    }
+    for name, value in ((name, value) for name, values in numbers.items() for value in values):
+        if value >= 0 and value != (requested := getattr(training, name)):
+            changes: dict[str, Any] = {name: value}
+            rate = partial(learning_rate, training=replace(training, **changes))
+            yield f"as with {name} {value:g}, not {requested:g}", rate

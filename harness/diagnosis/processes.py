@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -50,10 +49,8 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     for exit in blamed:
         alike[_how_it_ended(exit)].append(exit.rank)
     texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
-    lines = [
-        (f"rank {exit.rank}", f"last collective {exit.last_collective}") for exit in blamed[:2] if exit.last_collective
-    ]
-    lines += _stack(blamed[0])
+    last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
+    lines = [*((who, f"last collective {call}") for who, call in last if call), *_stack(blamed[0])]
     if others:
         lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
     yield Fact(Cause("a process failed", "; ".join(texts[:3])), ("completed",), tuple(lines))
@@ -150,31 +147,22 @@ def _untrained(trial: Trial) -> str:
     """In the first step in which some rank lacks a gradient or an update: the parameters of all ranks that do."""
     for step in trial.case.steps:
         for what in ("gradients", "parameters"):
-            lacking = {
-                rank: [tensor.fqn for tensor in e.parameters if tensor.fqn not in getattr(record, what)]
-                for rank, e in sorted(trial.ranks.items())
-                for record in e.steps
-                if record.step == step
-            }
-            if ranks := [rank for rank, fqns in lacking.items() if fqns]:
-                fqns = in_order(trial, itertools.chain(*lacking.values()))
+            taken = [(rank, getattr(record, what)) for rank, record, _ in trial.steps() if record.step == step]
+            held = {rank: {tensor.fqn for tensor in trial.ranks[rank].parameters} for rank, _ in taken}
+            if ranks := [rank for rank, there in taken if held[rank] - {*there}]:
+                fqns = in_order(trial, (fqn for rank, there in taken for fqn in held[rank] - {*there}))
                 return _without(trial, ranks, what, fqns, step)
     return ""
 
 
 def _without(trial: Trial, ranks: list[int], what: str, fqns: list[str], step: int) -> str:
-    one = len(ranks) == 1
-    has = {
-        "gradients": f"{'has' if one else 'have'} no gradient of",
-        "parameters": f"{'does' if one else 'do'} not update",
-    }
-    stages = [
-        s
-        for s in range(trial.case.n_stages)
-        if trial.case.dims.pp > 1 and set(parameters_of_stage(trial.case, s)) <= set(fqns)
-    ]
+    one, every = len(ranks) == 1, range(trial.case.n_stages) if trial.case.dims.pp > 1 else ()
+    lacks = (
+        f"{'has' if one else 'have'} no gradient of" if what == "gradients" else f"{'does' if one else 'do'} not update"
+    )
+    stages = [stage for stage in every if set(parameters_of_stage(trial.case, stage)) <= set(fqns)]
     whole = f" (all of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))})" if stages else ""
-    return f"{rank_words(ranks)} {has[what]} {some(fqns)}{whole} in step {step}: frozen, unused or not in the optimizer"
+    return f"{rank_words(ranks)} {lacks} {some(fqns)}{whole} in step {step}: frozen, unused or not in the optimizer"
 
 
 def _holders(trial: Trial, fqns: set[str]) -> str:

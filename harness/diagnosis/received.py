@@ -46,9 +46,8 @@ def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
         if not rows or any(len(row) != len(at) for row in rows):
             return None
         pieces.append((at, np.stack(rows)))
-    if len({len(rows) for _, rows in pieces}) > 1 or sorted(np.concatenate([at for at, _ in pieces])) != [
-        *range(length)
-    ]:
+    places = sorted(np.concatenate([at for at, _ in pieces]))
+    if len({len(rows) for _, rows in pieces}) > 1 or places != [*range(length)]:
         return None
     tokens = np.empty((len(pieces[0][1]), length), np.int64)
     for at, of_peer in pieces:
@@ -132,19 +131,11 @@ def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float]
             labels[whole] = np.concatenate([row_labels, labels[whole][len(row) :]])
             chosen.append(ids[whole])
         every[step] = tuple(chosen)
-    changed = replace(
-        reference,
-        samples=tuple(every.values()),
-        sample_ids=tuple(ids),
-        tokens=np.stack(tokens),
-        labels=np.stack(labels),
-    )
-    otherwise: dict[str, Any] = {} if counted is None else {"batch": _counting(counted)}
-    return another_reference(replace(trial, reference=changed), **otherwise)
-
-
-def _counting(times: dict[int, float]) -> Any:
-    return lambda step, batch: replace(batch, counts=np.full(batch.labels.shape, times.get(step, 1.0)))
+    changed = replace(reference, samples=tuple(every.values()), sample_ids=tuple(ids))
+    changed = replace(changed, tokens=np.stack(tokens), labels=np.stack(labels))
+    trial, times = replace(trial, reference=changed), counted or {}
+    batch: Any = lambda step, own: replace(own, counts=np.full(own.labels.shape, times.get(step, 1.0)))  # noqa: E731
+    return another_reference(trial) if counted is None else another_reference(trial, batch=batch)
 
 
 def _known_row(tokens: list[np.ndarray], row: np.ndarray) -> int | None:

@@ -20,7 +20,6 @@ from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.norms import axes_left_out, other_norms, peers
 from harness.diagnosis.words import finding_line, rank_words
-from harness.evidence.records import RankEvidence
 from harness.judge.losses import losses
 from harness.judge.reporting import Read, below, due, silences
 from harness.judge.result import Cause, Verdict
@@ -81,11 +80,8 @@ def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         for text, number in _instead(trial, reported):
             clause = text if text.startswith("it is") else f"{reported.who} {text}"
             cause = Cause("wrong report", f"{_what(trial, SHOWN[law], broken)}: {clause}{reported.when(number)}")
-            yield Hypothesis(
-                cause,
-                partial(assuming_reports, reported=reported, number=number),
-                lines=(finding_line(law, broken[law]),),
-            )
+            assume = partial(assuming_reports, reported=reported, number=number)
+            yield Hypothesis(cause, assume, lines=(finding_line(law, broken[law]),))
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -267,18 +263,10 @@ def _below(trial: Trial) -> str:
 
 def _silent(trial: Trial, what: str, read: Read) -> str:
     """Of the first rank that is silent: in which steps it reports, and in which not."""
-    rank = next(
-        rank
-        for rank, e in sorted(trial.ranks.items())
-        if _reported_steps(e, read) and set(due(trial, rank)) - _reported_steps(e, read)
-    )
-    reported, wanted = sorted(_reported_steps(trial.ranks[rank], read)), due(trial, rank)
-    silent = [step for step in wanted if step not in reported]
-    return f"rank {rank} reports the {what} of {_steps(reported)} only, that of {_steps(silent)} is lacking"
-
-
-def _reported_steps(evidence: RankEvidence, read: Read) -> set[int]:
-    return {step.step for step in evidence.steps if read(step) is not None}
+    seen = {rank: [s.step for s in e.steps if read(s) is not None] for rank, e in sorted(trial.ranks.items())}
+    lacking = {rank: [step for step in due(trial, rank) if step not in steps] for rank, steps in seen.items() if steps}
+    rank = next(rank for rank in lacking if lacking[rank])
+    return f"rank {rank} reports the {what} of {_steps(seen[rank])} only, that of {_steps(lacking[rank])} is lacking"
 
 
 def _steps(steps: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,20 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks.resume import (
-    PARAMETER,
-    Key,
-    held_state,
-    put_together,
-    saved_state,
-    state_after,
-    wanted_part,
-    wrong_keys,
-)
+from harness.checks.checkpoint import PARAMETER, may_be, saved, unknown, wanted
+from harness.checks.resume import Key, held_state, put_together, saved_state, state_after, wanted_part, wrong_keys
 from harness.diagnosis.assume import another_optimizer
-from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
-from harness.diagnosis.words import finding_line, in_order, in_parameters, on_ranks, some
+from harness.diagnosis.words import Arrays, finding_line, in_order, in_parameters, on_ranks, some
+from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.text import positions_text
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
@@ -30,7 +24,6 @@ from harness.judge.trial import Trial
 
 Wrong = dict[int, list[Key]]  # what each rank should have got from the checkpoint and has not
 State = dict[Key, np.ndarray]
-Arrays = dict[str, np.ndarray]
 Name = Callable[[Trial, Wrong], Cause | None]
 
 
@@ -105,10 +98,8 @@ def _elsewhere(trial: Trial, wrong: Wrong) -> Cause | None:
         if _optimizer_arrived(trial, wrong):
             text = f"resumed parameters are the seed's, although the optimizer's state is that of step {requested}"
             return Cause("resumed elsewhere", f"{text}: stale ones were saved, or they were not loaded")
-        text = (
-            f"the checkpoint of step {requested} was ignored: training starts from scratch, parameters are the seed's"
-        )
-        return Cause("resumed elsewhere", text)
+        text = f"the checkpoint of step {requested} was ignored: training starts from scratch"
+        return Cause("resumed elsewhere", f"{text}, parameters are the seed's")
     for step, state in _moments(trial):
         if _is_all(trial, state):
             hint = "an older one was read, or a stale one written"
@@ -147,7 +138,7 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
     if not names:
         return None
     ranks, where = _ranks(trial, wrong, {PARAMETER}), in_parameters(trial, names)
-    if all(_holds(trial, wrong, PARAMETER, fqn, _seed(trial).get((PARAMETER, fqn))) for fqn in names):
+    if all(_holds(trial, wrong, (PARAMETER, fqn), _seed(trial).get((PARAMETER, fqn))) for fqn in names):
         were = "was" if len(names) == 1 else "were"
         text = f"{some(names)} {were} not loaded from the checkpoint{ranks}: still the seed's values"
         return Cause("parameters not loaded", text)
@@ -156,11 +147,8 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
         return Cause("parameters exchanged", text)
     changes = {_change(trial, fqn) for fqn in names}
     if len(changes) == 1 and (change := next(iter(changes))).startswith(("rounded", "transposed")):
-        return Cause(
-            "parameters changed over the checkpoint",
-            f"parameters come back {change} from the checkpoint",
-            where + ranks,
-        )
+        text = f"parameters come back {change} from the checkpoint"
+        return Cause("parameters changed over the checkpoint", text, where + ranks)
     if "" not in changes:
         text = f"rows or columns have changed places over the checkpoint {where}{ranks}"
         return Cause("parameters changed over the checkpoint", text)
@@ -171,29 +159,22 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
 def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
     """Of which other moment these parameters are; else which of their rows are wrong, where these are few."""
     for step, state in [*_moments(trial), (0, _seed(trial))]:
-        if step < trial.case.steps.start - 1 and all(
-            _holds(trial, wrong, PARAMETER, fqn, state.get((PARAMETER, fqn))) for fqn in names
-        ):
+        same = (_holds(trial, wrong, (PARAMETER, fqn), state.get((PARAMETER, fqn))) for fqn in names)
+        if step < trial.case.steps.start - 1 and all(same):
             return f"they are those of after step {step}" if step else "they are the seed's"
-    rows, count = _wrong_rows(trial, names[0]) if len(names) == 1 else [], trial.plan.shapes[names[0]][0]
-    if not rows or len(rows) == count:
+    at = (PARAMETER, names[0])
+    held, saved = _held_together(trial).get(at), saved_state(trial.saved[-1])[at]
+    if len(names) > 1 or held is None or held.shape != saved.shape:
         return ""
-    seeds = _seed(trial)[PARAMETER, names[0]][rows]
-    held = _held_together(trial)[PARAMETER, names[0]][rows]
-    few = f"row{'s' * (len(rows) > 1)} {positions_text(np.array(rows))} of {count}"
-    return few + ", the seed's" * bool(np.array_equal(held, seeds))
+    rows = np.flatnonzero((held != saved).reshape(len(held), -1).any(axis=1))
+    few = f"row{'s' * (len(rows) > 1)} {positions_text(rows)} of {len(held)}"
+    few += ", the seed's" * bool(np.array_equal(held[rows], _seed(trial)[at][rows]))
+    return few if 0 < len(rows) < len(held) else ""
 
 
 def _held_together(trial: Trial) -> State:
     """What all ranks held once they had resumed."""
     return put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
-
-
-def _wrong_rows(trial: Trial, fqn: str) -> list[int]:
-    held, saved = _held_together(trial).get((PARAMETER, fqn)), saved_state(trial.saved[-1])[PARAMETER, fqn]
-    if held is None or held.shape != saved.shape:
-        return []
-    return np.flatnonzero((held != saved).reshape(len(held), -1).any(axis=1)).tolist()
 
 
 def _change(trial: Trial, fqn: str) -> str:
@@ -207,28 +188,24 @@ def _change(trial: Trial, fqn: str) -> str:
     return rearranged(held, saved).removeprefix("they are ")
 
 
-def _holds(trial: Trial, wrong: Wrong, name: str, fqn: str, whole: np.ndarray | None) -> bool:
-    """Whether the ranks that should hold something else of (name, fqn) hold their slices of `whole`."""
-    return whole is not None and all(
-        _equal(held_state(trial, rank).get((name, fqn)), wanted_part(trial, rank, (name, fqn), whole))
-        for rank, keys in wrong.items()
-        if (name, fqn) in keys
+def _holds(trial: Trial, wrong: Wrong, at: Key, whole: np.ndarray | None) -> bool:
+    """Whether the ranks that should hold something else there hold their slices of `whole`."""
+    if whole is None:
+        return False
+    pairs = (
+        (held_state(trial, r).get(at), wanted_part(trial, r, at, whole)) for r, keys in wrong.items() if at in keys
     )
-
-
-def _equal(held: np.ndarray | None, wanted: np.ndarray) -> bool:
-    return held is not None and np.array_equal(held, wanted)
+    return all(held is not None and np.array_equal(held, wanted) for held, wanted in pairs)
 
 
 def _exchanged(trial: Trial, wrong: Wrong, name: str, fqns: list[str]) -> tuple[str, str] | None:
     """The first parameter that has what was saved for another one."""
     saved = saved_state(trial.saved[-1])
-    for fqn in fqns:
-        for other in fqns:
-            theirs = saved.get((name, other))
-            alike = theirs is not None and theirs.shape == saved[name, fqn].shape
-            if other != fqn and alike and _holds(trial, wrong, name, fqn, theirs):
-                return fqn, other
+    for fqn, other in itertools.permutations(fqns, 2):
+        theirs = saved.get((name, other))
+        alike = theirs is not None and theirs.shape == saved[name, fqn].shape
+        if alike and _holds(trial, wrong, (name, fqn), theirs):
+            return fqn, other
     return None
 
 
@@ -237,23 +214,21 @@ def _exchanged(trial: Trial, wrong: Wrong, name: str, fqns: list[str]) -> tuple[
 
 def _optimizer(trial: Trial, wrong: Wrong) -> Cause | None:
     names = {name for keys in wrong.values() for name, _ in keys} - {PARAMETER}
-    moments = sorted(name for name in names if _is_moment(trial, name))
+    kept = saved_state(trial.saved[-1])
+    moments = sorted(names & {name for (name, _), whole in kept.items() if whole.ndim})
     if moments:
         return Cause("optimizer state lost", _moments_lost(trial, wrong, moments))
     return Cause("optimizer state lost", _counter_lost(trial, wrong, sorted(names))) if names else None
-
-
-def _is_moment(trial: Trial, name: str) -> bool:
-    return any(whole.ndim for (of, _), whole in saved_state(trial.saved[-1]).items() if of == name)
 
 
 def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
     fqns, ranks = _fqns(trial, wrong, set(moments)), _ranks(trial, wrong, set(moments))
     where = f"{in_parameters(trial, fqns)}{ranks}"
     steps = trial.case.steps.start - 1
-    if _every(trial, wrong, moments, lambda held: held is None):
+    held = [held_state(trial, rank).get(key) for rank, keys in wrong.items() for key in keys if key[0] in moments]
+    if all(one is None for one in held):
         return f"resumed without optimizer state: {' and '.join(moments)} are missing {where}, after {steps} steps"
-    if _every(trial, wrong, moments, lambda held: held is not None and not held.any()):
+    if not any(one is None or one.any() for one in held):
         zero = "is" if len(moments) == 1 else "are"
         return f"resumed without optimizer state: {' and '.join(moments)} {zero} zero {where}, after {steps} steps"
     if pair := _exchanged(trial, wrong, moments[0], fqns):
@@ -263,20 +238,13 @@ def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
 
 def _counter_lost(trial: Trial, wrong: Wrong, names: list[str]) -> str:
     name = names[0]
-    rank = next(rank for rank, keys in wrong.items() if any(of == name for of, _ in keys))
-    key = next(key for key in wrong[rank] if key[0] == name)
+    rank, key = next((rank, key) for rank, keys in wrong.items() for key in keys if key[0] == name)
     held, saved = held_state(trial, rank).get(key), saved_state(trial.saved[-1])[key]
     seen = "missing" if held is None else f"{float(held):g}"
     where = f"{in_parameters(trial, _fqns(trial, wrong, {name}))}{_ranks(trial, wrong, {name})}"
     lost = held is None or float(held) == 0
     why = ": AdamW's bias correction starts anew" if name == "step" and lost else ""
     return f"the optimizer's {name} counter is {seen} after resuming, {float(saved):g} was saved {where}{why}"
-
-
-def _every(trial: Trial, wrong: Wrong, names: list[str], holds: Callable[[np.ndarray | None], bool]) -> bool:
-    return all(
-        holds(held_state(trial, rank).get(key)) for rank, keys in wrong.items() for key in keys if key[0] in names
-    )
 
 
 def _fqns(trial: Trial, wrong: Wrong, names: set[str]) -> list[str]:
@@ -309,3 +277,54 @@ WAYS: tuple[tuple[Name, tuple[str, ...]], ...] = (
     (_schedule, ("schedule",)),
 )
 """What may be all that is wrong, and from what training goes on then."""
+
+
+# ---- what the checkpoint holds
+
+
+def wrong_checkpoint(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What is more, of another type or lacking; that is wrong in ranks already is another law's."""
+    held = trial.run.checkpoint
+    if "checkpoint" not in broken or held is None:
+        return
+    texts = [*_more(trial, held), *_other_types(trial, held), *_lacking(trial, held)]
+    line = finding_line("checkpoint", broken["checkpoint"])
+    first = texts[0] if texts else f"holds something else than what trained: {line[1]}"
+    text = f"the checkpoint of step {trial.case.saved_step} {first}"
+    yield Fact(Cause("checkpoint", text), ("checkpoint",), (*(("also", f"it {more}") for more in texts[1:]), line))
+
+
+def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
+    """Names are shortened to what stands before and after the parameter's."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for key, tensors in saved(trial, held).items():
+        if len(tensors) > max(may_be(trial, key), 1) or not may_be(trial, key):
+            shown = (one.name.replace(one.fqn, "*") if one.fqn else one.name for one in tensors)
+            kinds.setdefault(tuple(sorted(shown)), []).append(key[1])
+    for names, fqns in kinds.items():
+        most = "one" if len(names) > 1 else "none"
+        yield f"holds {len(names)} tensors for {most}, {' and '.join(names)}, {in_parameters(trial, fqns)}"
+    if strange := unknown(trial, held):
+        yield f"holds {len(strange)} tensors that are about no parameter: {strange[0].name}"
+
+
+def _other_types(trial: Trial, held: Checkpoint) -> Iterator[str]:
+    types = wanted(trial)
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for (name, fqn), tensors in saved(trial, held).items():
+        trained = types.get((name, fqn), set())
+        if len(tensors) == 1 and trained and tensors[0].dtype not in trained:
+            kinds.setdefault((name, tensors[0].dtype, " or ".join(sorted(trained))), []).append(fqn)
+    for (name, dtype, wide), fqns in kinds.items():
+        yield f"holds {_plural(name)} in {dtype}, trained in {wide}, {in_parameters(trial, fqns)}"
+
+
+def _lacking(trial: Trial, held: Checkpoint) -> Iterator[str]:
+    found = saved(trial, held)
+    lacking = [key for key in wanted(trial) if key not in found]
+    for name in dict.fromkeys(name for name, _ in lacking):
+        yield f"lacks {_plural(name)} {in_parameters(trial, [fqn for of, fqn in lacking if of == name])}"
+
+
+def _plural(name: str) -> str:
+    return "parameters" if name == PARAMETER else name

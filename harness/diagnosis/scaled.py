@@ -29,7 +29,7 @@ from harness.diagnosis.differences import (
 from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
-from harness.diagnosis.words import in_order, in_parameters, on_ranks, some
+from harness.diagnosis.words import Arrays, in_order, in_parameters, on_ranks, some
 from harness.judge.assembly import Misfit, misfits
 from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 FEW = 4  # factors that are fitted each by itself, where noise leaves something of each
 KIND = "gradients scaled"
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
-Arrays = dict[str, np.ndarray]
 Scale = Callable[[int], Mapping[str, float | np.ndarray]]
 """By step, what each parameter is multiplied by; those that are not in it are as they were."""
 
@@ -108,10 +107,8 @@ def _best_fits(factors: Mapping[tuple[int, str], float], step: int) -> Lines:
     """The first parameter that is wrong, on two ranks: one number that a person can check."""
     first = next(iter(factors))[1]
     shown = [(rank, factor) for (rank, fqn), factor in factors.items() if fqn == first][:2]
-    return tuple(
-        ("gradients", f"rank {rank}, step {step}, {first}: {factor:.4g} times the reference's by best fit")
-        for rank, factor in shown
-    )
+    text = f"step {step}, {first}: {{:.4g}} times the reference's by best fit"
+    return tuple(("gradients", f"rank {rank}, {text.format(factor)}") for rank, factor in shown)
 
 
 def _noisy_fits(trial: Trial, step: int) -> Iterator[Fit]:
@@ -138,14 +135,12 @@ def _noisy_fits(trial: Trial, step: int) -> Iterator[Fit]:
 
 def _misfit_lines(wrong: list[Misfit]) -> Lines:
     """The worst ones: numbers that a person can check."""
-    return tuple(
-        (
-            "gradients",
-            f"{one.fqn}: {one.fit:.4g} times the reference's by best fit (bound {one.fit_bound:.1e}),"
-            f" off by {one.distance:.1e} of its length (bound {one.distance_bound:.1e})",
-        )
+    texts = (
+        f"{one.fqn}: {one.fit:.4g} times the reference's by best fit (bound {one.fit_bound:.1e}),"
+        f" off by {one.distance:.1e} of its length (bound {one.distance_bound:.1e})"
         for one in sorted(wrong, key=lambda one: -one.excess)[:3]
     )
+    return tuple(("gradients", text) for text in texts)
 
 
 # ---- hypotheses
@@ -156,12 +151,12 @@ def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothe
     everywhere = len(fit.factors) == len(trial.plan.shapes)
     if everywhere:
         for hint, by_step in token_factors(trial, fit.step, factor):
-            yield _counted(trial, fit, broken, hint, _from(fit.step, by_step))
+            yield _counted(trial, fit, broken, hint, by_step)
     name = factor_text(trial, factor, everywhere) if trial.case.exact else ""
     if trial.case.model.tied_embeddings and list(fit.factors) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
         name = f": counted for the embedding and again for the output, which share it{name.replace(':', ', or', 1)}"
     if everywhere and name:
-        yield _counted(trial, fit, broken, name, _from(fit.step, lambda step: factor))
+        yield _counted(trial, fit, broken, name, lambda step: factor)
     for when, scale, fitted in _spans(trial, fit):
         if not (everywhere and name) or when:
             yield _hypothesis(_sentence(trial, fit, factor) + when + name, scale, fit.lines, fitted)
@@ -171,19 +166,18 @@ def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothe
 
 def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callable[[int], float]) -> Hypothesis:
     """All gradients by a number of the case; with the reported loss, where that is the same multiple."""
-    usual = _hypothesis(_sentence(trial, fit, by_step(fit.step)) + hint, _all_by(fit, by_step), fit.lines)
+
+    def times(step: int) -> float:
+        return by_step(step) if step >= fit.step else 1.0
+
+    text = _sentence(trial, fit, by_step(fit.step)) + hint
+    usual = _hypothesis(text, lambda step: dict.fromkeys(fit.factors, times(step)), fit.lines)
     reported = reported_of(trial, "reported_loss") if "reported_loss" in broken else None
-    shown = lambda rank, step: by_step(step) * reported.right[rank, step] if reported else None  # noqa: E731
+    shown = lambda rank, step: times(step) * reported.right[rank, step] if reported else None  # noqa: E731
     if reported is None or not reported.is_all(shown):
         return usual
-    cause = replace(
-        usual.cause, observed=usual.cause.observed.replace("gradients are", "gradients and the reported loss are")
-    )
-    return replace(usual, cause=cause).and_then(partial(assuming_reports, reported=reported, number=shown))
-
-
-def _from(first: int, by_step: Callable[[int], float]) -> Callable[[int], float]:
-    return lambda step: by_step(step) if step >= first else 1.0
+    text = text.replace("gradients are", "gradients and the reported loss are")
+    return replace(usual, cause=Cause(KIND, text)).and_then(partial(assuming_reports, reported=reported, number=shown))
 
 
 def _sentence(trial: Trial, fit: Fit, factor: float) -> str:
@@ -191,11 +185,8 @@ def _sentence(trial: Trial, fit: Fit, factor: float) -> str:
     since = f"are right in step {trial.first_step} and from step {fit.step} on" if later else "are"
     if abs(factor) < 1e-12:
         return f"gradients {since} zero {_where(trial, fit)}"
-    return f"gradients {since} {_times(trial, factor)} what they should be {_where(trial, fit)}"
-
-
-def _times(trial: Trial, factor: float) -> str:
-    return times_text(factor) if trial.case.exact else f"{factor:.3g} times"
+    times = times_text(factor) if trial.case.exact else f"{factor:.3g} times"
+    return f"gradients {since} {times} what they should be {_where(trial, fit)}"
 
 
 def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
@@ -235,10 +226,6 @@ def _spans(trial: Trial, fit: Fit) -> Iterator[tuple[str, Scale, int]]:
     """From the first wrong step on, which is said elsewhere, and in it alone."""
     for when, steps, more in spans(trial, fit.step):
         yield f",{when}" * more, lambda step, of=steps: fit.factors if step in of else {}, 1 + more  # type: ignore[misc]
-
-
-def _all_by(fit: Fit, by_step: Callable[[int], float]) -> Scale:
-    return lambda step: dict.fromkeys(fit.factors, by_step(step))
 
 
 def _hypothesis(text: str, scale: Scale, lines: Lines, fitted: int = 1) -> Hypothesis:

@@ -29,7 +29,8 @@ def other_units(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
             if verdict_of(another_feature(trial, reshard_after_forward=policy), "reshard") is Verdict.PASS:
                 cause = Cause("another policy after forward", f"{_kept_text(trial)}, {policy} is observed")
                 yield Hypothesis(cause, partial(another_feature, reshard_after_forward=policy), 1, lines)
-    if {"reshard", "placements"} & set(broken) and _claims(trial):
+    claims = trial.case.wrapper == "fsdp2" and all(claimed_units(evidence) for evidence in trial.ranks.values())
+    if {"reshard", "placements"} & set(broken) and claims:
         yield Hypothesis(Cause("other units", _units_text(trial)), _as_claimed, 2, lines)
 
 
@@ -42,10 +43,6 @@ def _other_policies(trial: Trial) -> Iterator[str | int]:
     if case.wrapper == "fsdp2":
         policies += [degree for degree in range(2, shards) if shards % degree == 0]
     yield from (policy for policy in policies if policy != case.features.reshard_after_forward)
-
-
-def _claims(trial: Trial) -> bool:
-    return trial.case.wrapper == "fsdp2" and all(claimed_units(evidence) for evidence in trial.ranks.values())
 
 
 def _as_claimed(trial: Trial) -> Trial:
@@ -68,9 +65,8 @@ def _units_text(trial: Trial) -> str:
         return f"the whole model is one {wrapper} unit, no block is one of its own{ranks}: {counts}"
     if all(any(unit <= whole for whole in requested) for unit in seen):
         return f"{wrapper} units are finer than requested: {counts}"
-    together = next(
-        (modules_text(fqn for fqn in trial.plan.shapes if fqn in unit) for unit in seen if unit not in requested), ""
-    )
+    odd = next((unit for unit in seen if unit not in requested), frozenset())
+    together = modules_text(fqn for fqn in trial.plan.shapes if fqn in odd)
     return f"{wrapper} units are others than requested: {together} are gathered together, {counts}"
 
 
@@ -101,9 +97,8 @@ def _kept_text(trial: Trial) -> str:
     for found in wrong.values():
         for fqn, states in found.items():
             units.setdefault(states, []).append(unit_of(fqn))
-    texts = [
-        f"{some([*dict.fromkeys(names)], 3)} {state}, should be {wanted}" for (wanted, state), names in units.items()
-    ]
+    named = [(some([*dict.fromkeys(names)], 3), states) for states, names in units.items()]
+    texts = [f"{names} {state}, should be {wanted}" for names, (wanted, state) in named]
     ranks = on_ranks(trial, [rank for rank, found in wrong.items() if found])
     policy = f"reshard_after_forward {trial.case.features.reshard_after_forward} is requested"
     return f"after forward: {'; '.join(texts)}{ranks}; {policy}" if texts else ""
@@ -134,7 +129,7 @@ def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
         wrap = f"ranks wrap different {trial.case.wrapper} units: {text}"
         yield stated(broken, "placements", "ranks disagree on units", wrap)
     elif "placements" in broken and any(
-        units_seen(trial, r) - set(map(frozenset, trial.plan.units[r])) for r in trial.ranks
+        units_seen(trial, r) - {*map(frozenset, trial.plan.units[r])} for r in trial.ranks
     ):
         yield stated(broken, "placements", "other units", _units_text(trial))
 

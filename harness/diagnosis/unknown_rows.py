@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.diagnosis.words import fed_with
 from harness.judge.received_samples import rows_received
 from harness.judge.trial import Trial
 
@@ -33,9 +34,8 @@ def described(trial: Trial, step: int, ranks: list[int]) -> str:
 
 
 def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
-    return not any(np.array_equal(row, tokens[: len(row)]) for tokens in trial.reference.tokens) or (
-        len(row) != trial.case.seq_len(step)
-    )
+    known = any(np.array_equal(row, tokens[: len(row)]) for tokens in trial.reference.tokens)
+    return not known or len(row) != trial.case.seq_len(step)
 
 
 # ---- parts of the step's samples
@@ -48,7 +48,8 @@ def of_sample(row: np.ndarray, sample: np.ndarray, wanted: int) -> Iterator[str]
         both = min(size, len(sample) - by)
         if both >= LEAST and np.array_equal(row[:both], sample[by : by + both]):
             last = by > 1 and by + size in (len(sample) - 1, len(sample))
-            yield f"the last {size} tokens of the step's samples" if last else _from(by)
+            part = f"the step's samples from token {by} on (counted from 0)"
+            yield f"the last {size} tokens of the step's samples" if last else part
         if by < size and np.array_equal(row, np.roll(tokens, by)):
             yield f"the step's samples, rolled by {by} tokens"
     for bits in (8, 16):
@@ -63,10 +64,6 @@ def of_sample(row: np.ndarray, sample: np.ndarray, wanted: int) -> Iterator[str]
         yield f"the first {count} tokens of the step's samples, of {wanted}"
     elif LEAST <= count < size and len(rest := set(row[count:].tolist())) == 1:
         yield f"the first {count} tokens of the step's samples, then {rest.pop()} only"
-
-
-def _from(by: int) -> str:
-    return f"the step's samples from token {by} on (counted from 0)"
 
 
 # ---- other samples of the data set
@@ -106,21 +103,16 @@ def _of_the_data(trial: Trial, step: int, ranks: list[int], rows: list[np.ndarra
 def _other_seeds(trial: Trial, ranks: list[int]) -> Iterator[tuple[str, int]]:
     seed = trial.case.training.seed
     for by in (*range(1, ORDERS), *range(-ORDERS, 0)):
-        yield (
-            f"samples of the data set in the order of seed {seed + by}, or of as many epochs on from {seed}",
-            seed + by,
-        )
+        text = f"samples of the data set in the order of seed {seed + by}, or of as many epochs on from {seed}"
+        yield text, seed + by
     yield "samples of the data set in the order of seed 0", 0
 
 
 def _is_share(trial: Trial, step: int, rank: int, order: list[int], ids: dict[bytes, int]) -> bool:
     """Whether what a rank received are all of the step's share of that order: strided as a sampler deals it out."""
     shares = trial.one_rank_per_share()
-    group = next(share for share in shares if trial.feeder(rank) == share or _fed_alike(trial, rank, share))
+    feeder = trial.feeder(rank)
+    group = next(share for share in shares if feeder == share or rank in fed_with(trial.plan, [share]))
     batch = trial.case.training.global_batch
     found = [ids.get(row.astype(np.int64).tobytes()) for row in rows_received(trial, step).get(rank, [])]
     return found == order[(step - 1) * batch : step * batch][shares.index(group) :: len(shares)]
-
-
-def _fed_alike(trial: Trial, rank: int, share: int) -> bool:
-    return rank in {tp for cp in trial.plan.peers(share, "cp") for tp in trial.plan.peers(cp, "tp")}

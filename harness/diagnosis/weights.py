@@ -7,9 +7,10 @@ from functools import partial
 
 import numpy as np
 
+from harness.checks import update
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.words import Pair, in_parameters, where_text
+from harness.diagnosis.words import Pair, finding_line, in_parameters, where_text
 from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
@@ -48,9 +49,8 @@ def observed_weights(trial: Trial) -> dict[str, np.ndarray] | None:
 def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
     if (same := _same_shard(trial)) is not None:
         return same, ()
-    strange = [
-        (rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None
-    ]
+    holdings = sorted(trial.holdings.items())
+    strange = [(rank, fqn) for rank, held in holdings for fqn, part in held.items() if part is None]
     if not strange:
         return None
     found = {_instead(*_held(trial, place)) or _of_another(trial, place) for place in strange}
@@ -61,10 +61,8 @@ def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
         hint = f"{strange[0][1]} holds {hint}"
     hint = hint or _drawn_anew(trial, strange)
     line = f"rank {strange[0][0]}, {strange[0][1]}: {_how_they_differ(*_held(trial, strange[0]))}"
-    cause = Cause(
-        "other initial weights", "training does not start from the seed weights", where_text(trial, strange), hint=hint
-    )
-    return cause, (("weights", line),)
+    text = "training does not start from the seed weights"
+    return Cause("other initial weights", text, where_text(trial, strange), hint=hint), (("weights", line),)
 
 
 def _held(trial: Trial, place: Pair) -> tuple[np.ndarray, np.ndarray]:
@@ -174,3 +172,46 @@ def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
     alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
     alike = {f for f in alike if np.any(first[f] != first[f].flat[0])}  # a constant has no slices to tell apart
     return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()
+
+
+# ---- changed when the optimizer is done
+
+
+def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """What there was when the next step began, if it has the shape of what the optimizer left."""
+    changes = update.changed(trial)
+    if "update" not in broken or not (cause := _cause(trial, changes)):
+        return
+    held = {(rank, step.step): step.changed or {} for rank, step, _ in trial.steps()}
+
+    def left(step: int, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        whole = {fqn: value.copy() for fqn, value in parameters.items()}
+        for rank, fqn in changes.get(step, ()):
+            if part := trial.slice_of(rank, fqn):
+                target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
+                target[...] = held[rank, step][fqn].reshape(target.shape)
+        return whole
+
+    fits, lines = "shape or dtype" not in cause.observed, (finding_line("update", broken["update"]),)
+    yield Hypothesis(cause, partial(another_reference, left=left) if fits else None, 1, lines, ("update",))
+
+
+def _cause(trial: Trial, changes: dict[int, list[Pair]]) -> Cause | None:
+    step = next(iter(changes), None)
+    if step is None:
+        return None
+    observed = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
+    how = _as_if(trial, step, changes[step])
+    return Cause("weights changed", f"{observed}: {how}{where_text(trial, changes[step])}")
+
+
+def _as_if(trial: Trial, step: int, pairs: list[Pair]) -> str:
+    """What was done to all of them, if it is something that is easily told."""
+    records = {rank: next(s for s in trial.ranks[rank].steps if s.step == step) for rank, _ in pairs}
+    both = [(records[rank].parameters[fqn], (records[rank].changed or {})[fqn]) for rank, fqn in pairs]
+    if any(now.size != left.size or now.dtype != left.dtype for left, now in both):
+        return "to another shape or dtype, "
+    if not any(now.any() for _, now in both):
+        return "to 0, "
+    dtype = rounded_to(*((now.reshape(left.shape), left) for left, now in both))
+    return f"rounded to {dtype}, " if dtype else ""

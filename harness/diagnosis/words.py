@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Result
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
+from harness.plan.plan import Plan
 from harness.plan.traffic.flow import OUTSIDE, Flow
 
 Broken = Mapping[str, Result]
 """The results of the laws that are broken and say where, by name, in the order of display."""
 Pair = tuple[int, str]  # rank, fqn
+Arrays = dict[str, np.ndarray]  # by fqn
 
 
 def some(names: Sequence[str], most: int = 2) -> str:
@@ -50,6 +54,11 @@ def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
     return in_parameters(trial, (fqn for _, fqn in pairs)) + on_ranks(trial, (rank for rank, _ in pairs))
 
 
+def fed_with(plan: Plan, ranks: Sequence[int]) -> set[int]:
+    """The ranks that receive the samples of these, or parts of them."""
+    return {tp for rank in ranks for cp in plan.peers(rank, "cp") for tp in plan.peers(cp, "tp")}
+
+
 def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
     shown = [ranks_text(group) for group in groups]
     return " ".join(shown if len(shown) <= 3 else [*shown[:2], "..", shown[-1]])
@@ -70,13 +79,9 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
         moved = seen.get(key, 0) if phase != OUTSIDE else min(wanted, outside.get(key, 0))
         enough = moved == wanted or (least and moved > wanted)
         if not enough and not all(flow.optional for flow in flows):
-            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {_over(trial, rank, axis)} in {phase}"
+            over = ranks_text(key[0]) if axis.startswith("post_forward") else axis  # which nobody wrote
+            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} in {phase}"
             yield "traffic", f"{what}: expected {least}{bytes_text(wanted)} per step, observed {bytes_text(moved)}"
-
-
-def _over(trial: Trial, rank: int, axis: str) -> str:
-    """What stays cut after forward is gathered over an axis that nobody wrote."""
-    return ranks_text(trial.plan.group_of(rank, axis)) if axis.startswith("post_forward") else axis
 
 
 def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:

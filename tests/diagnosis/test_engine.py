@@ -86,6 +86,15 @@ def test_what_is_raised_without_a_word_is_on_record_without_one() -> None:
     assert text.startswith("raising raised ValueError:  at raising:")
 
 
+def test_what_an_assumption_raises_is_on_record_by_the_kind_of_its_cause() -> None:
+    def unknown(trial: Trial) -> Trial:
+        raise KeyError("layers.9")
+
+    found = explain(DOUBLED, judge(DOUBLED), (suspect("odd", unknown), suspect("doubled", twice_the_gradients)), ())  # type: ignore[arg-type]
+    assert [text.split(" at ")[0] for text in found.raised] == ["odd raised KeyError: 'layers.9'"]
+    assert [one.cause.kind for one in found.proofs[0].hypotheses] == ["doubled"]
+
+
 def test_a_fact_takes_the_laws_that_no_hypothesis_explains() -> None:
     def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("seen", "seen"), ("gradients", "grad_norm"))
@@ -120,6 +129,20 @@ def test_a_law_that_holds_under_the_first_of_two_is_not_broken_for_the_second() 
     assert "reported_loss" in seen[-1]
 
 
+def as_reported(trial: Trial) -> Trial:
+    return replace(trial, reports={"grad_norm": lambda rank, step: trial.ranks[rank].steps[step - 1].grad_norm})
+
+
+def test_of_two_the_second_is_named_alone_where_alone_it_explains_as_much() -> None:
+    """It is only proposed where the first is assumed."""
+
+    def second(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        if "grad_norm" not in broken:
+            yield Hypothesis(Cause("doubled", "doubled"), twice_the_gradients)
+
+    assert named(DOUBLED, suspect("report", as_reported), second) == ["doubled"]
+
+
 def test_a_change_besides_is_made_after_the_first() -> None:
     again = Hypothesis(Cause("doubled", "doubled"), twice_the_gradients).and_then(twice_the_gradients)
     norms = [trial.reference.steps[0].grad_norm for trial in (RIGHT, again.assume(RIGHT))]
@@ -140,9 +163,6 @@ def test_what_a_law_saw_is_stated_with_its_first_finding_and_what_is_said_beside
 def test_what_was_seen_of_gradients_goes_before_what_explains_only_what_follows_of_them() -> None:
     def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("seen", "seen"), ("gradients", "grad_norm"))
-
-    def as_reported(trial: Trial) -> Trial:
-        return replace(trial, reports={"grad_norm": lambda rank, step: trial.ranks[rank].steps[step - 1].grad_norm})
 
     def other_bytes(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("bytes", "bytes"), ("traffic",))

@@ -23,8 +23,7 @@ from literal import (
 )
 
 from harness.checks import shard_contents
-from harness.diagnosis.layout import Layout, _fsdp_over_tp, _part_text, other_layouts, other_slices
-from harness.diagnosis.renamed_ranks import renamed
+from harness.diagnosis.layout import Layout, _fsdp_over_tp, _part_text, other_layouts, other_slices, renamed
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.slices import slices_of_rank

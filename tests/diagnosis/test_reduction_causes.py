@@ -30,7 +30,7 @@ from literal import (
 )
 
 from harness.diagnosis.backward import _less_than_planned, _other_groups
-from harness.diagnosis.exchanged import exchanged_tensors
+from harness.diagnosis.replicas import exchanged_tensors
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.slices import numel

@@ -11,9 +11,9 @@ from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, refere
 
 from harness.checks import judge
 from harness.diagnosis import COSTLY, SUSPECTS
+from harness.diagnosis.backward import other_gradient_flows
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.gathered_logits import and_their_traffic
-from harness.diagnosis.gradient_flow import other_gradient_flows
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.reference.altered import altering

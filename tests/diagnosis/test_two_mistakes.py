@@ -14,7 +14,7 @@ from literal_reference import clip
 from harness.checks import judge
 from harness.diagnosis.engine import explain
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.mixture import Arrays
+from harness.diagnosis.words import Arrays
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
