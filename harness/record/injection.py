@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness import ROOT
+from harness.evidence.recording import lost_a_peer
 from harness.evidence.store import EvidenceError
 
 BY = "HARNESS_RECORD_BY"
@@ -143,7 +144,7 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
         return f"{_processes(states['started'])} ran, and none imported torch"
     if states["raised"]:
         errors = Counter(file.read_text().strip() for file in states["raised"])
-        (error, count), *_ = errors.most_common()
+        error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
         return f"{_processes(states['torch'])} imported torch; {count} raised before training anything: {error}"
     return (
         f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "

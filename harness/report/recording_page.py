@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from harness.evidence.keys import ranks_key, ranks_of
+from harness.evidence.recording import lost_a_peer
 from harness.evidence.summary import Summary
 from harness.evidence.text import MANY, bytes_text, ranks_text
 from harness.judge.observed import (
@@ -41,7 +42,6 @@ ROLES = {
 NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md)"
 SEPARATE = "SEPARATE MODELS"
 NO_LAYOUT = "; what groups are for, --layout"
-WAITED = re.compile("onnection reset|onnection closed|imed out|imeout|peer")
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 PHASES = ("forward", "pipeline", "backward")
 Rows = list[tuple[str, str]]
@@ -120,7 +120,7 @@ def _ended(recording: Recording) -> Rows:
     """Who raised, in their own words; who was killed, and in which collective they then were."""
     rows: Rows = []
     raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
-    causes = sorted(raised.items(), key=lambda item: bool(WAITED.search(item[0])))  # who lost a peer is seldom to blame
+    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))
     rows += [("RAISED", f"{some_ranks(ranks)}: {GLOO.sub('', error)}") for error, ranks in causes[:3]]
     killed = [one.rank for one in recording.summaries.values() if not one.ended]
     places = {

@@ -112,6 +112,19 @@ def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: p
     assert "1 raised before training anything: ModuleNotFoundError: No module named 'no_such_package'" in printed
 
 
+def test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quoted(tmp_path: Path) -> None:
+    (tmp_path / "processes").mkdir()
+    for name, text in {
+        "a": "RuntimeError: Connection closed by peer [10.0.0.1]:4242",
+        "b": "ValueError: no such option",
+    }.items():
+        for state in ("started", "torch"):
+            (tmp_path / "processes" / f"{name}.{state}").touch()
+        (tmp_path / "processes" / f"{name}.raised").write_text(text)
+    told = why_nothing(tmp_path, ["torchrun", "train.py"], 1)
+    assert told == "2 Python processes imported torch; 1 raised before training anything: ValueError: no such option"
+
+
 MARKS = "open('started', 'w').close()"
 
 
