@@ -24,6 +24,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "wrappers",
         "roles",
         "seconds",
+        "copies",
     )
     plain |= {name: {} for name in tables}
     plain |= {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,10 @@ class Summary:
     """model: names, whole shapes and dtypes of its parameters. placements: how many are claimed to lie so. slices: which parts
     of them it claims to hold, 0 where something claims nothing. contents, fed: by step. shown: the step of `uses`. idle:
     groups over which nothing ran. waits: barriers inside of forward and backward. kept: bytes of parameters that are in
-    memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. unstepped: parameters that no
-    optimizer has. digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the
-    steps that `outside` is of. kind, places: as evidence.alike has them; 0 where nobody looked.
+    memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. copies: by group, over which some
+    parameters are cut, the contents by step of those that are copied over it. unstepped: parameters that no optimizer has.
+    digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that
+    `outside` is of. kind, places: as evidence.alike has them; 0 where nobody looked.
     """
 
     rank: int
@@ -106,6 +107,7 @@ class Summary:
     own: float
     outside: tuple[Outside, ...] = ()
     whole: tuple[int, ...] = ()
+    copies: dict[str, dict[int, int]] = field(default_factory=dict)
     kind: int = 0
     places: tuple[tuple[str, str], ...] = ()
 
@@ -127,6 +129,7 @@ def summary_of(record: RankRecord) -> Summary:
         versions=evidence.environment,
         wrappers=dict(Counter(wrapper.kind for wrapper in evidence.structure.values())),
         roles=roles(evidence),
+        copies=copies(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
         kind=kind,
@@ -304,6 +307,24 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
             found[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
         if len(wrapper.replicate_ranks) > 1:
             found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}"
+    return found
+
+
+def copies(record: RankRecord) -> dict[str, dict[int, int]]:
+    """By group, as DTensors claim: norms and the like under tensor parallelism."""
+    copied, cut = defaultdict[str, set[str]](set), set[str]()
+    for tensor in record.evidence.parameters:
+        for kind, ranks in _lines(record.evidence.rank, tensor):
+            if "Shard" in kind:
+                cut.add(ranks)
+            elif kind == "Replicate" and "Partial" not in tensor.placements:
+                copied[ranks].add(tensor.fqn)
+    found: dict[str, dict[int, int]] = {}
+    for ranks in sorted(cut.intersection(copied)):
+        told = {
+            s.step: sorted((f, value) for f, value in s.digests.items() if f in copied[ranks]) for s in record.steps
+        }
+        found[ranks] = {step: number(values) for step, values in told.items() if values}
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from harness.evidence.keys import ranks_of
@@ -116,13 +116,18 @@ def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
     return [family for family in found.values() if len(family) > 1]
 
 
-def differing_replicas(summaries: Iterable[Summary]) -> dict[int, list[tuple[list[int], list[int]]]]:
-    """By step, of ranks that claim the same parts those that hold what most of them hold, and those that hold something else.
-    What is there before the first step may be anything."""
-    return differing(replicas(summaries))
+def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
+    """By group, its ranks with the contents of those parameters that are copied over it, while others are cut."""
+    found: dict[str, list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        for group, contents in summary.copies.items():
+            found[group].append(replace(summary, contents=contents))
+    return [family for family in found.values() if len(family) > 1]
 
 
 def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
+    """By step, of ranks that should hold the same those that hold what most of them hold, and those that hold something else.
+    What is there before the first step may be anything."""
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for family in families:
         for step in sorted({step for one in family for step in one.contents if step}):

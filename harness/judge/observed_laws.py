@@ -9,7 +9,7 @@ from dataclasses import replace
 from harness.evidence.keys import ranks_of
 from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
 from harness.evidence.text import ranks_text
-from harness.judge.observed import differing, replicas
+from harness.judge.observed import copied, differing, replicas
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
 from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
@@ -87,9 +87,10 @@ def _lines(dims: ParallelDims, axis: str) -> dict[int, tuple[int, ...]]:
 
 
 def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
-    """Ranks that claim the same parts of all parameters hold the same bytes of them after every step recorded; so do ranks
+    """Ranks that claim the same parts of all parameters hold the same bytes of them after every step recorded. So do ranks over
+    which DTensors copy some parameters and cut others (norms under tensor parallelism), of those that are copied; and ranks
     that claim nothing, are replicas by the layout, and began with the same bytes."""
-    families = [*replicas(summaries), *_replicas_by_layout(summaries, dims)]
+    families = [*replicas(summaries), *copied(summaries), *_replicas_by_layout(summaries, dims)]
     if others := _other_parameters(summaries, dims):
         told = f"ranks {ranks_text(others)} are replicas by the layout and have other parameters, as stages of a pipeline have"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)

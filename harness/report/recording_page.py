@@ -16,7 +16,8 @@ from harness.judge.observed import (
     Axis,
     Moved,
     axes,
-    differing_replicas,
+    copied,
+    differing,
     left_on,
     odd_ranks,
     out_of_order,
@@ -167,11 +168,14 @@ def _separate(summaries: Sequence[Summary]) -> Rows:
 
 
 def _replicas(summaries: Sequence[Summary]) -> Rows:
-    for step, families in differing_replicas(summaries).items():
-        most, others = families[0]
-        many = f" (in {len(families)} sets of replicas)" if len(families) > 1 else ""
-        text = f"{some_ranks(others)} claim the same parts as {some_ranks(most)}, and hold other bytes after step {step}{many}"
-        return [("REPLICAS DIFFER", text + _from_the_start(summaries, (*most, *others)))]
+    same = ((replicas(summaries), "the same parts as"), (copied(summaries), "copies of the same parameters as"))
+    for families, what in same:
+        for step, apart in differing(families).items():
+            most, others = apart[0]
+            many = f" (in {len(apart)} sets of replicas)" if len(apart) > 1 else ""
+            text = f"{some_ranks(others)} claim {what} {some_ranks(most)}, and hold other bytes after step {step}{many}"
+            family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
+            return [("REPLICAS DIFFER", text + _from_the_start(family, (*most, *others)))]
     return []
 
 

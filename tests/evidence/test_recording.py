@@ -57,6 +57,16 @@ def test_replicas_claim_the_same_parts_and_others_do_not() -> None:
     assert parts[0] == parts[2] != parts[1] == parts[3]
 
 
+def test_what_dtensors_copy_over_a_group_over_which_they_cut_the_rest_is_told_apart() -> None:
+    evidence = trial_of(tiny_case("fsdp_2_tp_2")).ranks[3]
+    one = RankRecord(evidence, (RecordedStep(1, {tensor.fqn: 7 for tensor in evidence.parameters}),))
+    assert list(summary_of(one).copies) == ["2,3"]
+    other = RankRecord(evidence, (RecordedStep(1, {t.fqn: 7 + ("norm" in t.fqn) for t in evidence.parameters}),))
+    third = RankRecord(evidence, (RecordedStep(1, {t.fqn: 7 + ("norm" not in t.fqn) for t in evidence.parameters}),))
+    assert summary_of(other).copies != summary_of(one).copies == summary_of(third).copies
+    assert summary_of(record(0)).copies == {}
+
+
 def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
     one, path = record(0), record_file(tmp_path, 0)
     save_record(path, summary_of(one), one)

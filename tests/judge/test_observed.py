@@ -6,7 +6,7 @@ from literal_recording import GATHER, SUM, hsdp, summary
 
 from harness.evidence.keys import ranks_key, ranks_of
 from harness.evidence.summary import Issued, Use
-from harness.judge.observed import axes, differing_replicas, odd_ranks, out_of_order
+from harness.judge.observed import axes, differing, odd_ranks, out_of_order, replicas
 
 
 def test_groups_that_do_the_same_are_one_axis_with_the_name_that_wrappers_give_it() -> None:
@@ -28,20 +28,20 @@ def test_stages_of_a_pipeline_that_do_less_at_its_ends_are_on_one_axis() -> None
 
 
 def test_replicas_that_hold_the_same_bytes_agree() -> None:
-    assert differing_replicas([hsdp(rank) for rank in range(4)]) == {}
+    assert differing(replicas([hsdp(rank) for rank in range(4)])) == {}
 
 
 def test_a_replica_that_holds_other_bytes_is_named() -> None:
     ranks = [hsdp(rank) for rank in range(3)] + [hsdp(3, contents={1: 99})]
-    assert differing_replicas(ranks) == {1: [([1], [3])]}
+    assert differing(replicas(ranks)) == {1: [([1], [3])]}
 
 
 def test_what_replicas_hold_before_the_first_step_is_their_own_business() -> None:
-    assert differing_replicas([hsdp(rank, contents={0: rank, 1: 10 + rank % 2}) for rank in range(4)]) == {}
+    assert differing(replicas([hsdp(rank, contents={0: rank, 1: 10 + rank % 2}) for rank in range(4)])) == {}
 
 
 def test_ranks_that_nothing_claims_to_be_replicas_are_not_compared() -> None:
-    assert differing_replicas([summary(rank, slices=0, contents={1: rank}) for rank in range(4)]) == {}
+    assert differing(replicas([summary(rank, slices=0, contents={1: rank}) for rank in range(4)])) == {}
 
 
 def test_a_member_that_issued_something_else_or_nothing_is_out_of_order() -> None:

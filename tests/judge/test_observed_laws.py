@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from literal_recording import GATHER, SUM, hsdp, summary
 
-from harness.evidence.summary import Outside, Use
+from harness.evidence.summary import Outside, Summary, Use
 from harness.judge.observed_laws import exchange, finite, observed_laws, replica_agreement, samples
 from harness.judge.result import Verdict
 from harness.spec.dims import ParallelDims
@@ -37,6 +37,18 @@ def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_t
     assert replica_agreement([*map(hsdp, range(3)), hsdp(3, contents={1: 5})], FOUR).verdict == Verdict.FAIL
     cut = [summary(rank, slices=rank + 1) for rank in range(4)]
     assert replica_agreement(cut, FOUR).verdict == Verdict.NOT_APPLICABLE
+
+
+def test_norms_that_dtensors_copy_over_tensor_parallel_ranks_agree_though_the_rest_is_cut() -> None:
+    def tp(rank: int, norms: int) -> Summary:
+        return summary(
+            rank, slices=rank + 1, contents={0: rank, 1: rank}, copies={"0,1" if rank < 2 else "2,3": {1: norms}}
+        )
+
+    dims = ParallelDims(dp_shard=2, tp=2)
+    assert replica_agreement([tp(rank, rank // 2) for rank in range(4)], dims).verdict == Verdict.PASS
+    broken = replica_agreement([tp(rank, max(rank, 1)) for rank in range(4)], dims)
+    assert [finding.where for finding in broken.findings] == ["ranks [3], after step 1"]
 
 
 def test_ranks_that_claim_nothing_and_are_replicas_by_the_layout_agree_if_they_began_alike() -> None:

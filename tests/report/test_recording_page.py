@@ -36,6 +36,17 @@ def test_a_replica_that_differs_is_the_first_thing_said() -> None:
     assert first.startswith("  REPLICAS DIFFER rank 3 claim")
 
 
+def test_copies_under_tensor_parallelism_that_differ_are_said_by_their_own_contents_before_the_first_step() -> None:
+    cut = {"slices": 1, "contents": {0: 1, 1: 1}}
+    apart = [hsdp(r, **cut | {"slices": r + 1}, copies={"0,1": {0: 5, 1: 5 + r}} if r < 2 else {}) for r in range(4)]
+    told = " ".join(page(recording(*apart)).split())
+    assert (
+        "REPLICAS DIFFER rank 1 claim copies of the same parameters as rank 0, and hold other bytes after step 1"
+        in told
+    )
+    assert "before the first step they held the same" in told
+
+
 def test_replicas_that_differ_from_the_start_are_told_from_those_that_became_so() -> None:
     alike = [hsdp(rank, contents={0: rank % 2, 1: 10 * rank}) for rank in range(4)]
     ((_, text),) = odd(recording(*alike))
