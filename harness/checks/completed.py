@@ -47,7 +47,8 @@ def check(trial: Trial) -> Result:
         rank, reason = min(unable.items())
         note = f"rank {rank} could not be run alone: {reason}"
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    return verdict_of("completed", findings, examined=len(trial.started if trial.alone is not None else trial.seen))
+    examined = trial.run.world_size if trial.alone is None else len(trial.started)
+    return verdict_of("completed", findings, examined=examined)
 
 
 def _not_the_trainers(run: Run) -> str:
