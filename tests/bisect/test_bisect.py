@@ -6,8 +6,9 @@ import dataclasses
 import math
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from literal import tiny_case, trial_of
@@ -88,13 +89,15 @@ def search(
     good: str = "",
     bad: str = "HEAD",
     until: float = math.inf,
+    run_case: Callable[[Case, Options], Judgement] = judged,
+    **how: Any,
 ) -> tuple[Found, list[str]]:
     (tmp_path / "repo").mkdir(parents=True)
     repo = repository(tmp_path / "repo", states)
-    monkeypatch.setattr(checkouts, "run_case", judged)
+    monkeypatch.setattr(checkouts, "run_case", run_case)
     monkeypatch.setattr(checkouts.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
     told: list[str] = []
-    options = Options(out=tmp_path / "out", trainer="toy")
+    options = Options(out=tmp_path / "out", trainer="toy", **how)
     good = good or f"HEAD~{len(states) - 1}"
     return bisect(repo, good, bad, cases, options, told.append, until=until), told
 
@@ -106,6 +109,18 @@ def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypat
     assert found.first.broken == {("one", "traffic")}
     assert found.first.folders["one"].is_dir()
     assert "commits left after it, about" in told[2]
+
+
+def test_a_fault_that_is_requested_is_made_at_every_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str | None] = []
+
+    def with_fault(case: Case, options: Options) -> Judgement:
+        made.append(options.fault)
+        return judged(case, options)
+
+    found, _ = search(tmp_path, monkeypatch, ["", "", "loss"], run_case=with_fault, fault="faults.py:an_option")
+    assert found.first is not None and found.first.subject == "commit 2"
+    assert made == ["faults.py:an_option"] * 3
 
 
 def test_each_case_that_the_commit_breaks_has_its_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
