@@ -44,7 +44,7 @@ def exchange(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
                 where = "" if axis == "pp" else " in forward or backward"
                 wanted = f"collectives{where} over {told}"
                 findings.append(Finding.at(one.rank, wanted, "none", step=one.shown, name=axis))
-            elif not any(TELLING[axis](use.op, use.phase) for use in moved):
+            elif not any(TELLING[axis](use.op, use.phase) and not _of_shards(one, use, axis) for use in moved):
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
                 untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
         untold += _began_alike(judged, lines) if axis == "pp" else []
@@ -58,6 +58,11 @@ TELLING: dict[str, Callable[[str, str], bool]] = {
     "pp": lambda op, phase: op in POINT_TO_POINT,
 }
 """By axis, whether a collective of this phase is none that data parallelism without shards has, too; nor a ring, of tp."""
+
+
+def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
+    """Whether a wrapper says that it shards over these ranks, which shows no tensor parallelism. cp may share FSDP's ranks."""
+    return axis == "tp" and one.roles.get(use.ranks, "").startswith("sharded")
 
 
 def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -> list[str]:

@@ -76,7 +76,7 @@ def _cut(lines: list[str]) -> list[str]:
     """What is odd comes first, and facts are cut from below."""
     if len(lines) <= LINES:
         return lines
-    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: `harness show --all`"]
+    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: `harness show --all DIR`"]
 
 
 # ---- what is odd

@@ -39,6 +39,11 @@ def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_t
     assert replica_agreement(cut, FOUR).verdict == Verdict.NOT_APPLICABLE
 
 
+def test_what_fsdp_moves_over_the_ranks_of_a_tp_group_shows_no_tensor_parallelism() -> None:
+    told = exchange([hsdp(rank, shown=2) for rank in range(4)], ParallelDims(dp_shard=2, tp=2))
+    assert told.verdict == Verdict.UNKNOWN
+
+
 def test_norms_that_dtensors_copy_over_tensor_parallel_ranks_agree_though_the_rest_is_cut() -> None:
     def tp(rank: int, norms: int) -> Summary:
         return summary(
