@@ -98,6 +98,10 @@ def _mesh(rank: int, mesh: np.ndarray, places: Places) -> list[Any]:
     in the order of ranks."""
     if rank not in mesh:
         return ["elsewhere", mesh.tolist()]
+    return [list(mesh.shape), *map(places.of, lines_through(rank, mesh))]
+
+
+def lines_through(rank: int, mesh: np.ndarray) -> list[list[int]]:
+    """By axis of a mesh that has the rank, the ranks that differ from it in that axis alone."""
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]
-    lines = [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])] for axis in range(mesh.ndim)]
-    return [list(mesh.shape), *(places.of([int(one) for one in line]) for line in lines)]
+    return [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])].tolist() for axis in range(mesh.ndim)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.evidence.alike import alike
+from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Last, RankRecord
 from harness.evidence.records import Collective, RankEvidence, TensorEvidence
@@ -333,7 +333,5 @@ def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     mesh = _array(tensor.mesh if tensor.mesh is not None else NOWHERE)
     if rank not in mesh:
         return []
-    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
-    lines: list[Any] = [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])] for axis in range(mesh.ndim)]
-    named = zip(tensor.placements, lines, strict=True)
-    return [(kind, ranks_key(tuple(sorted(int(r) for r in line)))) for kind, line in named if len(line) > 1]
+    named = zip(tensor.placements, lines_through(rank, mesh), strict=True)
+    return [(kind, ranks_key(tuple(sorted(line)))) for kind, line in named if len(line) > 1]
