@@ -27,7 +27,8 @@ from harness.faults.attempt import Attempt, accepted
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording
 from harness.judge.stored_trial import load_case
-from harness.report.recording_page import costs, odd
+from harness.report.recording_odd import odd
+from harness.report.recording_page import costs
 from harness.run.recorded_layout import judged_by
 from harness.spec.case import Case
 

@@ -16,6 +16,7 @@ from harness.evidence.store import write_text
 from harness.judge.stored_recording import STARTED
 from harness.record import injection
 from harness.record.chosen import Chosen
+from harness.report.output import complain
 from harness.spec import layout
 
 MANY = 1 << 40  # ranks: any layout has room on them
@@ -44,9 +45,12 @@ def command(args: argparse.Namespace) -> int:
     if args.layout is not None:
         layout.layout(args.layout, injection.requested_ranks(args.words) or MANY)
     code = record(args, args.out)
-    found = shown(args.out, args.layout)
     if code in (-signal.SIGINT, INTERRUPTED):
+        shown(args.out, None)
+        if args.layout is not None:
+            complain(f"interrupted: not judged by its layout; `harness show --layout {args.layout} {args.out}` does")
         return INTERRUPTED
+    found = shown(args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
 
 

@@ -12,7 +12,8 @@ from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.report.output import say
 from harness.report.recording_layout import layout_report, verdict_of_all
-from harness.report.recording_page import odd, page
+from harness.report.recording_odd import odd
+from harness.report.recording_page import page
 from harness.run.recorded_layout import judged
 from harness.spec import layout as spec
 

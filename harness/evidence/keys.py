@@ -23,6 +23,11 @@ def ranks_key(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
 
 
+def steps_text(steps: tuple[int, ...]) -> str:
+    """step 2; steps 1-3"""
+    return f"step{'s' * (len(steps) != 1)} {ranks_key(steps)}"
+
+
 @functools.lru_cache(maxsize=65536)
 def ranks_of(key: str) -> tuple[int, ...]:
     """The inverse."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,8 @@ UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different
 
 @dataclass(frozen=True)
 class Use:
-    """What a rank moved in the step that is shown, over one group, by one collective in one phase."""
+    """What a rank moved in the step that is shown, over one group, by one collective in one phase. steps: of those recorded the
+    ones in which it moved as much, in the words of ranks_key; empty where those are all."""
 
     ranks: str
     op: str
@@ -34,6 +36,7 @@ class Use:
     dtype: str
     calls: int
     bytes: int
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,14 +185,27 @@ def step_shown(evidence: RankEvidence) -> int:
     return 2 if 2 in steps else max(steps, default=0)
 
 
-def uses(evidence: RankEvidence, step: int) -> tuple[Use, ...]:
-    calls, moved = Counter[Kind](), Counter[Kind]()
-    for call in evidence.collectives:
-        if call.step == step and call.phase in INSIDE and len(call.ranks) > 1 and call.op != "barrier":
-            key = (ranks_key(call.ranks), call.op, call.phase, call.dtype)
-            calls[key] += 1
-            moved[key] += call.bytes
-    return tuple(Use(*key, calls[key], moved[key]) for key in sorted(calls))
+def uses(evidence: RankEvidence, shown: int) -> tuple[Use, ...]:
+    """A rank may do something once, as DDP broadcasts its buckets in the second step alone."""
+    inside = [call for call in evidence.collectives if call.phase in INSIDE and call.op != "barrier"]
+    moved = _by_step(call for call in inside if len(call.ranks) > 1)
+    steps = tuple(sorted(step.step for step in evidence.steps))
+    found = []
+    for kind, by_step in sorted(moved.items()):
+        if shown in by_step:
+            as_much = tuple(step for step in steps if by_step.get(step) == by_step[shown])
+            found.append(Use(*kind, *by_step[shown], steps="" if as_much == steps else ranks_key(as_much)))
+    return tuple(found)
+
+
+def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int]]]:
+    """How many of each kind, and their bytes."""
+    found: dict[Kind, dict[int, tuple[int, int]]] = defaultdict(dict)
+    for call in calls:
+        by_step = found[ranks_key(call.ranks), call.op, call.phase, call.dtype]
+        count, size = by_step.get(call.step, (0, 0))
+        by_step[call.step] = (count + 1, size + call.bytes)
+    return found
 
 
 def whole_steps(record: RankRecord) -> tuple[int, ...]:
@@ -201,15 +217,11 @@ def whole_steps(record: RankRecord) -> tuple[int, ...]:
 
 def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
     """Losses, norms and the like: a correct job may do so in some steps only, so each step is looked at."""
-    calls, moved = Counter[tuple[int, Kind]](), Counter[tuple[int, Kind]]()
-    for call in evidence.collectives:
-        if call.step in steps and call.phase not in INSIDE and len(call.ranks) > 1:
-            kind = (ranks_key(call.ranks), call.op, call.phase, call.dtype)
-            calls[call.step, kind] += 1
-            moved[call.step, kind] += call.bytes
+    calls = [call for call in evidence.collectives if call.step in steps and call.phase not in INSIDE]
     alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
-    for step, kind in sorted(calls):
-        alike[kind, calls[step, kind], moved[step, kind]].append(step)
+    for kind, by_step in _by_step(call for call in calls if len(call.ranks) > 1).items():
+        for step, (count, size) in sorted(by_step.items()):
+            alike[kind, count, size].append(step)
     listed = sorted(alike.items())
     return tuple(Outside(*kind, count, size, steps=ranks_key(tuple(at))) for (kind, count, size), at in listed)
 

@@ -20,7 +20,8 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass(frozen=True)
 class Moved:
-    """In one step, by one collective in one phase, on each rank of a group. least, most: bytes, where ranks differ."""
+    """In one step, by one collective in one phase, on each rank of a group. least, most: bytes, where ranks differ.
+    steps: as a Use has them, where all ranks have the same."""
 
     op: str
     phase: str
@@ -28,6 +29,7 @@ class Moved:
     calls: int
     least: int
     most: int
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,12 @@ def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved,
     by: dict[tuple[str, str, str], list[Use]] = defaultdict(list)
     for use in (use for group in groups for use in uses[group]):
         by[use.phase, use.op, use.dtype].append(use)
-    return tuple(
-        Moved(op, phase, dtype, max(u.calls for u in us), min(u.bytes for u in us), max(u.bytes for u in us))
-        for (phase, op, dtype), us in sorted(by.items())
-    )
+    found = []
+    for (phase, op, dtype), us in sorted(by.items()):
+        calls, sizes, steps = zip(*((u.calls, u.bytes, u.steps) for u in us), strict=True)
+        when = steps[0] if len(set(steps)) == 1 else ""
+        found.append(Moved(op, phase, dtype, max(calls), min(sizes), max(sizes), when))
+    return tuple(found)
 
 
 # ---- what is the same on which ranks

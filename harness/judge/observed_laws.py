@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from harness.evidence.keys import ranks_of
+from harness.evidence.keys import ranks_of, steps_text
 from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
 from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, replicas
@@ -152,7 +152,7 @@ def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
         ordered = sorted(ranks, key=lambda rank: fed[rank])
         for _, alike in itertools.groupby(ordered, key=lambda rank: fed[rank]):
             if len(same := sorted(alike)) > 1:
-                text = f"the same in all {len(fed[same[0]])} steps"
+                text = f"the same in {steps_text(tuple(step for step, _ in fed[same[0]]))}"
                 findings.append(Finding(f"ranks {ranks_text(same)}", "other samples on each data-parallel rank", text))
     return verdict_of("samples", list(worst_first(findings)), len(fed))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.evidence.keys import ranks_key, ranks_of
+from harness.evidence.keys import ranks_key, ranks_of, steps_text
 from harness.evidence.summary import Summary
 
 SECTION = "outside of forward and backward"
@@ -126,7 +126,7 @@ def steps_compared(one: Section, other: Section) -> str:
     steps = _common(one, other)
     if not steps:
         return "not compared: no step that another followed is on record in both"
-    return f"compared in step{'s' * (len(steps) > 1)} {ranks_key(steps)}, which both have on record"
+    return f"compared in {steps_text(steps)}, which both have on record"
 
 
 def _common(one: Section, other: Section) -> tuple[int, ...]:
@@ -159,4 +159,4 @@ def _amounts_text(amounts: Mapping[int, Any]) -> Any:
     alike = _alike(amounts)
     if len(alike) == 1:
         return alike[0][0]
-    return ", ".join(f"{amount} in step{'s' * (len(steps) > 1)} {ranks_key(tuple(steps))}" for amount, steps in alike)
+    return ", ".join(f"{amount} in {steps_text(tuple(steps))}" for amount, steps in alike)

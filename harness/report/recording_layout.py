@@ -11,15 +11,19 @@ from harness.spec.dims import ParallelDims
 
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
-    """Of a law that nothing explains the first finding goes below."""
+    """The cause, or where nothing explains it what the first broken law found. Of a law that nothing explains the first finding
+    goes below."""
     requested = ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
     lines = [f"{verdict_of_all(results)} layout {requested}"]
+    told = None
     if diagnosis is not None:
         lines += [*wrapped(diagnosis.cause, "  "), *table(diagnosis.evidence)]
+    elif told := next((one for one in results if one.verdict is Verdict.FAIL and one.findings), None):
+        lines += wrapped(f"{told.check}: {finding_text(told.findings[0])}", "  ")
     explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
     for result in results:
         if result.verdict is not Verdict.NOT_APPLICABLE:
-            lines += _law(result, with_finding=not explained)
+            lines += _law(result, with_finding=not explained and result is not told)
     silent = [f"{one.check}: {one.note}" for one in results if one.verdict is Verdict.NOT_APPLICABLE]
     return lines + table([("not applicable", text) for text in silent])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from harness.evidence.keys import ranks_key
+from harness.evidence.keys import steps_text
 from harness.evidence.summary import Summary
 from harness.evidence.text import bytes_text
 from harness.judge.outside_passes import Line, lines, whole_steps
@@ -18,7 +18,7 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
     if not steps or len(summaries) == 1:
         return []
     found = [f"{line.what} over {groups_text(line.groups)}: {_amount(line)}" for line in lines(summaries)]
-    none = f"no collective ran outside of forward and backward, in steps {ranks_key(steps)}"
+    none = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
     return [(LABEL if number == 0 else "", text) for number, text in enumerate(found or [none])]
 
 
@@ -28,7 +28,7 @@ def _amount(line: Line) -> str:
         alike.setdefault(_once(line, step), []).append(step)
     if len(alike) == 1:
         return f"{next(iter(alike))} a step"
-    return "; ".join(f"{text} in step{'s' * (len(at) > 1)} {ranks_key(tuple(at))}" for text, at in alike.items())
+    return "; ".join(f"{text} in {steps_text(tuple(at))}" for text, at in alike.items())
 
 
 def _once(line: Line, step: int) -> str:

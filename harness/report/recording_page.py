@@ -6,26 +6,14 @@ import itertools
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from harness.evidence.keys import ranks_key, ranks_of
-from harness.evidence.recording import lost_a_peer
+from harness.evidence.keys import ranks_key, ranks_of, steps_text
 from harness.evidence.summary import Summary
 from harness.evidence.text import MANY, bytes_text, ranks_text
-from harness.judge.observed import (
-    Axis,
-    Moved,
-    axes,
-    copied,
-    differing,
-    left_on,
-    odd_ranks,
-    out_of_order,
-    replicas,
-    together,
-)
-from harness.judge.separate_models import separate_models
+from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
+from harness.report.recording_odd import SEPARATE, Rows, odd, some_ranks
 from harness.report.recording_outside import outside_rows
 from harness.report.text import WIDTH, wrapped
 
@@ -41,11 +29,8 @@ ROLES = {
     "copied": "DTensors are copied",
 }
 NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md)"
-SEPARATE = "SEPARATE MODELS"
 NO_LAYOUT = "; what groups are for, --layout"
-GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 PHASES = ("forward", "pipeline", "backward")
-Rows = list[tuple[str, str]]
 
 
 def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = False) -> str:
@@ -57,7 +42,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = Fals
         worst = [row for row in rows if row[0] == SEPARATE]  # no law says it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
-    return "\n".join(lines if whole else _cut(lines))
+    return "\n".join(lines if whole else _cut(lines, recording, " --layout .." * bool(judged)))
 
 
 def _title(recording: Recording) -> str:
@@ -72,130 +57,12 @@ def _exit(code: int | None) -> str:
     return f", exit code {code}" if code > 0 else f", ended by {signal.Signals(-code).name}"
 
 
-def _cut(lines: list[str]) -> list[str]:
+def _cut(lines: list[str], recording: Recording, options: str) -> list[str]:
     """What is odd comes first, and facts are cut from below."""
     if len(lines) <= LINES:
         return lines
-    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: `harness show --all DIR`"]
-
-
-# ---- what is odd
-
-
-def odd(recording: Recording) -> Rows:
-    """Empty where nothing is."""
-    summaries = [one for _, one in sorted(recording.summaries.items())]
-    return [
-        *_no_evidence(recording),
-        *_not_recorded(summaries),
-        *_ended(recording),
-        *_order(summaries),
-        *_separate(summaries),
-        *_replicas(summaries),
-        *_not_finite(summaries),
-        *[
-            ("UNLIKE OTHERS", f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}")
-            for one in odd_ranks(summaries)[:4]
-        ],
-    ]
-
-
-def _no_evidence(recording: Recording) -> Rows:
-    rows = [("NO EVIDENCE", recording.nothing)] if recording.nothing else []
-    missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
-    if missing and recording.summaries:
-        rows.append(
-            ("NO EVIDENCE", f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing")
-        )
-    rows += [("UNREADABLE", text) for text in list(recording.unreadable.values())[:2]]
-    return rows
-
-
-def _not_recorded(summaries: Sequence[Summary]) -> Rows:
-    """A mistake of the recorder's: what it saw before is no longer all."""
-    failed = together(summaries, lambda one: next((text for text in one.left_out if "raised" in text), None))
-    return [("NOT RECORDED", f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]]
-
-
-def _ended(recording: Recording) -> Rows:
-    """Who raised, in their own words; who was killed, and in which collective they then were."""
-    rows: Rows = []
-    raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
-    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))
-    rows += [("RAISED", f"{some_ranks(ranks)}: {GLOO.sub('', error)}") for error, ranks in causes[:3]]
-    killed = [one.rank for one in recording.summaries.values() if not one.ended]
-    places = {
-        rank: f"{last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
-        for rank in killed
-        if (last := recording.last.get(rank))
-    }
-    for text, ranks in _grouped(places)[:4]:
-        rows.append(("ENDED UNHEARD", f"{some_ranks(ranks)}, killed or still running; last collective: {text}"))
-    unknown = [rank for rank in killed if rank not in places]
-    if unknown:
-        rows.append(("ENDED UNHEARD", f"{some_ranks(unknown)}, before any collective"))
-    return rows
-
-
-def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        found.setdefault(text, []).append(rank)
-    return sorted(found.items(), key=lambda item: len(item[1]))
-
-
-def _order(summaries: Sequence[Summary]) -> Rows:
-    if any(not one.ended or one.ended == "raised" for one in summaries):
-        return []  # who ended early issued less, and that is said
-    wrong = out_of_order(summaries)
-    shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
-    return [("ORDER", f"members of {shown} issued different collectives, or in another order")] if wrong else []
-
-
-def _separate(summaries: Sequence[Summary]) -> Rows:
-    """By far the worst that a wrong mesh does, and no law of a layout says it."""
-    found = separate_models(summaries)
-    if found is None:
-        return []
-    more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
-    sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
-    text = (
-        f"nothing reduces gradients between {sets}: no collective joins them in forward or backward of step "
-        f"{summaries[0].shown}, and none outside moves as much"
-    )
-    held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
-    return [(SEPARATE, f"{text}; {held}")]
-
-
-def _replicas(summaries: Sequence[Summary]) -> Rows:
-    same = ((replicas(summaries), "the same parts as"), (copied(summaries), "copies of the same parameters as"))
-    for families, what in same:
-        for step, apart in differing(families).items():
-            most, others = apart[0]
-            many = f" (in {len(apart)} sets of replicas)" if len(apart) > 1 else ""
-            text = f"{some_ranks(others)} claim {what} {some_ranks(most)}, and hold other bytes after step {step}{many}"
-            family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
-            return [("REPLICAS DIFFER", text + _from_the_start(family, (*most, *others)))]
-    return []
-
-
-def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
-    """Whether they were made unlike each other, or became so."""
-    first = [one.contents.get(0) for one in summaries if one.rank in ranks]
-    if None in first:
-        return ""
-    return "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
-
-
-def _not_finite(summaries: Sequence[Summary]) -> Rows:
-    steps = sorted({step for one in summaries for step in one.not_finite})
-    if not steps:
-        return []
-    bad = {one.rank: one.not_finite[steps[0]] for one in summaries if steps[0] in one.not_finite}
-    names = list(dict.fromkeys(name for names in bad.values() for name in names))
-    when = f"after step {steps[0]}" if steps[0] else "before the first step"
-    shown = ", ".join(names[:3]) + ", .." * (len(names) > 3)
-    return [("NOT FINITE", f"{len(names)} parameters {when} ({shown}), on {some_ranks(bad)}")]
+    rest = f"`harness show --all{options} {recording.directory}`"
+    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: {rest}"]
 
 
 # ---- what ran
@@ -267,7 +134,11 @@ def _moved(moved: Moved) -> str:
     size = bytes_text(moved.most)
     size = size if moved.least == moved.most else f"{bytes_text(moved.least)} to {size}"
     calls = "once" if moved.calls == 1 else f"in {moved.calls} calls"
-    return f"{moved.op} in {moved.phase}: {size} {moved.dtype} a step, {calls}"
+    return f"{moved.op} in {moved.phase}: {size} {moved.dtype} {_when(moved.steps)}, {calls}"
+
+
+def _when(steps: str) -> str:
+    return f"in {steps_text(ranks_of(steps))}" if steps else "a step"
 
 
 def _idle(summaries: Sequence[Summary]) -> Rows:
@@ -367,17 +238,6 @@ def _group_text(key: str) -> str:
         return f"[{key.replace(':', ' by ')}]"
     text = ranks_text(ranks)
     return text if text.count(",") < MANY else f"[{ranks[0]},{ranks[1]},..,{ranks[-1]}; {len(ranks)} ranks]"
-
-
-def some_ranks(ranks: Iterable[int], most: int = 6) -> str:
-    """rank 3; ranks 0-6; ranks 0, 4, 9 and 12 more."""
-    listed = sorted(set(ranks))
-    if len(listed) == 1:
-        return f"rank {listed[0]}"
-    if listed == list(range(listed[0], listed[-1] + 1)):
-        return f"ranks {listed[0]}-{listed[-1]}"
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return f"ranks {', '.join(map(str, listed[:most]))}{more}"
 
 
 def _table(rows: Rows) -> list[str]:

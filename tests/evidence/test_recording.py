@@ -10,6 +10,7 @@ import pytest
 from literal import tiny_case, trial_of
 
 from harness.evidence.recording import RankRecord, RecordedStep, load_record, load_summary, record_file, save_record
+from harness.evidence.records import Collective
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import Summary, summary_of
 
@@ -55,6 +56,19 @@ def test_ranks_on_one_mesh_share_it_however_many_are_read(tmp_path: Path) -> Non
 def test_replicas_claim_the_same_parts_and_others_do_not() -> None:
     parts = [summary_of(record(rank)).slices for rank in range(4)]
     assert parts[0] == parts[2] != parts[1] == parts[3]
+
+
+def test_what_moved_in_one_step_alone_is_told_with_its_step() -> None:
+    one = record(0)
+    every = {step: Collective("all_gather", (0, 1), "s", "float32", 8, "forward", step, step) for step in (1, 2, 3)}
+    once = Collective("broadcast", (0, 1), "s", "uint8", 32, "forward", 2, 2)
+    steps = tuple(replace(one.evidence.steps[0], step=step) for step in every)
+    evidence = replace(one.evidence, steps=steps, collectives=(*every.values(), once))
+    found = summary_of(replace(one, evidence=evidence)).uses
+    assert [(use.op, use.calls, use.bytes, use.steps) for use in found] == [
+        ("all_gather", 1, 8, ""),
+        ("broadcast", 1, 32, "2"),
+    ]
 
 
 def test_what_dtensors_copy_over_a_group_over_which_they_cut_the_rest_is_told_apart() -> None:

@@ -10,7 +10,8 @@ from literal_recording import GATHER, SUM, hsdp, outside, summary
 from harness.evidence.summary import Outside, Summary, Use
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording
-from harness.report.recording_page import odd, page
+from harness.report.recording_odd import odd
+from harness.report.recording_page import page
 
 HELD = {"parameters": 1000}
 

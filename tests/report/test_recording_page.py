@@ -9,8 +9,13 @@ from literal_recording import hsdp
 
 from harness.evidence.keys import ranks_key
 from harness.evidence.recording import Last
+from harness.evidence.summary import Use
+from harness.judge.observed_laws import finite, samples
 from harness.judge.stored_recording import Recording
-from harness.report.recording_page import groups_text, odd, page, some_ranks
+from harness.report.recording_layout import layout_report
+from harness.report.recording_odd import odd, some_ranks
+from harness.report.recording_page import groups_text, page
+from harness.spec.dims import ParallelDims
 
 TOLD: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
 
@@ -71,6 +76,41 @@ def test_ranks_that_were_killed_are_told_with_the_collective_they_were_in() -> N
     assert text == (
         "rank 1, killed or still running; last collective: all_gather in step 3, forward over [0,1], number 42 of that group"
     )
+
+
+def test_a_rank_that_never_said_that_it_ended_after_another_raised_was_most_likely_killed_by_its_launcher() -> None:
+    last = {1: Last("all_reduce in step 2, backward", (0, 1), "g", 3)}
+    rows = dict(odd(recording(hsdp(0, ended="raised", error="ValueError: x"), hsdp(1, ended=""), last=last, code=1)))
+    assert rows["ENDED UNHEARD"].startswith("rank 1, most likely killed by its launcher after another raised; last")
+
+
+def test_ctrl_c_is_no_mistake_of_the_trainers() -> None:
+    (row,) = odd(recording(*[hsdp(rank, ended="raised", error="KeyboardInterrupt: ") for rank in range(4)]))
+    assert row == ("INTERRUPTED", "ranks 0-3, as by Ctrl-C")
+
+
+def test_what_moved_in_one_step_alone_is_not_said_of_each() -> None:
+    once = Use("0-3", "broadcast", "forward", "uint8", 1, 32, "2")
+    text = page(recording(*[hsdp(rank, **TOLD | {"uses": (once,)}) for rank in range(4)]))
+    assert "broadcast in forward: 32 B uint8 in step 2, once" in text
+
+
+def test_below_a_layout_that_failed_the_first_law_that_was_broken_says_how_and_only_once() -> None:
+    fed = [hsdp(rank, fed={1: rank // 2}) for rank in range(4)]
+    results = [samples(fed, dims := ParallelDims(dp_shard=4)), finite(fed)]
+    lines = layout_report(dims, results, None)
+    assert lines[:3] == [
+        "FAIL layout dp_shard 4",
+        "  samples: ranks [0,1]: expected other samples on each data-parallel rank,",
+        "  observed the same in step 1",
+    ]
+    assert "\n".join(lines).count("ranks [0,1]") == 1
+
+
+def test_what_a_terminal_does_not_hold_is_one_command_away() -> None:
+    many = [hsdp(rank, **TOLD | {"left_out": (), "idle": tuple(f"{n},99" for n in range(rank))}) for rank in range(4)]
+    lines = page(recording(*many), [f"line {n}" for n in range(40)]).splitlines()
+    assert len(lines) == 40 and lines[-1].endswith("more lines: `harness show --all --layout .. run`")
 
 
 def test_ranks_without_evidence_are_counted() -> None:

@@ -1,0 +1,152 @@
+"""What is odd in a recording, of which nobody need say what was wanted: the rows at the top of its page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from harness.evidence.recording import lost_a_peer
+from harness.evidence.summary import Summary
+from harness.evidence.text import ranks_text
+from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
+from harness.judge.separate_models import separate_models
+from harness.judge.stored_recording import Recording
+
+SEPARATE = "SEPARATE MODELS"
+GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
+Rows = list[tuple[str, str]]
+
+
+def odd(recording: Recording) -> Rows:
+    """Empty where nothing is."""
+    summaries = [one for _, one in sorted(recording.summaries.items())]
+    return [
+        *_no_evidence(recording),
+        *_not_recorded(summaries),
+        *_ended(recording),
+        *_order(summaries),
+        *_separate(summaries),
+        *_replicas(summaries),
+        *_not_finite(summaries),
+        *[
+            ("UNLIKE OTHERS", f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}")
+            for one in odd_ranks(summaries)[:4]
+        ],
+    ]
+
+
+def _no_evidence(recording: Recording) -> Rows:
+    rows = [("NO EVIDENCE", recording.nothing)] if recording.nothing else []
+    missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
+    if missing and recording.summaries:
+        rows.append(
+            ("NO EVIDENCE", f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing")
+        )
+    rows += [("UNREADABLE", text) for text in list(recording.unreadable.values())[:2]]
+    return rows
+
+
+def _not_recorded(summaries: Sequence[Summary]) -> Rows:
+    """A mistake of the recorder's: what it saw before is no longer all."""
+    failed = together(summaries, lambda one: next((text for text in one.left_out if "raised" in text), None))
+    return [("NOT RECORDED", f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]]
+
+
+def _ended(recording: Recording) -> Rows:
+    """Who raised, in their own words; who was killed, and in which collective they then were."""
+    rows: Rows = []
+    raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
+    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))
+    rows += [_raised(error, ranks) for error, ranks in causes[:3]]
+    killed = [one.rank for one in recording.summaries.values() if not one.ended]
+    after_another = raised and recording.code
+    how = "most likely killed by its launcher after another raised" if after_another else "killed or still running"
+    places = {
+        rank: f"{last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
+        for rank in killed
+        if (last := recording.last.get(rank))
+    }
+    for text, ranks in _grouped(places)[:4]:
+        rows.append(("ENDED UNHEARD", f"{some_ranks(ranks)}, {how}; last collective: {text}"))
+    unknown = [rank for rank in killed if rank not in places]
+    if unknown:
+        rows.append(("ENDED UNHEARD", f"{some_ranks(unknown)}, before any collective"))
+    return rows
+
+
+def _raised(error: str, ranks: Sequence[int]) -> tuple[str, str]:
+    if error.startswith("KeyboardInterrupt"):
+        return "INTERRUPTED", f"{some_ranks(ranks)}, as by Ctrl-C"
+    return "RAISED", f"{some_ranks(ranks)}: {GLOO.sub('', error)}"
+
+
+def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        found.setdefault(text, []).append(rank)
+    return sorted(found.items(), key=lambda item: len(item[1]))
+
+
+def _order(summaries: Sequence[Summary]) -> Rows:
+    if any(not one.ended or one.ended == "raised" for one in summaries):
+        return []  # who ended early issued less, and that is said
+    wrong = out_of_order(summaries)
+    shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
+    return [("ORDER", f"members of {shown} issued different collectives, or in another order")] if wrong else []
+
+
+def _separate(summaries: Sequence[Summary]) -> Rows:
+    """By far the worst that a wrong mesh does, and no law of a layout says it."""
+    found = separate_models(summaries)
+    if found is None:
+        return []
+    more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
+    sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
+    text = (
+        f"nothing reduces gradients between {sets}: no collective joins them in forward or backward of step "
+        f"{summaries[0].shown}, and none outside moves as much"
+    )
+    held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
+    return [(SEPARATE, f"{text}; {held}")]
+
+
+def _replicas(summaries: Sequence[Summary]) -> Rows:
+    same = ((replicas(summaries), "the same parts as"), (copied(summaries), "copies of the same parameters as"))
+    for families, what in same:
+        for step, apart in differing(families).items():
+            most, others = apart[0]
+            many = f" (in {len(apart)} sets of replicas)" if len(apart) > 1 else ""
+            text = f"{some_ranks(others)} claim {what} {some_ranks(most)}, and hold other bytes after step {step}{many}"
+            family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
+            return [("REPLICAS DIFFER", text + _from_the_start(family, (*most, *others)))]
+    return []
+
+
+def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
+    """Whether they were made unlike each other, or became so."""
+    first = [one.contents.get(0) for one in summaries if one.rank in ranks]
+    if None in first:
+        return ""
+    return "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
+
+
+def _not_finite(summaries: Sequence[Summary]) -> Rows:
+    steps = sorted({step for one in summaries for step in one.not_finite})
+    if not steps:
+        return []
+    bad = {one.rank: one.not_finite[steps[0]] for one in summaries if steps[0] in one.not_finite}
+    names = list(dict.fromkeys(name for names in bad.values() for name in names))
+    when = f"after step {steps[0]}" if steps[0] else "before the first step"
+    shown = ", ".join(names[:3]) + ", .." * (len(names) > 3)
+    return [("NOT FINITE", f"{len(names)} parameters {when} ({shown}), on {some_ranks(bad)}")]
+
+
+def some_ranks(ranks: Iterable[int], most: int = 6) -> str:
+    """rank 3; ranks 0-6; ranks 0, 4, 9 and 12 more."""
+    listed = sorted(set(ranks))
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if listed == list(range(listed[0], listed[-1] + 1)):
+        return f"ranks {listed[0]}-{listed[-1]}"
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"ranks {', '.join(map(str, listed[:most]))}{more}"
