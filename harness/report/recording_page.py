@@ -105,7 +105,7 @@ def _model(summaries: Sequence[Summary]) -> str:
     unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
     return (
         f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{unstepped}{where}; "
-        f"{', '.join(summaries[0].optimizers) or 'no step of an optimizer recorded'}; {seen} steps; "
+        f"{', '.join(summaries[0].optimizers) or 'no step of an optimizer recorded'}; {seen} step{'s' * (seen != 1)}; "
         f"torch {summaries[0].versions.get('torch', '?')}{left}"
     )
 
