@@ -212,6 +212,7 @@ BREAKS = (
         "one rank alone cannot be seeded",
         "single",
         breaks=True,
+        between=("4191def49", "bb308da6b^"),
     ),
     Change(
         "0cb743558",

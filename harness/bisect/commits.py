@@ -5,7 +5,8 @@ fresh processes, forked from one server that has torch imported and nothing of t
 
 A commit is bad if it breaks a law that the bad one breaks and the good one keeps. A law broken on both sides says nothing
 of the change that is looked for. What cannot be judged (it cannot be imported, its set-up raises or takes too long, it
-breaks otherwise than the bad one) is skipped, and the reason kept.
+breaks otherwise than the bad one) is skipped, and the reason kept; but where the bad one's set-up raises, those that end with
+the same words are as bad, and those that start are good.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ from harness.run.rank_main import started_file
 from harness.spec.case import Case
 
 Law = tuple[str, str]  # case, law
+START = "start"
+"""In place of a law, of a case whose ranks do not come to their first step."""
 
 
 @dataclass(frozen=True)
 class Judged:
     """One commit, or one version of a package. verdict: good, bad or skip. causes: by broken case. problem: why it was not
-    judged."""
+    judged by laws."""
 
     commit: str
     date: str
@@ -31,6 +33,10 @@ class Judged:
     problem: str = ""
     folders: dict[str, Path] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def starts_not(self) -> bool:
+        return any(law == START for _, law in self.broken)
 
     @property
     def label(self) -> str:
@@ -70,11 +76,12 @@ class Looks(Protocol):
 
 
 def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """The good and the bad one, judged; what differs between them is what is searched for. Raises BisectError."""
+    """The good and the bad one, judged; what differs between them is what is searched for: broken laws, or that the bad one
+    does not start. Raises BisectError."""
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
         found = judge.look(commit)
-        if found.problem:
+        if found.problem and not (verdict == "bad" and found.starts_not):
             raise BisectError(f"the {verdict} {judge.what} {found.name} cannot be judged: {found.problem}")
         sides.append(dataclasses.replace(found, verdict=verdict))
         tell(line_of(sides[-1]))
@@ -85,13 +92,14 @@ def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged,
 
 
 def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
-    """Its verdict, as seen from both ends."""
+    """Its verdict, as seen from both ends. Of a bad one that does not start another is as bad that ends with the same words,
+    and good is what starts."""
     if found.problem:
-        return dataclasses.replace(found, verdict="skip")
+        return dataclasses.replace(found, verdict="bad" if found.problem == bad.problem else "skip")
     wanted = bad.broken - good.broken
     if found.broken & wanted:
         return dataclasses.replace(found, verdict="bad")
-    if others := found.broken - good.broken:
+    if (others := found.broken - good.broken) and not bad.problem:
         laws = ", ".join(law for _, law in sorted(others))
         return dataclasses.replace(found, verdict="skip", problem=f"breaks other laws than the bad one: {laws}")
     return dataclasses.replace(found, verdict="good")
@@ -101,7 +109,13 @@ def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judge
     """With what was judged of this case, whose evidence lies in folder."""
     cause = judgement.diagnosis.cause if judgement.diagnosis else ""
     if not set_up(folder / "run", case):
-        return dataclasses.replace(found, problem=f"{case.name}, before its first step: {cause}")
+        return dataclasses.replace(
+            found,
+            problem=f"{case.name}, before its first step: {cause}",
+            broken=found.broken | {(case.name, START)},
+            causes=found.causes | {case.name: cause},
+            folders=found.folders | {case.name: folder},
+        )
     broken = {(case.name, result.check) for result in judgement.results if result.verdict is Verdict.FAIL}
     if not broken and (reason := not_judged(judgement)):
         return dataclasses.replace(found, problem=f"{case.name}: {reason}")

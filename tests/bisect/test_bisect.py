@@ -172,6 +172,34 @@ def test_what_raises_before_its_first_step_is_skipped_with_the_reason(
     assert found.first is not None and found.first.subject == "commit 5"
 
 
+def test_where_the_bad_commit_does_not_start_the_first_that_ends_with_its_words_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [*[""] * 3, "loss", *["raises"] * 2, "unsupported", *["raises"] * 4]
+    found, _ = search(tmp_path, monkeypatch, states)
+    assert found.first is not None and found.before is not None
+    assert (found.first.subject, found.before.subject) == ("commit 4", "commit 3")
+    assert side_by_side.bisect_report(found).splitlines()[1:3] == [
+        "  breaks          start of one",
+        "  diagnosis       raises broke one",
+    ]
+
+
+def test_what_does_not_start_for_another_reason_is_neither_good_nor_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = search(tmp_path, monkeypatch, ["", "raises TypeError", "raises KeyError", "raises KeyError"])
+    assert found.first is None
+    assert [one.subject for one in found.judged if one.verdict == "skip"] == ["commit 1"]
+
+
+def test_where_the_good_commit_does_not_start_nothing_is_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BisectError, match="the good commit .* cannot be judged: one, before its first step: raises"):
+        search(tmp_path, monkeypatch, ["raises", "", "loss"])
+
+
 def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = search(tmp_path, monkeypatch, ["", "raises", "unsupported", "loss", "traffic"])
     assert found.first is None
