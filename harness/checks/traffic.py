@@ -108,7 +108,7 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
         for collective in trial.ranks[rank].collectives
         if collective.step == step and collective.phase in ("optimizer", "other") and len(collective.ranks) > 1
     )
-    most = trial.plan.outside_bytes[rank]
+    most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values())
     if moved <= most:
         return []
     return [Finding.at(rank, f"at most {amount(most)}", amount(moved), step=step, name="outside forward and backward")]

@@ -15,7 +15,7 @@ from harness.evidence.text import ranks_text
 from harness.judge import tolerance
 from harness.judge.contents import take
 from harness.judge.result import Cause
-from harness.judge.traffic import observed_outside, planned_outside
+from harness.judge.traffic import observed, observed_outside, planned, planned_outside
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES, Slice, local_numel, numel
 from harness.plan.traffic.flow import Flow
@@ -50,15 +50,18 @@ def _as_replicas(trial: Trial) -> Trial:
 
 
 def not_gathered(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """From the second step on each rank trains a model of its own, with old values of what others step on."""
+    """From then on each rank trains a model of its own, with old values of what others step on."""
     if not {"traffic", "replica_agreement"} <= set(broken):
         return
-    step, (rank, evidence) = trial.first_step, min(trial.ranks.items())
-    lacking = [key for key in planned_outside(trial, rank, step) if not observed_outside(evidence, step).get(key)]
-    if lacking:
-        (ranks, op, _), *_ = lacking
-        text = f"what the optimizers of other ranks made of parameters is not gathered: no {op} ran over {ranks_text(ranks)}"
-        text += " behind the optimizer"
+    rank, late = min(trial.ranks), trial.plan.traits.zero_gathers_late
+    step, ranks = trial.first_step + late, trial.plan.peers(rank, "dp_shard")
+    seen = (observed(trial, trial.ranks[rank], step) if late else observed_outside(trial.ranks[rank], step)).items()
+    wanted = planned(trial, rank, step) if late else planned_outside(trial, rank, step)
+    moved = {key for key, count in seen if count}
+    if any(key[:2] == (ranks, "all_gather") for key in wanted.keys() - moved):
+        where = "in the next step's forward pass" if late else "behind the optimizer"
+        text = f"no all_gather ran over {ranks_text(ranks)} {where}"
+        text = f"what the optimizers of other ranks made of parameters is not gathered: {text}"
         laws = ("traffic", *FOLLOWING)
         yield stated(broken, "replica_agreement", "parameters not gathered", text, *laws, more=NOT_TESTED)
 

@@ -16,7 +16,6 @@ from harness.faults import fault
 from harness.faults import operators as op
 
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 nothing_is_wrong = fault(
@@ -50,7 +49,7 @@ parameters_not_gathered = fault(
     case="zero1_2",
     caught_by="replica_agreement traffic",
     named="parameters not gathered",
-    does=op.skip_call(f"{DDP}.start_param_sync"),
+    does=op.skip_call(f"{BUCKETS}.start_param_sync"),
 )
 
 gradients_not_reduced = fault(

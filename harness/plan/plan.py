@@ -36,14 +36,14 @@ class Plan:
     likewise, the second of each number that the optimizer keeps; empty where they are those of parameters.
     after_forward[rank][fqn]: what it keeps of a parameter when a forward pass has ended, nothing where none is gathered;
     padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
-    a step outside forward and backward, where nobody plans; integer_bytes: of integers inside, in the first two steps;
-    used_bytes: later, with find_unused_parameters.
+    a step outside forward and backward, besides what is planned there; integer_bytes: of integers inside, in the first two
+    steps; used_bytes: later, with find_unused_parameters.
     units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
     wrappers claim, for case and traits leave them open.
     table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
     spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
     gradient_spare[rank]: of gradients, beyond those of its parameters.
-    torch: the release that ran. quantized: the modules whose matmuls run in 8 bits.
+    torch: the release that ran. steps: of this launch. quantized: the modules whose matmuls run in 8 bits.
     unreduced: (axis, step) of gradients that a hypothesis assumes not to be reduced.
     """
 
@@ -70,7 +70,7 @@ class Plan:
     flat: tuple[FlatUnit, ...] = ()
     after_forward: Mapping[int, dict[str, Kept]] = field(default_factory=dict)
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
-    first_step: int = 1
+    steps: range = range(1, 2)
     quantized: tuple[str, ...] = ()
     unreduced: frozenset[tuple[str, int]] = frozenset()
     gradient_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
@@ -91,7 +91,8 @@ class Plan:
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
-        due = (flow for flow in flows if not (flow.later if step == self.first_step else flow.first))
+        due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
+        due = (flow for flow in due if not flow.last or step == self.steps[-1])
         return tuple(flow for flow in due if flow.role != "gradients" or (flow.axis, step) not in self.unreduced)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:

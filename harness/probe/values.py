@@ -42,11 +42,12 @@ def note_gradients() -> None:
         recorder.copy_gradients(clipped_next=True)
 
 
-def note_update() -> None:
+def note_update(step: int | None = None) -> None:
     """For the adapter of a trainer whose optimizer steps on vectors of its own (`note_shards`): to be called when
-    parameters are what the step made of them, also of those that other ranks step on."""
+    parameters are what the step made of them, also of those that other ranks step on. step: which one, where that is so
+    only in the next one's forward pass; None: the one that is."""
     for recorder in _installed:
-        recorder.copy_update()
+        recorder.copy_update(step)
 
 
 @contextlib.contextmanager
@@ -62,7 +63,8 @@ def reducing_gradients() -> Iterator[None]:
 @dataclass
 class StepValues:
     """What of it lies on a GPU is read once the device was waited for. before: gradients at the end of backward, until
-    they are compared with `gradients`."""
+    they are compared with `gradients`. late: parameters were copied in the next step's forward pass, with whatever was done
+    to them in between."""
 
     lr: float | Copy | None = None
     gradients: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class StepValues:
     changed: dict[str, Any] | None = None
     scaled: float | None = None
     before: Before | None = None
+    late: bool = False
 
     def compare(self) -> None:
         """Gradients with what they were."""
@@ -153,8 +156,8 @@ class ValueRecorder:
         names = {id(parameter): fqn for fqn, parameter in sharded_parameters(self.parts)}
         return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
 
-    def _step(self) -> StepValues:
-        return self.steps.setdefault(self._clock.step, StepValues())
+    def _step(self, step: int | None = None) -> StepValues:
+        return self.steps.setdefault(self._clock.step if step is None else step, StepValues())
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         own = {fqn: p.grad for fqn, p in named_parameters(self._whole_parts()) if p.grad is not None}
@@ -198,12 +201,14 @@ class ValueRecorder:
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
 
-    def copy_update(self) -> None:
+    def copy_update(self, number: int | None) -> None:
         """Of model parts with shards of their own, parameters and memory after a step."""
         parts = [part for part in self.parts if shards_of(part) is not None]
         if not parts:
             return
-        step = self._step()
+        step = self._step(number)
+        if number is not None:
+            step.late, step.changed = True, {}
         held = dict(sharded_parameters(parts))
         step.parameters |= {fqn: copied(parameter) for fqn, parameter in held.items()}
         step.memory["parameters"] = held_bytes([*held.values(), *(p for _, p in named_parameters(parts))])
@@ -213,7 +218,7 @@ class ValueRecorder:
     def see_what_was_left(self) -> None:
         """Parameters as the step that just ended left them are compared, bit for bit. Of those on a GPU all are copied, and
         compared when that can be read; else only those that differ."""
-        ended = [number for number, step in self.steps.items() if step.parameters]
+        ended = [number for number, step in self.steps.items() if step.parameters and not step.late]
         step = self.steps[max(ended)] if ended else None
         if step is not None and self._compares:
             now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)

@@ -57,6 +57,7 @@ class TrainerTraits:
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
     zero_layout: of ZeRO's vectors. zero_reduces_by: by an all_reduce each rank receives whole gradients and keeps its part.
+    zero_gathers_late: what ZeRO-1's or 2's optimizers made of parameters is gathered in the next step's forward pass.
     master_weights: an optimizer under ZeRO steps on a copy of the rank's part of the parameters, which it keeps.
     rates: the learning rate of each step, of a trainer that keeps its own schedule, which then is not under test.
     expected_failure: what it gets wrong in this case, as a case says what torch does; of a case that says so itself, that.
@@ -77,6 +78,7 @@ class TrainerTraits:
     gathers_input_again: bool = False
     zero_layout: FlatLayout = FlatLayout()
     zero_reduces_by: str = "reduce_scatter"
+    zero_gathers_late: bool = False
     master_weights: bool = False
     rates: tuple[float, ...] | None = None
     expected_failure: ExpectedFailure | None = None

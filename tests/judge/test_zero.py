@@ -8,6 +8,7 @@ import pytest
 from checked import findings
 from literal import (
     ADAMW,
+    APART,
     SGD,
     UNEVEN,
     judged,
@@ -21,6 +22,7 @@ from literal import (
 )
 
 from harness.checks import judge
+from harness.evidence.records import Collective
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
@@ -32,6 +34,7 @@ from harness.spec.traits import FlatLayout, TrainerTraits
 from harness.spec.validation import validate
 
 THREE = replace(ADAMW, global_batch=9)
+LATE = replace(APART, zero_gathers_late=True)
 OTHER_RANKS = "layers.0.feed_forward.w3.weight"
 """Of which rank 0's optimizer steps on nothing."""
 
@@ -100,6 +103,37 @@ def test_parameters_that_are_not_gathered_behind_the_optimizer_are_missed() -> N
     (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
     assert finding.where == "rank 0, step 2, all_gather behind the optimizer over dp_shard [0-2]"
     assert (finding.expected, finding.observed) == ("at least 1.536 kB (1536)", "nothing")
+
+
+def gathered_late(*, but: int = 0) -> Trial:
+    """What was gathered behind each step but the last, and but one, is gathered in the next one's forward pass."""
+    trial = trial_of(zero_case("zero1"), traits=LATE)
+    kept = (but, trial.case.steps[-1])
+
+    def moved(call: Collective) -> Collective:
+        stays = call.op != "all_gather" or call.step in kept
+        return call if stays else replace(call, step=call.step + 1, phase="forward")
+
+    return with_every_rank(trial, lambda t, r: with_rank(t, r, collectives=tuple(map(moved, t.ranks[r].collectives))))
+
+
+def test_parameters_may_be_gathered_in_the_next_steps_forward_pass_and_behind_the_last_step() -> None:
+    assert broken(gathered_late()) == set()
+
+
+def test_parameters_that_are_gathered_at_once_where_that_is_to_be_late_are_found() -> None:
+    where = [finding.where for finding in judged("traffic", gathered_late(but=1)).findings if finding.rank == 0]
+    assert where == [
+        "rank 0, step 1, outside forward and backward",
+        "rank 0, step 2, forward all_gather over dp_shard [0-2]",
+    ]
+
+
+def test_parameters_that_are_not_gathered_behind_the_last_step_are_missed() -> None:
+    trial = gathered_late()
+    kept = tuple(call for call in trial.ranks[0].collectives if (call.op, call.phase) != ("all_gather", "other"))
+    (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
+    assert finding.where == f"rank 0, step {trial.case.steps[-1]}, all_gather behind the optimizer over dp_shard [0-2]"
 
 
 def test_a_rank_that_gives_no_gradient_of_its_part_is_missing_one() -> None:

@@ -34,17 +34,28 @@ class OnAVector:
         return [("weight", dict(self.optimizer.state.get(self.vector, {})))]
 
     def step(self) -> None:
+        self.backward()
+        self.update()
+        self.gather(7.0)
+        note_update()
+
+    def backward(self) -> None:
         self.model(torch.ones(1, 3)).sum().backward()
         self.vector.grad = self.model.weight.grad.reshape(-1)[PART].clone()
         self.model.weight.grad = None
+
+    def update(self) -> None:
         note_gradients()
         self.vector.grad *= 0.5  # clipped
         self.optimizer.step()
         self.vector.grad = None
         with torch.no_grad():
             self.model.weight.view(-1)[PART] = self.vector
-            self.model.weight.view(-1)[5:] = 7.0  # what another rank made of the rest
-        note_update()
+
+    def gather(self, made: float) -> None:
+        """What another rank made of the rest."""
+        with torch.no_grad():
+            self.model.weight.view(-1)[5:] = made
 
 
 @pytest.fixture
@@ -86,6 +97,33 @@ def test_parameters_that_change_behind_the_update_are_seen(trained) -> None:
         zero.model.weight[0, 0] = 9.0
     zero.step()
     assert list(probe.evidence({}).steps[1].changed) == ["weight"]
+
+
+def test_an_update_that_is_gathered_in_the_next_forward_pass_is_of_the_step_that_made_it() -> None:
+    """Neither is it a change behind that step, nor what it meets of the step before."""
+    probe, model = Probe(0, 1), nn.Linear(3, 2, bias=False)
+    probe.install()
+    zero = OnAVector(model)
+    note_shards(model, zero)
+    probe.attach([model])
+    for step in (1, 2, 3):
+        zero.backward()
+        if step > 1:
+            zero.gather(float(step - 1))
+            note_update(step - 1)
+        zero.update()
+    zero.gather(3.0)
+    note_update()
+    probe.trained()
+    steps = probe.evidence({}).steps
+    probe.remove()
+    assert [(step.step, step.parameters["weight"][1, 2], step.changed) for step in steps] == [
+        (1, 1.0, {}),
+        (2, 2.0, {}),
+        (3, 3.0, {}),
+    ]
+    own = [step.parameters["weight"][0, 1] for step in steps]
+    assert own == sorted(own, reverse=True) and len({*own}) == 3
 
 
 def test_a_parameter_that_is_cut_is_evidence_as_it_is_held() -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from harness import trainers
+from harness import faults, trainers
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
 from harness.run.options import Options
@@ -19,6 +19,7 @@ from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all, load_cases
 from harness.trainers import megatron
+from harness.trainers.support import checkout
 
 THERE = importlib.util.find_spec("megatron") is not None
 ADAPTER = trainers.load("megatron")
@@ -89,9 +90,9 @@ def test_a_source_goes_before_what_is_installed_and_what_came_from_elsewhere_is_
     core.__file__ = "/installed/megatron/core/__init__.py"
     monkeypatch.setitem(sys.modules, "megatron.core", core)
     with pytest.raises(ImportError, match="megatron.core was imported from /installed/megatron/core before"):
-        megatron._must_be_of(str(tmp_path))
+        checkout.must_lie_in("megatron.core", str(tmp_path))
     core.__file__ = str(tmp_path / "megatron" / "core" / "__init__.py")
-    megatron._must_be_of(str(tmp_path))
+    checkout.must_lie_in("megatron.core", str(tmp_path))
 
 
 def test_each_group_of_heads_and_each_tp_ranks_part_of_the_gated_layer_is_a_block() -> None:
@@ -143,6 +144,26 @@ def test_the_distributed_optimizer_of_tensor_parallel_ranks_of_the_real_one_meet
 ) -> None:
     (wanted,) = (case for case in load_cases(CASES / "distributed_optimizer.yaml") if case.name == name)
     assert run_case(wanted, Options(out=tmp_path, trainer="megatron")).verdict is Verdict.PASS
+
+
+@pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
+@pytest.mark.parametrize("fault", [None, "parameters_not_gathered"])
+def test_parameters_gathered_in_the_next_forward_pass_of_the_real_one_meet_every_law_and_if_not_that_is_named(
+    fault: str | None, tmp_path: Path
+) -> None:
+    overlapping = tmp_path / "overlapping.py"
+    overlapping.write_text(
+        "from harness.trainers.megatron import Megatron\n"
+        "adapter = Megatron(overlap_grad_reduce=True, overlap_param_gather=True)\n"
+    )
+    (wanted,) = (case for case in load_cases(CASES / "distributed_optimizer.yaml") if case.name == "zero1_2")
+    put_in = f"{Path(faults.__file__).parent / 'megatron.py'}:{fault}" if fault else None
+    found = run_case(wanted, Options(out=tmp_path, trainer=str(overlapping), fault=put_in))
+    if fault is None:
+        assert found.verdict is Verdict.PASS
+    else:
+        assert found.diagnosis is not None
+        assert found.diagnosis.cause.endswith("no all_gather ran over [0,1] in the next step's forward pass")
 
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")

@@ -15,7 +15,7 @@ class Flow:
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
     neither on bucketing nor on the algorithm behind the collective. optional: it has these bytes where it is done in
     forward or backward; done outside of them it cannot be told from other small collectives. first: in the first step
-    only. later: in all others only.
+    only. later: in all others only. last: in the last step of the launch only.
     """
 
     axis: str
@@ -26,3 +26,4 @@ class Flow:
     optional: bool = False
     first: bool = False
     later: bool = False
+    last: bool = False

@@ -14,8 +14,8 @@ from harness.spec.traits import TrainerTraits
 
 def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     """ZeRO-1 reduces once a step, if the case says no other; ZeRO-2 and 3 keep no whole gradients and reduce after each
-    microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, ZeRO-3 each parameter before forward and
-    before backward."""
+    microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, at once or in the next forward; ZeRO-3 each
+    parameter before forward and before backward."""
     degree, passes, size = case.dims.dp_shard, case.features.accumulation, BYTES[case.training.dtype]
     held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
     vectors = padded_elements(units_held(zero_units(case, traits), held), degree) * size
@@ -26,5 +26,8 @@ def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     if case.wrapper == "zero3":
         yield Flow("dp_shard", "parameters", "all_gather", "forward", passes * vectors)
         yield Flow("dp_shard", "parameters", "all_gather", "backward", passes * vectors)
+    elif traits.zero_gathers_late:
+        yield Flow("dp_shard", "parameters", "all_gather", "forward", vectors, later=True)
+        yield Flow("dp_shard", "parameters", "all_gather", OUTSIDE, vectors, last=True)
     else:
         yield Flow("dp_shard", "parameters", "all_gather", OUTSIDE, vectors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.spec.traits import FlatLayout, TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
+from harness.trainers.support import checkout
 from harness.trainers.support.requests import beyond
 
 OTHERS = """dp_replicate dp_shard accumulation all_valid masked_samples max_norm steps seed lr optimizer weight_decay beta1
@@ -35,12 +36,21 @@ KEPT_BY_ZERO3 = (
 @dataclass(frozen=True)
 class DeepSpeed(Adapter):
     """offload: ZeRO's optimizer, and what it steps on, lie on the host (`offload_optimizer`). A FILE.py with
-    `adapter = DeepSpeed(offload=True)` is a trainer."""
+    `adapter = DeepSpeed(offload=True)` is a trainer. where: a checkout, or the folder of a release; None for the installed one.
+    """
 
     offload: bool = False
+    where: str | None = None
     name: str = "deepspeed"
-    preload: tuple[str, ...] = ("deepspeed",)
     dtypes: tuple[str, ...] = ("float32",)
+    files: tuple[str, ...] = ("/deepspeed/", "/op_builder/", "/accelerator/")
+
+    @property
+    def preload(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.where else ("deepspeed",)
+
+    def of(self, source: str) -> DeepSpeed:
+        return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
         """Of ZeRO-1 and 2 each rank's part of the vector begins at an even element, and an all_reduce brings whole gradients,
@@ -58,14 +68,22 @@ class DeepSpeed(Adapter):
         return (SHARED_MEMORY,)
 
     def unsupported(self, case: Case) -> str | None:
-        if importlib.util.find_spec("deepspeed") is None:
+        if self.where and not Path(self.where, "deepspeed", "__init__.py").is_file():
+            return f"{self.where}/deepspeed: no DeepSpeed there"
+        if not self.where and importlib.util.find_spec("deepspeed") is None:
             return "deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed"
         return next(beyond(case, KNOWN, self.name), None) or _limit(case)
 
+    def importable(self) -> None:
+        checkout.put_first(self.where)
+
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        self.importable()
         from harness.trainers.deepspeed.engine import Started
 
-        return Started(case, weights, device, offload=self.offload)
+        started = Started(case, weights, device, offload=self.offload)
+        checkout.must_lie_in("deepspeed", self.where)
+        return started
 
 
 def _kept_by_offload(case: Case) -> Allowance:

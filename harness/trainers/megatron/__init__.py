@@ -27,6 +27,7 @@ from harness.spec.allowance import Allowance
 from harness.spec.case import Case
 from harness.spec.traits import FlatLayout, TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
+from harness.trainers.support import checkout
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.requests import beyond
 from harness.trainers.support.rows import halves
@@ -61,12 +62,14 @@ IMPORTED = ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "optimizer", "
 class Megatron(Adapter):
     """where: a checkout, or the folder of a release; None for the installed one.
 
-    overlap_grad_reduce: DDP reduces inside backward, from the second step on. A FILE.py with
+    overlap_grad_reduce: DDP reduces inside backward, from the second step on. overlap_param_gather: what the distributed
+    optimizer made of parameters is gathered in the next step's forward pass. A FILE.py with
     `adapter = Megatron(overlap_grad_reduce=True)` is a trainer.
     """
 
     where: str | None = None
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     name: str = "megatron"
     package: str = "megatron-core"
     dtypes: tuple[str, ...] = ("float64", "float32")
@@ -86,6 +89,7 @@ class Megatron(Adapter):
             loss_in_forward=True,
             gathers_input_again=True,
             zero_layout=FlatLayout(order=_order(case), reverse=True, starts=64, whole=128),
+            zero_gathers_late=self.overlap_param_gather,
             allow=tuple(_allowances(case)),
         )
 
@@ -111,8 +115,7 @@ class Megatron(Adapter):
         return found
 
     def importable(self) -> None:
-        if self.where and sys.path[0] != self.where:
-            sys.path.insert(0, self.where)
+        checkout.put_first(self.where)
         if self.where and importlib.util.find_spec("triton") is None and _version_at(self.where) >= IMPORTS_TRITON:
             from harness.trainers.megatron import cpu
 
@@ -128,7 +131,7 @@ class Megatron(Adapter):
             cpu.arrange()
         from harness.trainers.megatron.trainer import MegatronTrainer
 
-        _must_be_of(self.where)
+        checkout.must_lie_in("megatron.core", self.where)
         return MegatronTrainer(case, weights, device, self)
 
 
@@ -193,13 +196,6 @@ def _missing(where: str | None) -> str:
     version = _version(told.read_text(encoding="utf-8"))
     number = ".".join(map(str, version))
     return f"megatron-core {number}: a chunk is not told its virtual stage before 0.13" if version < OLDEST else ""
-
-
-def _must_be_of(where: str | None) -> None:
-    """What was imported before the path was set is another one than that of which the verdict would speak."""
-    file = Path(sys.modules["megatron.core"].__dict__["__file__"]).resolve()
-    if where and not file.is_relative_to(Path(where).resolve()):
-        raise ImportError(f"megatron.core was imported from {file.parent} before {where} was to be found")
 
 
 def _version_at(folder: str) -> tuple[int, ...]:

@@ -83,7 +83,9 @@ def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, ad
     cut = tensor_parallel(ps.get_tensor_model_parallel_rank(), case.dims.tp)
     load_weights(chunks, case, weights, adapter.fqn, adapter.rows(case), cut, adapter.fused(case))
     options = DistributedDataParallelConfig(
-        overlap_grad_reduce=adapter.overlap_grad_reduce, use_distributed_optimizer=case.wrapper == "zero1"
+        overlap_grad_reduce=adapter.overlap_grad_reduce,
+        overlap_param_gather=adapter.overlap_param_gather and case.wrapper == "zero1",
+        use_distributed_optimizer=case.wrapper == "zero1",
     )
     wrapped = [DistributedDataParallel(config, options, chunk) for chunk in chunks]
     for chunk in wrapped:

@@ -45,7 +45,10 @@ class MegatronTrainer(StartedTrainer):
         float64.preserve(case.training.dtype, *(f"megatron.core.{name}" for name in CASTING.split()))
         config = build_config(case, device)
         self.model_parts: list[nn.Module] = build_chunks(case, config, weights, adapter)
-        self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model_parts)
+        self.late: list[Any] = [chunk for chunk in self.model_parts if chunk.use_forward_hook]
+        for chunk in self.late:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(case, bool(self.late)), self.model_parts)
         self.run, self.dataset = get_forward_backward_func(), dataset_of(case)
         self.schedule, self.done = contextlib.ExitStack(), 0
         config.finalize_model_grads_func = self.finalize
@@ -59,9 +62,16 @@ class MegatronTrainer(StartedTrainer):
             self.actions.install()
 
     def train(self, last_step: int) -> None:
+        """With parameters gathered late as megatron.training does it: none in the first step, all behind the last."""
         for step in range(self.done + 1, last_step + 1):
             self.metrics.append(self.train_step(step))
+            for chunk in self.late if step == 1 else ():
+                chunk.enable_forward_pre_hook()
             self.done = step
+        for chunk in self.late:
+            chunk.disable_forward_pre_hook()
+        if self.late:
+            note_update()
 
     def save(self, folder: Path) -> None:
         checkpoint.save(folder, self.done, self.model_parts, self.optimizer)
@@ -74,10 +84,13 @@ class MegatronTrainer(StartedTrainer):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self.forward_backward(step)
+        if self.late and step > 1:
+            note_update(step - 1)
         rate = self.set_rates(step)
         succeeded, norm, _ = self.optimizer.step()
         assert succeeded
-        note_update()
+        if not self.late:
+            note_update()
         return Metrics(step, self.mean_loss(losses), norm, rate)
 
     def forward_backward(self, step: int) -> list[dict[str, Tensor]]:
@@ -164,7 +177,7 @@ def _join(case: Case, device: str) -> torch.device:
     return torch.device(device)
 
 
-def _optimizer_config(case: Case) -> OptimizerConfig:
+def _optimizer_config(case: Case, gathers_late: bool) -> OptimizerConfig:
     recipe = case.training
     return OptimizerConfig(
         optimizer="adam" if recipe.optimizer == "adamw" else "sgd",
@@ -177,6 +190,7 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
         clip_grad=recipe.max_norm or 0.0,
         params_dtype=getattr(torch, recipe.dtype),
         use_distributed_optimizer=case.wrapper == "zero1",
+        overlap_param_gather=gathers_late,
     )
 
 

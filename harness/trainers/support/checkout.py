@@ -1,0 +1,19 @@
+"""A trainer of another source than what is installed: a checkout, or the folder of a release (an adapter's `of`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def put_first(folder: str | None) -> None:
+    """From here on an import looks there first. None: for the installed one."""
+    if folder and sys.path[0] != folder:
+        sys.path.insert(0, folder)
+
+
+def must_lie_in(module: str, folder: str | None) -> None:
+    """What was imported before `put_first` is another one than that of which the verdict would speak. Raises ImportError."""
+    file = Path(sys.modules[module].__dict__["__file__"]).resolve()
+    if folder and not file.is_relative_to(Path(folder).resolve()):
+        raise ImportError(f"{module} was imported from {file.parent} before {folder} was to be found")
