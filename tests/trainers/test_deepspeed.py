@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,20 @@ def test_what_it_does_not_run_is_refused_with_the_reason(dims, training, wrapper
 def test_without_deepspeed_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install deepspeed" in str(trainers.load("deepspeed").unsupported(tiny_case("ddp_2")))
+
+
+def test_a_checkout_goes_before_what_is_installed_and_a_folder_without_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", ["installed"])
+    adapter = trainers.load(f"deepspeed@{tmp_path}")
+    wanted = tiny_case(ParallelDims(dp_shard=2), FLOAT32, wrapper="zero1")
+    assert adapter.unsupported(wanted) == f"{tmp_path}/deepspeed: no DeepSpeed there"
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    adapter.importable()
+    assert adapter.unsupported(wanted) is None and sys.path == [str(tmp_path), "installed"]
+    assert adapter.preload == () and trainers.load("deepspeed").preload == ("deepspeed",)
 
 
 def test_what_offload_keeps_on_the_host_is_allowed_with_its_bytes_and_nothing_without_it() -> None:
