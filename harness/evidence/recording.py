@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +23,6 @@ from harness.evidence.store import EvidenceError, decoded_without_values, encode
 from harness.evidence.whole_file import whole_file
 
 S = TypeVar("S")
-
-
-def lost_a_peer(error: str) -> bool:
-    """What a rank raises whose peer raised before or never came: seldom the cause."""
-    return bool(re.search("onnection reset|onnection closed|imed out|imeout|peer", error))
 
 
 @dataclass(frozen=True)

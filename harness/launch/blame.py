@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from harness.evidence.lost_peer import tells_of_lost_peer
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
 from harness.launch.rank_exit import Fate, busy, failed, frames, moment, render, useful, winding_up
@@ -210,15 +211,7 @@ def stuck_words(fate: Fate) -> str:
     return "still running, and no other rank is known to be the cause"
 
 
-PEER_GONE = re.compile(
-    r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed ?out|[Tt]imeout|Socket closed|recvValue failed"
-    r"|remote process exited|unhandled system error|NCCL communicator was aborted|failed to connect"
-)
 TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
-NETWORK_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-NETWORK_WORDS = re.compile(
-    r"gloo|nccl|store|keys:", re.IGNORECASE
-)  # a plain RuntimeError is one of gloo's if it says so
 
 
 def lost_peer(fate: Fate) -> bool:
@@ -231,8 +224,3 @@ def lost_peer(fate: Fate) -> bool:
         return any(tells_of_lost_peer(*link) for link in links)
     watchdog = "Watchdog caught collective operation timeout" in fate.log_tail
     return fate.status == -signal.SIGABRT and (watchdog or tells_of_lost_peer("", thrown(fate)))
-
-
-def tells_of_lost_peer(kind: str, message: str) -> bool:
-    network = kind in NETWORK_ERRORS or bool(NETWORK_WORDS.search(message))
-    return network and bool(PEER_GONE.search(message))

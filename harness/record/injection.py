@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness import ROOT
-from harness.evidence.recording import lost_a_peer
+from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.store import EvidenceError
 
 BY = "HARNESS_RECORD_BY"

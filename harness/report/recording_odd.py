@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from harness.evidence.recording import lost_a_peer
+from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together

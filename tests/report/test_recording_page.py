@@ -61,11 +61,11 @@ def test_replicas_that_differ_from_the_start_are_told_from_those_that_became_so(
 
 
 def test_who_raised_is_quoted_and_who_only_lost_a_peer_comes_after() -> None:
-    lost = hsdp(0, ended="raised", error="RuntimeError: Connection reset by peer")
-    rows = odd(recording(lost, hsdp(2, ended="raised", error="ValueError: no such file")))
+    lost = hsdp(0, ended="raised", error="DistNetworkError: Connection reset by peer")
+    rows = odd(recording(lost, hsdp(2, ended="raised", error="TimeoutError: the loader timed out")))
     assert rows == [
-        ("RAISED", "rank 2: ValueError: no such file"),
-        ("RAISED", "rank 0: RuntimeError: Connection reset by peer"),
+        ("RAISED", "rank 2: TimeoutError: the loader timed out"),
+        ("RAISED", "rank 0: DistNetworkError: Connection reset by peer"),
     ]
 
 

@@ -1,0 +1,26 @@
+"""What a rank raises whose peer raised before, or never came: seldom the cause."""
+
+from __future__ import annotations
+
+import re
+
+PEER_GONE = re.compile(
+    r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed ?out|[Tt]imeout|Socket closed|recvValue failed"
+    r"|remote process exited|unhandled system error|NCCL communicator was aborted|failed to connect"
+)
+NETWORK_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+NETWORK_WORDS = re.compile(
+    r"gloo|nccl|store|keys:", re.IGNORECASE
+)  # a plain RuntimeError is one of gloo's if it says so
+
+
+def tells_of_lost_peer(kind: str, message: str) -> bool:
+    """kind: the exception's. A time-out of something else, as of a loader, tells of none."""
+    network = kind in NETWORK_ERRORS or bool(NETWORK_WORDS.search(message))
+    return network and bool(PEER_GONE.search(message))
+
+
+def lost_a_peer(error: str) -> bool:
+    """error: KIND: MESSAGE, as a recording has it."""
+    kind, _, message = error.partition(": ")
+    return tells_of_lost_peer(kind, message)
