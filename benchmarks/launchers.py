@@ -1,6 +1,6 @@
 """The same cases through this launcher and through one torchrun a case, side by side in one run.
 
-    python benchmarks/launchers.py [--only hsdp_2x8 ...] [--sgd] [--trainer torchtitan]
+    python benchmarks/launchers.py [--only hsdp_2x8 ...] [--sgd] [--trainer torchtitan] [--cases FOLDER] [--dtype float32]
 
 Each case is run by both, one after the other, so a machine that drifts drifts for both. Evidence, laws and verdicts are
 the same; what differs is how the ranks come to life. Prints seconds for every case, the sum of each, and the ratio.
@@ -19,8 +19,10 @@ from harness.judge.result import Verdict
 from harness.launch import default_server
 from harness.run.options import Options
 from harness.run.run_case import run_case
+from harness.spec import case_files
 from harness.spec.case import Case
 from harness.spec.loading import load_all
+from harness.spec.variants import in_dtype
 
 DATA = ["single", "ddp_2", "ddp_4", "fsdp_2", "fsdp_4", "fsdp_8", "hsdp_2x2", "hsdp_2x4", "hsdp_4x2", "hsdp_2x8"]
 TENSOR = ["tp_2", "tp_4", "fsdp_2_tp_2", "fsdp_4_tp_2", "hsdp_2x2_tp_2"]
@@ -42,10 +44,13 @@ def main() -> None:
     parser.add_argument("--sgd", action="store_true", help="the SGD half of the list too")
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--trainer", default="llama3")
+    parser.add_argument("--cases", default="builtin", metavar="FOLDER")
+    parser.add_argument("--dtype", help="run all cases in it")
     chosen = parser.parse_args()
     default_server(trainers.load(chosen.trainer).preload)
     names = chosen.only or [*LISTED, *(f"{name}_sgd" for name in LISTED if chosen.sgd)]
-    cases = [case for case in load_all() if case.name in names]
+    found = load_all(case_files.folder_of(chosen.cases))
+    cases = [in_dtype(case, chosen.dtype) for case in found if case.name in names]
     with tempfile.TemporaryDirectory() as folder:
         local = Options(out=Path(folder), trainer=chosen.trainer)
         run_case(cases[0], local)  # starts the server and computes the reference, for both
