@@ -36,8 +36,9 @@ def samples(count: int) -> list[torch.Tensor]:
     return [torch.randn(2, 8, generator=made) for _ in range(count)]
 
 
-def engine(stage: int, *, accumulation: int = 1) -> Any:
-    zero = {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
+def engine(stage: int, *, accumulation: int = 1, **zero: Any) -> Any:
+    """zero: more of its options."""
+    zero |= {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,

@@ -50,7 +50,7 @@ ANY = """pp dp_replicate dp_shard tp microbatches stages_per_rank accumulation s
     masked_samples document_mask"""
 KNOWN: dict[str, Any] = dict.fromkeys(ANY.split(), ...)
 KNOWN |= {"wrapper": ("ddp", "zero1"), "schedule": ("Interleaved1F1B",), "activation_checkpointing": ("full",)}
-OLDEST, IMPORTS_TRITON = (0, 13), (0, 17)
+OLDEST = (0, 13)
 LLAMA_3 = RopeScaling()
 """What of it Megatron has written into its code: all but the factor."""
 
@@ -116,7 +116,7 @@ class Megatron(Adapter):
 
     def importable(self) -> None:
         checkout.put_first(self.where)
-        if self.where and importlib.util.find_spec("triton") is None and _version_at(self.where) >= IMPORTS_TRITON:
+        if self.where and importlib.util.find_spec("triton") is None:
             from harness.trainers.megatron import cpu
 
             cpu.import_without_triton(f"megatron.core.{name}" for name in IMPORTED)
@@ -196,10 +196,6 @@ def _missing(where: str | None) -> str:
     version = _version(told.read_text(encoding="utf-8"))
     number = ".".join(map(str, version))
     return f"megatron-core {number}: a chunk is not told its virtual stage before 0.13" if version < OLDEST else ""
-
-
-def _version_at(folder: str) -> tuple[int, ...]:
-    return _version(Path(folder, "megatron", "core", "package_info.py").read_text(encoding="utf-8"))
 
 
 def _version(package_info: str) -> tuple[int, ...]:

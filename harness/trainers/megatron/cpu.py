@@ -40,8 +40,8 @@ def arrange() -> None:
 
 
 def import_without_triton(names: Iterable[str]) -> None:
-    """Releases from 0.17 on import Triton for kernels of GPUs. torch, which looks for it too, is to find none: what of torch
-    does so is imported before."""
+    """Releases from 0.17 on, and commits before 0.13, import Triton for kernels of GPUs. torch, which looks for it too, is to
+    find none: what of torch does so is imported before."""
     for name in ("hints", "triton_compat"):
         importlib.import_module(f"torch._inductor.runtime.{name}")
     importlib.import_module("torch._inductor.compile_fx")

@@ -48,7 +48,7 @@ class MegatronTrainer(StartedTrainer):
         self.late: list[Any] = [chunk for chunk in self.model_parts if chunk.use_forward_hook]
         for chunk in self.late:
             chunk.disable_forward_pre_hook(param_sync=False)
-        self.optimizer = get_megatron_optimizer(_optimizer_config(case, bool(self.late)), self.model_parts)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model_parts)
         self.run, self.dataset = get_forward_backward_func(), dataset_of(case)
         self.schedule, self.done = contextlib.ExitStack(), 0
         config.finalize_model_grads_func = self.finalize
@@ -177,7 +177,7 @@ def _join(case: Case, device: str) -> torch.device:
     return torch.device(device)
 
 
-def _optimizer_config(case: Case, gathers_late: bool) -> OptimizerConfig:
+def _optimizer_config(case: Case) -> OptimizerConfig:
     recipe = case.training
     return OptimizerConfig(
         optimizer="adam" if recipe.optimizer == "adamw" else "sgd",
@@ -190,7 +190,6 @@ def _optimizer_config(case: Case, gathers_late: bool) -> OptimizerConfig:
         clip_grad=recipe.max_norm or 0.0,
         params_dtype=getattr(torch, recipe.dtype),
         use_distributed_optimizer=case.wrapper == "zero1",
-        overlap_param_gather=gathers_late,
     )
 
 
