@@ -106,9 +106,28 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
             tell(label, text)
         tell("", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}")
         return True
+    if _other_steps(judgement, tell):
+        return False
     for finding in completed.findings[:2]:
         tell("stopped", f"{finding.where}: {finding.observed}")
     tell("log", str(judgement.folder / "run" / "logs" / "rank_00.log"))
+    return True
+
+
+def _other_steps(judgement: Judgement, tell: Tell) -> bool:
+    """Ranks that trained to their end, for more or fewer steps than requested: what they did in them can be judged."""
+    completed = next(result for result in judgement.results if result.check == "completed")
+    ranks = load_trial(judgement.folder).ranks.values()
+    trained = {len(evidence.steps) for evidence in ranks} - {len(judgement.case.steps)}
+    if len(trained) != 1 or len(completed.findings) != len(ranks):
+        return False
+    (steps,) = trained
+    tell(
+        "steps",
+        f"it trained {steps} steps, requested {len(judgement.case.steps)}; if a flag of the script tells how many,",
+    )
+    tell("", "adapter: pass case.training.steps on in `arguments`; else")
+    tell("", f"case: training: {{steps: {steps}}}")
     return True
 
 

@@ -173,7 +173,9 @@ def _attributes(module: ast.ClassDef) -> Iterator[str]:
 
 
 def _paired(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """a, b = c, d assigns c to a."""
+    """a, b = c, d assigns c to a; a, b = (c() for _ in range(2)) assigns c() to both."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.GeneratorExp | ast.ListComp):
+        return [(one, value.elt) for one in target.elts]
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         return list(zip(target.elts, value.elts, strict=True))
     return [(target, value)]

@@ -17,7 +17,7 @@ from harness.diagnosis.suppositions import Supposition, altered_by, suppose
 from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
 from harness.judge.judgement import Judgement
 from harness.judge.order import reordered_reference
-from harness.judge.result import one_cause
+from harness.judge.result import Finding, Result, Verdict, one_cause
 from harness.judge.trial import Trial
 from harness.onboarding import examination
 from harness.plan.make_plan import make_plan
@@ -25,6 +25,7 @@ from harness.reference.altered import given
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
+from harness.run.options import Options
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.traits import USUAL
@@ -147,6 +148,19 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
         "blocks.0.attn.q_proj.weight [64, 64] is mapped to layers.0.attention.q_proj.weight, which there is not" in said
     )
     assert "of the reference's 21 parameters 2 are nobody's: layers.0.attention.wq.weight" in said
+
+
+def test_a_script_that_trains_more_steps_than_requested_is_told_which_line_requests_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, said = trained_as(), list[tuple[str, str]]()
+    fewer = replace(CASE, training=replace(CASE.training, steps=1))
+    monkeypatch.setattr(examination, "load_trial", lambda folder: trial)
+    finding = Finding.at(0, "steps [1]", "steps [1, 2]")
+    judgement = Judgement(fewer, tmp_path, (Result("completed", Verdict.FAIL, 1, (finding,)),), None, 0.0)
+    assert not examination._died(judgement, Options(), lambda label, text: said.append((label, text)))
+    assert said[0][1].startswith("it trained 2 steps, requested 1;")
+    assert said[2] == ("", "case: training: {steps: 2}")
 
 
 def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self, dim, heads, kv, hidden):
         self.norm1, self.norm2 = Norm(dim), Norm(dim)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = Linear(1), Linear(1), Linear(1), Linear(1)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(1) for _ in range(4))
         self.gate_proj, self.up_proj, self.down_proj = Linear(1), Linear(1), Linear(1)
 class Net(nn.Module):
     def __init__(self, vocab=256, dim=64, layers=2, heads=4, kv=2, hidden=128):
