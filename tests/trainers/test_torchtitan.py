@@ -9,7 +9,6 @@ import dataclasses
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
 from harness.spec.traits import settled
-from harness.trainers.torchtitan import source, syntax
+from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.job_config import configured, stages
 
 REPO = os.environ.get("TORCHTITAN_REPO")
@@ -141,49 +140,6 @@ def test_every_label_of_an_all_valid_recipe_counts() -> None:
     assert all(bool((whole[i][1] != IGNORED).all()) for i in range(16))
     assert any(bool((masked[i][1] == IGNORED).any()) for i in range(16))
     assert all(bool((masked[i][0] == whole[i][0]).all()) for i in range(16)), "the tokens are the same"
-
-
-def test_what_a_comment_or_a_string_says_is_no_fact_of_a_version(middle: Path) -> None:
-    (middle / "torchtitan" / "train.py").write_text(
-        'class Trainer:\n    """gradient_accumulation_steps: int"""\n    # gradient_accumulation_steps: int\n'
-    )
-    assert "accumulation" not in source.find(str(middle)).era.features
-
-
-def test_another_commit_in_the_same_folder_is_another_source(middle: Path) -> None:
-    script = middle / "torchtitan" / "train.py"
-    before = source.find(str(middle))
-    assert source.find(str(middle)) is before, "its files are read once"
-    script.write_text("class Trainer:\n    gradient_accumulation_steps: int\n")
-    assert "accumulation" in source.find(str(middle)).era.features
-    script.unlink()
-    with pytest.raises(source.NotThere):
-        source.find(str(middle))
-
-
-def test_a_checkouts_rank_forgets_the_torchtitan_that_its_server_has_imported(
-    middle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, others = middle / "torchtitan", "torchtitan_of_somebody_else"
-    for name in ("torchtitan", "torchtitan.trainer", others):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[str(package)]))  # type: ignore[arg-type]
-    source.forget_another(package)
-    assert "torchtitan.trainer" in sys.modules, "it is this one"
-    source.forget_another(middle / "elsewhere")
-    assert [name for name in ("torchtitan", "torchtitan.trainer", others) if name in sys.modules] == [others]
-
-
-def test_what_is_called_below_a_condition_is_not_always_called() -> None:
-    always = syntax.called_always("apply_fsdp")
-    assert syntax.holds(always, "def parallelize(model):\n    apply_fsdp(model)\n")
-    assert not syntax.holds(always, "def parallelize(model):\n    if sharded:\n        apply_fsdp(model)\n")
-
-
-def test_a_file_that_is_no_python_is_a_reason(middle: Path) -> None:
-    script = middle / "torchtitan" / "train.py"
-    script.write_text("class Trainer(\n")
-    reason = trainers.load(f"torchtitan@{middle}").unsupported(case())
-    assert reason == f"{script}: cannot be parsed: '(' was never closed, line 1"
 
 
 def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
@@ -374,19 +330,6 @@ def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(relea
 def test_no_checkpoints_are_requested_of_older_ones(middle: Path) -> None:
     reason = "resume: this adapter does not let this torchtitan of 2025 write checkpoints"
     assert trainers.load(f"torchtitan@{middle}").unsupported(RESUMED) == reason
-
-
-def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{middle}")
-    accumulating = case(features=Features(accumulation=2, defer_sync=False))
-    assert adapter.unsupported(accumulating) is None
-    assert (adapter.reports, adapter.traits(case()).fsdp_units) == (("loss",), "root")
-    (middle / "torchtitan" / "train.py").write_text("class Trainer:\n    log(grad_norm.item())\n")
-    units = middle / "torchtitan" / "models" / "llama3" / "infra" / "parallelize.py"
-    units.parent.mkdir(parents=True)
-    units.write_text("fully_shard([model.norm, model.output])\n")
-    assert adapter.unsupported(accumulating) is not None
-    assert (adapter.reports, adapter.traits(case()).fsdp_units) == (("loss", "grad_norm"), "apart")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
