@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from .altered import OF_ITSELF, Alter, Alteration, Variation, alike, put_instead
 from .config import ModelConfig
 from .data import SEPARATOR, documents
-from .model import Llama
 
 
 def other_dropout(model: ModelConfig) -> list[Variation]:
@@ -56,50 +54,6 @@ def _left_out(name: str) -> Alteration:
 def _undivided(model: nn.Module) -> None:
     for one in _dropouts(model):
         put_instead(one, lambda original, x, kept=1 - one.p: kept * original(x))
-
-
-def other_seeds(seed: int) -> dict[str, Alter]:
-    """What masks of a step are drawn from, in words, in place of the seed and the step."""
-    steps: dict[str, Callable[[int], int]] = {
-        "masks are those of step 1 in every step": lambda step: 1,
-        "masks are those of step 0 in every step": lambda step: 0,
-        "masks of a step are those of the step before": lambda step: step - 1,
-        "masks of a step are those of the next one": lambda step: step + 1,
-    }
-    seeds = {f"masks are those of seed {other}": _drawn_from(other) for other in sorted({0, seed + 1} - {seed})}
-    return {text: _drawn_from(seed, of) for text, of in steps.items()} | seeds
-
-
-def _drawn_from(seed: int, of: Callable[[int], int] = lambda step: step) -> Alter:
-    def alter(model: nn.Module, step: int) -> None:
-        for module in model.modules():
-            if isinstance(module, Llama):
-                module.mask_seed = zlib.crc32(f"{seed} {of(step)}".encode())
-
-    return alter
-
-
-def masks_by_rank(groups: Mapping[int, np.ndarray], seed: int) -> Alter:
-    """Each rank draws its masks from the sum of the seed and its number. groups: by rank, the rows that it computes."""
-    now: dict[str, int] = {}
-
-    def forward(original: Any, tokens: Tensor, *rest: Any, model: nn.Module, **named: Any) -> Tensor:
-        usual, whole = model.mask_seed, original(tokens, *rest, **named)
-        for rank, rows in groups.items():
-            model.mask_seed = zlib.crc32(f"{seed + rank} {now['step']}".encode())
-            chosen = torch.zeros(len(tokens), dtype=torch.bool)
-            chosen[torch.from_numpy(rows)] = True
-            whole = torch.where(chosen[:, None, None], original(tokens, *rest, **named), whole)
-        model.mask_seed = usual
-        return whole
-
-    def alter(model: nn.Module, step: int) -> None:
-        begins = step <= now.get("step", step)  # another model, trained from the beginning
-        now["step"] = step
-        if begins:
-            put_instead(model, lambda original, *args, **named: forward(original, *args, model=model, **named))
-
-    return alter
 
 
 def recomputed_without_random_state(names: Sequence[str]) -> Alter:

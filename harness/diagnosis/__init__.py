@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.checks import judge
-from harness.diagnosis.backward import different_losses, other_gradient_flows, rounding, wrong_backward
+from harness.diagnosis.backward import other_gradient_flows, rounding, wrong_backward
 from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
@@ -75,7 +75,6 @@ FACTS: tuple[Facts, ...] = (
     as_seen(other_positions),
     as_seen(changed_weights),
     rounding,
-    different_losses,
     other_slices,
     not_gathered,
     shifted_gradients,

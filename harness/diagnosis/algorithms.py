@@ -75,7 +75,7 @@ def _with_few_parameters(evidence: RankEvidence) -> RankEvidence:
 
 
 def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
-    """As they are by mistake: a default, another common value, two exchanged; of all parameters, or of a kind of them."""
+    """As they are by mistake: a default, another common value, two exchanged."""
     requested, replayed = trial.case.training, Replayed(trial)
     for changes in _changes(requested):
         training = replace(requested, **changes)
@@ -83,18 +83,6 @@ def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
         if more is not None:
             assumed = partial(assume.another_recipe, training=training)
             yield Hypothesis(_changed(requested, changes), assumed, 1 + len(changes) + more)
-    alone = [changes for changes in _changes(requested) if len(changes) == 1 and "max_norm" not in changes]
-    for (name, kind), changes in itertools.product(kinds_of_parameters(trial).items(), alone):
-        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
-        recipes |= {fqn: replace(recipe, **changes) for fqn, recipe in recipes.items() if fqn in kind}
-        if replayed.agrees(AssumedOptimizer(recipe=recipes.__getitem__)) == 0:
-            yield Hypothesis(_changed(requested, changes, f" of {name}"), partial(by_recipes, recipes.__getitem__), 3)
-    if requested.decay == "matrices" and requested.weight_decay:
-        vectors = kinds_of_parameters(trial)["norm weights"]
-        only = {True: requested, False: replace(requested, weight_decay=0.0)}
-        if replayed.agrees(AssumedOptimizer(recipe=lambda fqn: only[fqn in vectors])) == 0:
-            cause = Cause("weight decay", "weight decay is applied to norm weights only", "", "matrices only")
-            yield Hypothesis(cause, partial(by_recipes, lambda fqn: only[fqn in vectors]), 1)
 
 
 def _changes(requested: TrainingConfig) -> Iterator[dict[str, Any]]:
@@ -113,13 +101,13 @@ def _changes(requested: TrainingConfig) -> Iterator[dict[str, Any]]:
                 yield {"beta1": beta1, "beta2": beta2}
 
 
-def _changed(requested: TrainingConfig, changes: Mapping[str, float], of: str = "") -> Cause:
+def _changed(requested: TrainingConfig, changes: Mapping[str, float]) -> Cause:
     """Of one number it is the kind."""
     seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
     wanted = " and ".join(f"{getattr(requested, name):g}" for name in changes)
     exchanged = len(changes) > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
     hint = ": these two are exchanged" * exchanged
-    return Cause(next(iter(changes)), f"{seen} in the optimizer{of}", "", wanted, hint)
+    return Cause(next(iter(changes)), f"{seen} in the optimizer", "", wanted, hint)
 
 
 def kinds_of_parameters(trial: Trial) -> dict[str, set[str]]:

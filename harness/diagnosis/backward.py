@@ -26,7 +26,7 @@ from harness.diagnosis.differences import (
     wrong_pairs,
 )
 from harness.diagnosis.forward import Tries
-from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import Arrays, Pair, groups_text, in_order, rank_words, some, traffic_lines, where_text
 from harness.judge import tolerance
@@ -289,10 +289,3 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
         where = where_text(trial, wrong) + f", the loss by {off:.0e}" * bool(off)
         hint = f"no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
         yield Fact(Cause("rounded", observed, where, hint=hint), ("gradients", "loss", "grad_norm", "reported_loss"))
-
-
-def different_losses(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    found = broken["loss"].findings if {"loss", "samples"} & set(broken) == {"loss"} else ()
-    if found and all(finding.rank is not None for finding in found):
-        text = f"ranks compute different losses from the same tokens: {found[0].where}"
-        yield stated(broken, "loss", "losses differ", text)

@@ -25,8 +25,6 @@ from harness.judge.losses import losses
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, groups
-from harness.plan.slices import numel
-from harness.plan.traffic.flow import Flow
 from harness.spec.dims import AXES
 
 DATA_AXES = ("dp_shard", "dp_replicate")
@@ -302,8 +300,6 @@ def _not_reduced(
         hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing))
         if alone:
             hypothesis = _without_traffic(hypothesis, tuple(alone), steps)
-        elif len(mixture.fqns) < len(trial.plan.shapes):
-            yield _with_less_traffic(hypothesis, missing, mixture.fqns)
         yield hypothesis
 
 
@@ -311,24 +307,6 @@ def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Seque
     """What is not reduced does not move."""
     left_out = frozenset(itertools.product(axes, steps))
     return hypothesis.and_then(lambda t: replace(t, plan=replace(t.plan, unreduced=t.plan.unreduced | left_out)))
-
-
-def _with_less_traffic(hypothesis: Hypothesis, missing: tuple[str, ...], fqns: Sequence[str]) -> Hypothesis:
-    """An all_reduce has the bytes of what goes through it."""
-
-    def moved(trial: Trial, rank: int, flow: Flow) -> Flow:
-        if (flow.role, flow.op) != ("gradients", "all_reduce") or flow.axis not in missing:
-            return flow
-        held = {fqn: numel(part) for fqn, part in trial.plan.slices[rank].items()}
-        kept = sum(size for fqn, size in held.items() if fqn not in fqns)
-        return replace(flow, bytes=flow.bytes * kept // sum(held.values()))
-
-    def less(trial: Trial) -> Trial:
-        both = (trial.plan.flows, trial.plan.even_flows)
-        flows, even = ({rank: tuple(moved(trial, rank, f) for f in own) for rank, own in of.items()} for of in both)
-        return replace(trial, plan=replace(trial.plan, flows=flows, even_flows=even))
-
-    return hypothesis.and_then(less)
 
 
 def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:

@@ -230,37 +230,8 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
         hint = ": trained on, where they should be masked"
-    elif others := _of_others(trial, step):
-        hint = f": {others}"
     text = f"tokens are right, {len(labels)} labels of step {step} are not those of their sample{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
-
-
-def _of_others(trial: Trial, step: int) -> str:
-    """Where each row has the labels of another row of the step."""
-    rows = received(trial, step)
-    own = own_labels(trial, rows.tokens) if rows is not None and rows.whole else None
-    if rows is None or own is None or rows.labels.shape != own.shape:
-        return ""
-    whose = [_row_of(labels, own, place) for place, labels in enumerate(rows.labels)]
-    if None in whose or whose == list(range(len(own))):
-        return ""
-    for size, what in ((1, "samples"), (trial.case.local_batch, "microbatches")):
-        if len(own) % size == 0 and whose == _in_reverse(len(own), size, len(own) // len(trial.one_rank_per_share())):
-            return f"they are those of the step's {what} in reverse order"
-    return "they are those of other samples of the step"
-
-
-def _row_of(labels: np.ndarray, own: np.ndarray, place: int) -> int | None:
-    """Its own, where that has them."""
-    order = [place, *range(len(own))]
-    return next((row for row in order if np.array_equal(labels, own[row])), None)
-
-
-def _in_reverse(count: int, size: int, share: int) -> list[int]:
-    """Pieces of so many rows, last one first, of each share."""
-    rows = np.arange(count).reshape((-1, share // size, size) if share % size == 0 else (1, -1, 1))
-    return rows[:, ::-1].reshape(-1).tolist()
 
 
 def _which(trial: Trial, step: int, wrong: Wrong) -> str:

@@ -172,8 +172,6 @@ class Tries:
                 found = self.tried(variation, modules)
                 if found is not None:
                     yield found
-        if self.trial.case.model.dropout:
-            yield from self._masks()
 
     def _parts(self, wrong: str) -> set[str]:
         """The kinds of modules that may be wrong where that is the first one into which something wrong goes."""
@@ -274,17 +272,6 @@ class Tries:
         with torch.device("meta"):
             model = Llama(self.trial.case.model)
         return {part: modules_of(model, part) for part in (*KINDS, "block", "model")}
-
-    def _masks(self) -> Iterator[Found]:
-        """Drawn from something else than the seed and the step."""
-        from harness.reference.masks import masks_by_rank, other_seeds
-
-        seed = self.trial.case.training.seed
-        members = {rank: rows for rank, rows in self.rows.items() if rank}
-        others = {"each rank draws dropout masks from the sum of the seed and its number": masks_by_rank(members, seed)}
-        for observed, altered in (others | other_seeds(seed)).items():
-            if self.ranks(self.bench.losses(altered)) is not None:
-                yield Found(Cause("dropout", observed, expected="the seed's and the step's"), altered, None, 0.0, 1)
 
     def fitted(self) -> Iterator[Found]:
         from harness.reference.fitted import families

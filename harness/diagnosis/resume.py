@@ -17,7 +17,6 @@ from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
 from harness.diagnosis.words import Arrays, finding_line, in_order, in_parameters, on_ranks, some
 from harness.evidence.checkpoint_index import Checkpoint
-from harness.evidence.text import positions_text
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -157,19 +156,12 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
 
 
 def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
-    """Of which other moment these parameters are; else which of their rows are wrong, where these are few."""
+    """Of which other moment these parameters are."""
     for step, state in [*_moments(trial), (0, _seed(trial))]:
         same = (_holds(trial, wrong, (PARAMETER, fqn), state.get((PARAMETER, fqn))) for fqn in names)
         if step < trial.case.steps.start - 1 and all(same):
             return f"they are those of after step {step}" if step else "they are the seed's"
-    at = (PARAMETER, names[0])
-    held, saved = _held_together(trial).get(at), saved_state(trial.saved[-1])[at]
-    if len(names) > 1 or held is None or held.shape != saved.shape:
-        return ""
-    rows = np.flatnonzero((held != saved).reshape(len(held), -1).any(axis=1))
-    few = f"row{'s' * (len(rows) > 1)} {positions_text(rows)} of {len(held)}"
-    few += ", the seed's" * bool(np.array_equal(held[rows], _seed(trial)[at][rows]))
-    return few if 0 < len(rows) < len(held) else ""
+    return ""
 
 
 def _held_together(trial: Trial) -> State:

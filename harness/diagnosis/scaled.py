@@ -31,7 +31,6 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
 from harness.diagnosis.words import Arrays, in_order, in_parameters, on_ranks, some
 from harness.judge.assembly import Misfit, misfits
-from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
 from harness.judge.tolerance import NoBound, clip_coefficient
 from harness.judge.trial import Trial
@@ -53,7 +52,7 @@ class Fit:
     """Of the first wrong step: the factor of each wrong parameter, and the ranks on which it is wrong."""
 
     step: int
-    factors: dict[str, float | np.ndarray]
+    factors: dict[str, float]
     common: float | None
     ranks: tuple[int, ...]
     lines: Lines = ()
@@ -80,7 +79,7 @@ def _exact_fit(trial: Trial, step: int) -> Fit | None:
     factors = {at: factor for at, factor in found.items() if factor is not None}
     if len(factors) < len(found):
         return None
-    by_fqn = {fqn: _by_slice(trial, fqn, factors) for fqn in dict.fromkeys(fqn for _, fqn in wrong)}
+    by_fqn = {fqn: _of_all_holders(trial, fqn, factors) for fqn in dict.fromkeys(fqn for _, fqn in wrong)}
     known = {fqn: factor for fqn, factor in by_fqn.items() if factor is not None}
     if len(known) < len(by_fqn):
         return None
@@ -88,19 +87,10 @@ def _exact_fit(trial: Trial, step: int) -> Fit | None:
     return Fit(step, known, common_factor(trial, wrong, step), ranks, _best_fits(factors, step))
 
 
-def _by_slice(trial: Trial, fqn: str, factors: Mapping[tuple[int, str], float]) -> float | np.ndarray | None:
-    """One number where all holders have it, else one for each entry; None where two who hold the same one differ."""
-    numbers = {rank: factors.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)}
-    if len({round(number, 9) for number in numbers.values()}) == 1:
-        return float(np.median(list(numbers.values())))
-    whole = np.full(trial.reference.weights[fqn].shape, np.nan)
-    for rank, number in numbers.items():
-        part = trial.gradient_slice_of(rank, fqn)
-        view = take(whole, part or ())
-        if not np.all(np.isnan(view) | np.isclose(view, number, rtol=1e-7)):
-            return None
-        view[...] = number
-    return None if np.isnan(whole).any() else whole
+def _of_all_holders(trial: Trial, fqn: str, factors: Mapping[tuple[int, str], float]) -> float | None:
+    """None where its holders have not all the same."""
+    numbers = [factors.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)]
+    return float(np.median(numbers)) if len({round(number, 9) for number in numbers}) == 1 else None
 
 
 def _best_fits(factors: Mapping[tuple[int, str], float], step: int) -> Lines:
@@ -191,16 +181,14 @@ def _sentence(trial: Trial, fit: Fit, factor: float) -> str:
 
 def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
     """Each parameter is a multiple of what it should be, but not all the same one: some were scaled more often."""
-    single = {fqn: factor for fqn, factor in fit.factors.items() if isinstance(factor, float)}
-    if len(single) < len(fit.factors):
-        return
-    text = _by_stage(trial, single) or _by_kind(trial, fit, single)
+    text = _by_stage(trial, fit.factors) or _by_kind(trial, fit)
     since = f"from step {fit.step} on " if fit.step > trial.first_step else ""
     for when, scale, fitted in _spans(trial, fit):
         yield _hypothesis(since + text + when, scale, fit.lines, fitted + 1)
 
 
-def _by_kind(trial: Trial, fit: Fit, factors: Mapping[str, float]) -> str:
+def _by_kind(trial: Trial, fit: Fit) -> str:
+    factors = fit.factors
     if not trial.case.exact:
         shown = f"times {min(factors.values()):.3g} to {max(factors.values()):.3g}"
     else:

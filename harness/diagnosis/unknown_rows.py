@@ -43,20 +43,13 @@ def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
 
 def of_sample(row: np.ndarray, sample: np.ndarray, wanted: int) -> Iterator[str]:
     """What a row is of a sample: its tokens, and the last label."""
-    size, tokens = len(row), sample[: len(row)]
+    size = len(row)
     for by in range(1, max(size, len(sample) - LEAST)):
         both = min(size, len(sample) - by)
         if both >= LEAST and np.array_equal(row[:both], sample[by : by + both]):
             last = by > 1 and by + size in (len(sample) - 1, len(sample))
             part = f"the step's samples from token {by} on (counted from 0)"
             yield f"the last {size} tokens of the step's samples" if last else part
-        if by < size and np.array_equal(row, np.roll(tokens, by)):
-            yield f"the step's samples, rolled by {by} tokens"
-    for bits in (8, 16):
-        if tokens.max() >= 2**bits and np.array_equal(row, tokens % 2**bits):
-            yield f"the step's samples, token ids modulo {2**bits} as in {bits} bits"
-    if np.array_equal(row, tokens[::-1]):
-        yield "the step's samples, last token first"
     alike = min(size, len(sample) - 1)
     other = np.flatnonzero(row[:alike] != sample[:alike])
     count = int(other[0]) if len(other) else alike

@@ -17,10 +17,8 @@ from harness.diagnosis.gathered_logits import and_their_traffic
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.reference.altered import altering
-from harness.reference.config import TrainingConfig
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows
-from harness.reference.masks import other_seeds
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
 from harness.reference.variations import gathered_logits, variations
@@ -191,12 +189,6 @@ def test_a_split_loss_of_gathered_logits_is_not_named_where_only_the_loss_is_so_
     assert diagnosed(trial).kinds == ("normaliser",)
 
 
-def test_masks_of_dropout_that_are_the_same_in_every_step_are_told(ran: Ran) -> None:
-    same = "masks are those of step 1 in every step"
-    trial = ran(case_of(model=replace(MODEL, dropout=0.2)), altered=other_seeds(RECIPE.seed)[same])
-    assert diagnosed(trial).cause == f"{same}, requested the seed's and the step's"
-
-
 def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
     trial = ran(case_of(), **altered("attention is left out", "layers.0", since=2))
     assert diagnosed(trial).cause == "attention is left out from step 2 on"
@@ -255,16 +247,6 @@ def test_steps_made_with_the_gradients_of_the_step_before_are_told(ran: Ran) -> 
     assert case_of().training.max_norm == 1.0
     trial = ran(case_of(), given=given)
     assert proven(trial)[0] == "one step late"
-
-
-def test_decay_of_vectors_in_the_place_of_matrices_is_told(ran: Ran) -> None:
-    case = case_of(training=replace(RECIPE, decay="matrices", weight_decay=0.1))
-
-    def recipe(fqn: str) -> TrainingConfig:
-        return case.training if fqn.endswith("norm.weight") else replace(case.training, weight_decay=0.0)
-
-    trial = ran(case, recipe=recipe)
-    assert diagnosed(trial).cause == "weight decay is applied to norm weights only, requested matrices only"
 
 
 # ---- evidence at random
