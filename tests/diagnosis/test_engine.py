@@ -253,3 +253,27 @@ def test_no_more_hypotheses_are_judged_than_the_bound_says(monkeypatch: pytest.M
     monkeypatch.setattr(engine, "JUDGED", 1)
     found = explain(DOUBLED, judge(DOUBLED), (suspect("doubled", twice_the_gradients),), ())  # type: ignore[arg-type]
     assert (found.tried, found.ended, found.proofs[0].complete) == (1, "", True)
+
+
+def test_facts_are_asked_of_all_broken_laws_and_then_of_those_that_a_proof_leaves() -> None:
+    asked = []
+
+    def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
+        asked.append((trial is DOUBLED, {*broken}))
+        return iter(())
+
+    found = explain(DOUBLED, judge(DOUBLED), (suspect("report", as_reported),), (fact,))  # type: ignore[arg-type]
+    assert asked == [(True, {"gradients", "grad_norm"}), (True, {"gradients"})]
+    assert found.left == ("gradients",)
+
+
+def test_suspects_that_cost_more_are_asked_where_the_others_leave_a_law() -> None:
+    asked = []
+
+    def costly(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        asked.append({*broken})
+        yield Hypothesis(Cause("doubled", "doubled"), twice_the_gradients)
+
+    assert explain(DOUBLED, judge(DOUBLED), (), (), (costly,)).proofs[0].complete
+    assert explain(DOUBLED, judge(DOUBLED), (suspect("other", twice_the_gradients),), (), (costly,)).proofs[0].complete  # type: ignore[arg-type]
+    assert asked == [{"gradients", "grad_norm"}]
