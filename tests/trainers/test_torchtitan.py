@@ -6,9 +6,6 @@ TORCHTITAN_REPO=/path/to/pytorch/torchtitan runs the real one at the commit befo
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,22 +13,14 @@ import pytest
 import torch
 
 from harness import trainers
-from harness.judge.result import Verdict
 from harness.plan.units import fsdp_units
 from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
-from harness.run.options import Options
-from harness.run.run_case import run_case
 from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all
 from harness.spec.traits import settled
 from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.job_config import configured, stages
-
-REPO = os.environ.get("TORCHTITAN_REPO")
-HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
-
 
 FSDP = ParallelDims(dp_shard=4)
 
@@ -330,37 +319,3 @@ def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(relea
 def test_no_checkpoints_are_requested_of_older_ones(middle: Path) -> None:
     reason = "resume: this adapter does not let this torchtitan of 2025 write checkpoints"
     assert trainers.load(f"torchtitan@{middle}").unsupported(RESUMED) == reason
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason=f"not installed; {source.HOW_TO_GET_IT}")
-@pytest.mark.parametrize(
-    "name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2", "pp_2", "cp_2", "tp_2_to_fsdp_2"]
-)
-def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
-    judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="torchtitan"))
-    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
-
-
-@pytest.mark.skipif(not REPO, reason="TORCHTITAN_REPO names no checkout of pytorch/torchtitan")
-@pytest.mark.parametrize(
-    ("commit", "verdict", "cause"),
-    [
-        (HSDP_WORKS, Verdict.PASS, None),
-        (
-            HSDP_IS_FSDP,
-            Verdict.FAIL,
-            "HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times",
-        ),
-    ],
-)
-def test_issue_711_is_seen_in_the_real_one(tmp_path: Path, commit: str, verdict: Verdict, cause: str | None) -> None:
-    clone = tmp_path / "clone"
-    for command in (
-        ["clone", "--quiet", "--shared", "--no-checkout", str(REPO), str(clone)],
-        ["-C", str(clone), "sparse-checkout", "set", "--no-cone", *source.FILES],
-        ["-C", str(clone), "checkout", "--quiet", "--detach", commit],
-    ):
-        subprocess.run(["git", *command], check=True, capture_output=True)
-    options = Options(out=tmp_path / "out", trainer=f"torchtitan@{clone}")
-    judgement = run_case(find_case("hsdp_2x2_valid", load_all()), options)
-    assert (judgement.verdict, judgement.diagnosis and judgement.diagnosis.cause) == (verdict, cause)
