@@ -49,7 +49,8 @@ class Place:
 class ScriptFacts:
     """models: classes of modules that are part of no other, with an embedding first. names: what each class of
     modules calls its parts. sizes: of the model, and sampler: its shuffle and seed, that are written into it.
-    data_sets: their classes, each with the module that has it and what its `__getitem__` answers. optimizer: literal
+    data_sets: their classes, each with the module that has it and what its `__getitem__` answers. batches: functions that by
+    their name answer one. optimizer: literal
     keywords of the optimizer's call; None where no call was seen. spares_vectors: it has groups by the number of dims.
     is_program: it can be imported without training.
     """
@@ -59,6 +60,7 @@ class ScriptFacts:
     models: tuple[str, ...]
     names: tuple[tuple[str, ...], ...]
     data_sets: tuple[tuple[str, str, str], ...]
+    batches: tuple[str, ...]
     places: tuple[Place, ...]
     optimizer: dict[str, object] | None
     turns_halves: bool
@@ -88,6 +90,7 @@ def read(path: Path) -> ScriptFacts:
         models=models,
         names=tuple(tuple(dict.fromkeys(_attributes(module))) for module in modules),
         data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, classes)),
+        batches=tuple(name for tree in trees.values() for name in _batch_functions(tree)),
         places=places,
         optimizer=_optimizer(trees.values()),
         turns_halves=any(re.search(HALVES, text) for text in sources.values()),
@@ -96,6 +99,15 @@ def read(path: Path) -> ScriptFacts:
         sizes=constructors.sizes(list(trees.values()), models),
         sampler=constructors.sampler(trees.values()),
     )
+
+
+def _batch_functions(tree: ast.Module) -> Iterator[str]:
+    """get_batch and the like; none that yields."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and "batch" in node.name:
+            inside = {type(one) for one in ast.walk(node)}
+            if ast.Return in inside and not inside & {ast.Yield, ast.YieldFrom}:
+                yield node.name
 
 
 def _with_neighbours(path: Path, top: Path | None = None, seen: set[Path] | None = None) -> Iterator[tuple[Path, str]]:

@@ -24,8 +24,8 @@ WRAPPERS = {
 MODULES = dict.fromkeys(("wq", "wk", "wv", "wo"), "attention.") | dict.fromkeys(("w1", "w2", "w3"), "feed_forward.")
 """Where in a layer the reference has them."""
 
-USUAL = """name data all_valid global_batch seq_len steps optimizer beta1 beta2 eps weight_decay decay norm_eps rope_theta rates
-    accumulation"""
+USUAL = """name data all_valid global_batch seq_len steps optimizer beta1 beta2 eps weight_decay decay norm_eps rope_theta
+    rates"""
 """What a script has written into it, or is handed; a case of cases/first.yaml requests what that is."""
 
 ADAPTER = '''"""{stem}.py under the harness, unedited. Begun by `harness init`; `harness doctor` says what is still wrong.
@@ -273,14 +273,17 @@ def _places(facts: ScriptFacts) -> Iterator[str]:
 
 def _replaced(facts: ScriptFacts) -> str:
     if not facts.data_sets:
-        return ""
+        return f'"batches: {facts.batches[0]} by the recipe\'s",' if facts.batches else ""
     return f""""data set: {facts.data_sets[0][1]} by the recipe's samples, which its own loader brings to the ranks","""
 
 
 def _import_data(facts: ScriptFacts) -> str:
     indent, samples = " " * 8, "RecipeSamples" if _is_map(facts) else "RecipeStream, recipe_batches"
-    torch = f"{indent}import torch\n\n" if "torch.cat" in "".join(_data(facts)) else ""
-    return f"{torch}{indent}from harness.trainers.support.samples import {samples}\n"
+    samples = "recipe_batches" if not facts.data_sets and facts.batches else samples
+    lines = "".join(_data(facts))
+    imported = [module for module, used in (("os", "os.environ"), ("torch", "torch.cat")) if used in lines]
+    first = "".join(f"{indent}import {module}\n" for module in imported) + "\n" * bool(imported)
+    return f"{first}{indent}from harness.trainers.support.samples import {samples}\n"
 
 
 def _is_map(facts: ScriptFacts) -> bool:
@@ -290,6 +293,13 @@ def _is_map(facts: ScriptFacts) -> bool:
 def _data(facts: ScriptFacts) -> Iterator[str]:
     """How the recipe's samples get into the trainer's own loader."""
     indent = " " * 8
+    if not facts.data_sets and facts.batches:
+        name = facts.batches[0]
+        yield f"{indent}# TODO does {name} answer tokens and labels of a microbatch? These are of this data-parallel rank:"
+        yield f'{indent}rank = int(os.environ["RANK"]) // (case.dims.cp * case.dims.tp) % case.dims.dp'
+        yield f"{indent}batches = recipe_batches(case, rank, case.dims.dp)"
+        yield f'{indent}self.script.replace("{name}", lambda *_, **__: next(batches))'
+        return
     if not facts.data_sets:
         yield f"{indent}# TODO no Dataset was found. What makes its batches may answer next(recipe_batches(case, rank,"
         yield f'{indent}# degree)), tokens and labels of a microbatch: self.script.replace("ITS_NAME", ..)'
