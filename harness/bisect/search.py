@@ -35,8 +35,9 @@ class Judged:
     seconds: float = 0.0
 
     @property
-    def starts_not(self) -> bool:
-        return any(law == START for _, law in self.broken)
+    def raised(self) -> str:
+        """By a case that does not come to its first step, whichever of its ranks did."""
+        return self.problem.partition(" raised: ")[2] if any(law == START for _, law in self.broken) else ""
 
     @property
     def label(self) -> str:
@@ -81,7 +82,7 @@ def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged,
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
         found = judge.look(commit)
-        if found.problem and not (verdict == "bad" and found.starts_not):
+        if found.problem and not (verdict == "bad" and found.raised):
             raise BisectError(f"the {verdict} {judge.what} {found.name} cannot be judged: {found.problem}")
         sides.append(dataclasses.replace(found, verdict=verdict))
         tell(line_of(sides[-1]))
@@ -95,7 +96,7 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
     """Its verdict, as seen from both ends. Of a bad one that does not start another is as bad that ends with the same words,
     and good is what starts."""
     if found.problem:
-        return dataclasses.replace(found, verdict="bad" if found.problem == bad.problem else "skip")
+        return dataclasses.replace(found, verdict="bad" if found.raised and found.raised == bad.raised else "skip")
     wanted = bad.broken - good.broken
     if found.broken & wanted:
         return dataclasses.replace(found, verdict="bad")

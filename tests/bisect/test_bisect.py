@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from literal import tiny_case, trial_of
 
 from harness import trainers
 from harness.bisect import BisectError, checkouts, side_by_side
 from harness.bisect.commits import bisect
 from harness.bisect.search import Found, Judged
-from harness.bisect.side_by_side import facts
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict, one_cause
 from harness.run.options import Options, Unsupported
@@ -60,7 +58,10 @@ def judged(case: Case, options: Options) -> Judgement:
         started_file(folder / "run", rank).touch()
     broken = ["completed"] if "raises" in said else said
     results = tuple(Result(law, Verdict.FAIL) for law in broken) or (Result("loss", Verdict.PASS),)
-    diagnosis = one_cause(f"{' and '.join(said)} broke {case.name}") if said else None
+    cause = (
+        f"rank {int(number) % 2} raised: {said[-1]}" if "raises" in said else f"{' and '.join(said)} broke {case.name}"
+    )
+    diagnosis = one_cause(cause) if said else None
     return Judgement(case, folder, results, diagnosis, 0.0)
 
 
@@ -181,7 +182,7 @@ def test_where_the_bad_commit_does_not_start_the_first_that_ends_with_its_words_
     assert (found.first.subject, found.before.subject) == ("commit 4", "commit 3")
     assert side_by_side.bisect_report(found).splitlines()[1:3] == [
         "  breaks          start of one",
-        "  diagnosis       raises broke one",
+        "  diagnosis       rank 0 raised: raises",
     ]
 
 
@@ -196,7 +197,9 @@ def test_what_does_not_start_for_another_reason_is_neither_good_nor_bad(
 def test_where_the_good_commit_does_not_start_nothing_is_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BisectError, match="the good commit .* cannot be judged: one, before its first step: raises"):
+    with pytest.raises(
+        BisectError, match="the good commit .* cannot be judged: one, before its first step: rank 0 raised"
+    ):
         search(tmp_path, monkeypatch, ["raises", "", "loss"])
 
 
@@ -205,7 +208,7 @@ def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, mo
     assert found.first is None
     assert sorted(name.rpartition("  ")[2] for name in found.candidates) == [f"commit {n}" for n in range(1, 5)]
     assert {one.subject: one.problem for one in found.judged if one.verdict == "skip"} == {
-        "commit 1": "one, before its first step: raises broke one",
+        "commit 1": "one, before its first step: rank 1 raised: raises",
         "commit 2": "one: torchtitan is not installed",
         "commit 3": "breaks other laws than the bad one: loss",
     }
@@ -368,40 +371,3 @@ def test_an_interrupt_leaves_the_repository_and_the_temporary_folder_as_they_wer
     assert (git(repo, "status", "--porcelain"), git(repo, "symbolic-ref", "HEAD").strip()) == ("", "refs/heads/main")
     assert len(git(repo, "worktree", "list").splitlines()) == 1
     assert git(repo, "for-each-ref").splitlines() == [git(repo, "for-each-ref", "refs/heads/main").strip()]
-
-
-def test_what_was_seen_of_rank_0_tells_hsdp_from_fsdp_and_the_losses_do_not() -> None:
-    hsdp, fsdp = tiny_case(ParallelDims(dp_replicate=2, dp_shard=2)), tiny_case(ParallelDims(dp_shard=4))
-    right, wrong = facts(trial_of(hsdp)), facts(trial_of(hsdp, ran=fsdp))
-    assert (right["it shards over"], wrong["it shards over"]) == ("[0,1]", "[0-3]")
-    assert (right["it replicates over"], wrong.get("it replicates over")) == ("[0,2]", None)
-    assert right["its tok_embeddings.weight"].startswith("1/2 of dim 0")
-    assert wrong["its tok_embeddings.weight"].startswith("1/4 of dim 0")
-    assert right["losses reported"] == wrong["losses reported"]
-
-
-def test_gradients_and_norms_are_told_side_by_side() -> None:
-    case = tiny_case(ParallelDims(dp_shard=2))
-    right = trial_of(case)
-    evidence = right.ranks[1]
-    gradients = {name: 2 * array for name, array in evidence.steps[0].gradients.items()}
-    step = dataclasses.replace(evidence.steps[0], gradients=gradients)
-    ranks = right.ranks | {1: dataclasses.replace(evidence, steps=(step, *evidence.steps[1:]))}
-    wrong = dataclasses.replace(right, run=dataclasses.replace(right.run, ranks=ranks))
-    assert facts(right)["gradients of all ranks"].startswith("the reference's, within ")
-    assert facts(wrong)["gradients of all ranks"].startswith("off by 1.0e+00 at worst: rank 1, step 1, ")
-    assert len(facts(right)["norms reported"].split()) == len(right.case.steps)
-
-
-def test_a_side_whose_rank_0_left_nothing_is_told_as_that() -> None:
-    right = trial_of(tiny_case(ParallelDims(dp_shard=2)))
-    without = dataclasses.replace(right, run=dataclasses.replace(right.run, ranks={1: right.ranks[1]}))
-    assert facts(without) == {"rank 0": "left no evidence"}
-
-
-def test_facts_of_a_stage_of_zero_are_of_flattened_parameters() -> None:
-    case = tiny_case(ParallelDims(dp_shard=2), wrapper="zero1")
-    found = facts(trial_of(case))
-    assert (found["its tok_embeddings.weight"], found["it shards over"]) == ("whole", "[0,1]")
-    cut = facts(trial_of(tiny_case(ParallelDims(dp_shard=2), wrapper="zero3")))
-    assert cut["its tok_embeddings.weight"] == "1/2 of its elements [0:16]"
