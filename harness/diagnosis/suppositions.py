@@ -20,7 +20,7 @@ from harness.diagnosis.assume import another_case, another_reference, order_of_e
 from harness.judge.result import Result
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
-from harness.reference.config import TrainingConfig
+from harness.reference.config import ModelConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from harness.reference.altered import Alter, Alteration
@@ -32,6 +32,7 @@ SWAPPED = (
     ("attention_norm", "ffn_norm"),
 )
 SQUARE = ("attention.wq", "attention.wo")
+LEAST_HEAD = 4  # entries
 MOST_TOGETHER = 2
 
 
@@ -90,6 +91,12 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
         if theta != model.rope_theta:
             says = f"its rotary embedding has base {theta:.0f}, requested rope_theta {model.rope_theta:.0f}"
             yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", "attention", setting(rope_theta=theta))
+    for heads, kv_heads in _other_heads(model) if "rows" not in order_of_entries(trial) else ():
+        says = (
+            f"its attention has {heads} heads and {kv_heads} of keys, requested {model.n_heads} and {model.n_kv_heads}"
+        )
+        line = f"case: model: {{n_heads: {heads}, n_kv_heads: {kv_heads}}}"
+        yield Supposition(says, line, "attention", setting(n_heads=heads, n_kv_heads=kv_heads))
     if "rows" in order_of_entries(trial):
         says = "its rotary embedding turns neighbours in a head, the adapter's `rows` say otherwise"
         yield Supposition(says, "adapter: leave out `rows`", "model", otherwise={"rows": {}})
@@ -103,6 +110,16 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
         says = f"{' and '.join(map(_last, names))} multiplies from the left: rows are what it receives"
         line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
         yield Supposition(says, line, "block", transposed(names))
+
+
+def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
+    """As many as weights of the same shapes may have, which do not show it; and of keys and values. Of rows that the adapter
+    puts in another order, by the heads that it knows, nothing is supposed."""
+    kv_dim = model.n_kv_heads * model.head_dim
+    counts = set(range(1, model.dim // LEAST_HEAD + 1)) - {model.n_heads}
+    for heads, size in ((heads, model.dim // heads) for heads in sorted(counts) if model.dim % heads == 0):
+        if size % 2 == 0 and kv_dim % size == 0 and heads % (kv_dim // size) == 0:
+            yield heads, kv_dim // size
 
 
 def _float(value: float) -> str:

@@ -69,6 +69,20 @@ def begun(text: str, folder: Path) -> tuple[str, str]:
     return skeleton.adapter(facts), skeleton.cases(facts)
 
 
+def test_a_function_that_makes_batches_is_named_where_there_is_no_data_set(tmp_path: Path) -> None:
+    adapter, _ = begun(f"def get_batch(size):\n    return size, size\n{FLAT}", tmp_path)
+    assert 'self.script.replace("get_batch", lambda *_, **__: next(batches))' in adapter
+    assert "import os\n" in adapter and compile(adapter, "adapter.py", "exec")
+    unnamed, _ = begun(FLAT, tmp_path)
+    assert "TODO no Dataset was found" in unnamed
+
+
+def test_accumulation_is_claimed_of_a_script_with_a_flag_for_it_alone(tmp_path: Path) -> None:
+    flag = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--grad-accum', type=int)\n"
+    claimed = ["accumulation" in begun(text, tmp_path)[0] for text in (FLAT, flag + FLAT)]
+    assert claimed == [False, True]
+
+
 def test_projections_that_lie_in_the_block_itself_get_the_module_before_them(tmp_path: Path) -> None:
     adapter, _ = begun(FLAT, tmp_path)
     written = pairs(adapter.partition('NAMES = pairs("""')[2].partition('"""')[0])
