@@ -25,6 +25,10 @@ KINDS = {
 }
 
 
+def unaltered(module: nn.Module) -> None:
+    """What a variation of the loss alone does to a module."""
+
+
 @dataclass(frozen=True)
 class Variation:
     """name: of the mistake, for lists. observed, expected: in words. part: of which modules, as KINDS has them, "block" or
@@ -34,7 +38,7 @@ class Variation:
     observed: str
     expected: str
     part: str
-    alter: Alteration = lambda module: None
+    alter: Alteration = unaltered
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -276,11 +277,19 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, p
 
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool, per_token: Loss | None = None) -> Tensor:
     """Of each token, row after row, 0 where none counts. [b * s]"""
-    tokens, labels = _integers(batch.tokens), _integers(batch.labels)
+    return _losses_of(logits_of(model, batch, document_mask), batch, per_token)
+
+
+def logits_of(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
+    tokens = _integers(batch.tokens)
     positions = None if batch.positions is None else _integers(batch.positions)
     logits = at_least_float32(model(tokens, positions, documents=documents(tokens) if document_mask else None))
     spend(logits.numel())
-    flat = (logits.flatten(0, 1), labels.flatten())
+    return logits
+
+
+def _losses_of(logits: Tensor, batch: Batch, per_token: Loss | None) -> Tensor:
+    flat = (logits.flatten(0, 1), _integers(batch.labels).flatten())
     return per_token(*flat) if per_token else F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none")
 
 
@@ -308,10 +317,18 @@ class Bench:
 
     @torch.no_grad()
     def losses(self, altered: Altered | None = None, loss: Loss | None = None) -> np.ndarray:
-        """The sum of the losses of each row's tokens. float64 [b]"""
-        with self._altered(altered):
-            losses = token_losses(self.module, self.batch, self.training.document_mask, loss)
+        """The sum of the losses of each row's tokens. Of the model as it is, one forward pass serves all losses. float64 [b]"""
+        logits = self._logits(altered) if altered else self._usual_logits
+        losses = _losses_of(logits, self.batch, loss)
         return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
+
+    def _logits(self, altered: Altered | None) -> Tensor:
+        with self._altered(altered):
+            return logits_of(self.module, self.batch, self.training.document_mask)
+
+    @functools.cached_property
+    def _usual_logits(self) -> Tensor:
+        return self._logits(None)
 
     def gradients(self, altered: Altered | None = None) -> Arrays:
         """Of the mean loss; nothing of what gets none. What `columns` names is flattened so."""

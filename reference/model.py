@@ -195,7 +195,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.mask_seed = 0
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        table = torch.empty(config.vocab_size, config.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         linear = nn.Linear(config.dim, config.vocab_size, bias=False) if not config.tied_embeddings else None

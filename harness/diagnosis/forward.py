@@ -196,7 +196,7 @@ class Tries:
     def tried(self, variation: Variation, modules: list[str], numbers: int = 1) -> Found | None:
         from harness.reference.altered import altering
 
-        by_row = self.bench.losses(altering(variation, modules, self.step), variation.loss)
+        by_row = self._losses(variation, modules)
         ranks = self.ranks(by_row)
         if ranks is None:
             return None
@@ -208,6 +208,12 @@ class Tries:
         distance = abs(float(by_row.sum()) - whole) / whole if rows is None else 0.0
         cause = self.cause(variation, modules, ranks)
         return Found(cause, altered, variation.loss, distance, numbers + (rows is not None))
+
+    def _losses(self, variation: Variation, modules: list[str]) -> np.ndarray:
+        from harness.reference.altered import altering, unaltered
+
+        altered = None if variation.alter is unaltered else altering(variation, modules, self.step)
+        return self.bench.losses(altered, variation.loss)
 
     def _chosen(self, ranks: list[int]) -> np.ndarray | None:
         """The rows of these shares; None: all."""
@@ -287,12 +293,9 @@ class Tries:
 
     def _excess(self, of: Callable[[float], Variation], modules: list[str]) -> Callable[[float], float]:
         """By how much the loss is larger than observed, by the number."""
-        from harness.reference.altered import altering
 
         def excess(number: float) -> float:
-            variation = of(number)
-            tried = self.bench.losses(altering(variation, modules, self.step), variation.loss).sum()
-            return float(tried) - math.fsum(self.observed.values())
+            return float(self._losses(of(number), modules).sum()) - math.fsum(self.observed.values())
 
         return excess
 
