@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import reference
+from harness import ROOT, reference
 from harness.reference.config import PRESETS, ModelConfig, RopeScaling
 from harness.reference.model import Llama, initial_weights, llama_from, rotary_frequencies, seed_masks
 from harness.reference.train import forward_loss
@@ -242,6 +242,16 @@ def test_a_model_built_on_meta_emptied_and_loaded_is_right() -> None:
         model = Llama(CONFIGS["3.2_in_small"])
     model.to(torch.float64).to_empty(device="cpu").load_state_dict(expected.state_dict())
     assert torch.equal(model(tokens), expected(tokens))
+
+
+def test_a_model_is_built_without_torchs_compiler_which_takes_seconds_to_import() -> None:
+    program = (
+        "import sys, torch; from harness.reference.config import ModelConfig as C;"
+        "from harness.reference.model import initial_weights, llama_from;"
+        "llama_from(initial_weights(C(), 0), config=C(), dtype=torch.float64); print('torch._dynamo' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert said.stdout.strip() == "False"
 
 
 def test_float64_is_float64_throughout_and_bfloat16_stays_bfloat16() -> None:
