@@ -195,7 +195,9 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.mask_seed = 0
-        table = torch.empty(config.vocab_size, config.dim)
+        table = torch.zeros(
+            config.vocab_size, config.dim
+        )  # to draw it on meta imports torch's compiler, which takes seconds
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)

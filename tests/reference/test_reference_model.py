@@ -315,7 +315,8 @@ def test_importing_the_reference_does_not_load_the_harness() -> None:
 
 
 def test_dropout_zeroes_the_same_entries_of_every_sample_and_others_in_every_step() -> None:
-    model = Llama(ModelConfig(dropout=0.5))
+    config = ModelConfig(dropout=0.5)
+    model = llama_from(initial_weights(config, SEED), config=config, dtype=torch.float32)
     dropout, ones = model.layers["0"].attention_dropout, torch.ones(3, 8, 64)
     torch.manual_seed(1)
     dropped = dropout(ones)
