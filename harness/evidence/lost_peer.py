@@ -9,9 +9,8 @@ PEER_GONE = re.compile(
     r"|remote process exited|unhandled system error|NCCL communicator was aborted|failed to connect"
 )
 NETWORK_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-NETWORK_WORDS = re.compile(
-    r"gloo|nccl|store|keys:", re.IGNORECASE
-)  # a plain RuntimeError is one of gloo's if it says so
+NETWORK_WORDS = re.compile(r"gloo|nccl|store|keys:|by peer \[", re.IGNORECASE)
+"""A plain RuntimeError is one of gloo's if it says so, or names the peer as gloo does: Connection closed by peer [10.0.0.1]."""
 
 
 def tells_of_lost_peer(kind: str, message: str) -> bool:
