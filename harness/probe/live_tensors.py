@@ -7,6 +7,7 @@ what only C++ holds, and what is kept as something else than a tensor.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,11 @@ from harness.probe.shards import noted, tensors_of
 from harness.probe.structure import fsdp2_groups, named_parameters
 from harness.probe.without_memory import is_computed, place
 
+LET_GO = 0.1
+"""Seconds. gloo's own thread lets go of what a collective filled after that has been waited for, and needs the interpreter's
+lock for it, which the training thread holds meanwhile: 10 of 300 gathered tensors that nobody in Python had any more still
+lived after garbage had been collected, on two loaded cores, and none did 10 ms later."""
+
 
 def beside(
     parts: Iterable[nn.Module], optimizers: Iterable[Optimizer], own: Iterable[torch.Tensor], *, evaluated: bool
@@ -28,6 +34,7 @@ def beside(
     first. evaluated: whether a pass that trains nothing came last, after which FSDP1 leaves the root's vector gathered, as
     it does after forward."""
     gc.collect()  # what nobody can reach is not kept
+    time.sleep(LET_GO)
     known = set(_places(_accounted(parts, optimizers))) | set(_places(own))
     known |= set(_places(fsdp1_vectors(parts))) if evaluated else set()
     found: dict[int, HeldTensor] = {}
