@@ -230,19 +230,30 @@ def _not_transposed(original: Any, _: nn.Module, *inputs: Any) -> Tensor:
     return found.reshape(batch, length, heads, width).transpose(1, 2)
 
 
-def seen_in_order(order: np.ndarray, rank: np.ndarray) -> list[Variation]:
+def over_cp(order: np.ndarray, rank: np.ndarray) -> list[Variation]:
     """Of context parallel. order: the positions as ranks hold them, one rank after the other; rank: which, by position."""
     place = np.argsort(order)
     earlier, same = place[None, :] <= place[:, None], rank[None, :] == rank[:, None]
     causal = np.tril(np.ones(same.shape, bool))
-    masks = {
-        "attention masks tokens in the order in which cp ranks hold them": earlier,
-        "attention sees the tokens of its own cp rank only": causal & same,
-    }
-    if np.array_equal(earlier, causal):
-        masks.pop(next(iter(masks)))
-    rows = ((text, _where_it_fits(torch.from_numpy(mask))) for text, mask in masks.items())
-    return alike("attention over cp", "inner", "itself and all earlier tokens", rows)
+    masks = {"attention sees the tokens of its own cp rank only": causal & same}
+    turned = {"rotary positions restart at 0 on each cp rank": place - np.where(same, place, len(place)).min(1)}
+    if not np.array_equal(earlier, causal):
+        masks["attention masks tokens in the order in which cp ranks hold them"] = earlier
+        turned["rotary positions count tokens in the order in which cp ranks hold them"] = place
+    seen = ((text, _where_it_fits(torch.from_numpy(mask))) for text, mask in masks.items())
+    counted = ((text, _counted_as(torch.from_numpy(positions))) for text, positions in turned.items())
+    return [
+        *alike("attention over cp", "inner", "itself and all earlier tokens", seen),
+        *alike("rotary positions", "attention", "those in the sequence", counted),
+    ]
+
+
+def _counted_as(positions: Tensor) -> Alteration:
+    def alter(attention: nn.Module) -> None:
+        before = attention.angles
+        attention.angles = lambda usual, like: before(positions if len(usual) == len(positions) else usual, like)
+
+    return alter
 
 
 def _where_it_fits(mask: Tensor) -> Alteration:

@@ -56,8 +56,8 @@ SLOW = (  # tests of seconds, which alone notice hardly anything
 OF_SOURCES = ("diagnosis/test_kinds.py",)  # that read the modules' text, in which all mutants stand
 TESTS = ("checks", "diagnosis", "judge", "plan", "spec/test_schedule.py")
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
-CPU_SECONDS = 8  # of tests that one mutant gets: what lives on after that has survived
-ENDLESS = 60  # and what has not come to an end by then never will: it was noticed
+CPU_SECONDS = 8  # of tests that one mutant gets unless --seconds is given: what lives on after that has survived
+ENDLESS = 60  # so much later what has not come to an end never will: it was noticed
 
 
 @dataclass
@@ -119,6 +119,7 @@ class Runner:
 
     mutants: list[Mutant]
     jobs: int
+    limit: float = CPU_SECONDS
     reaching: dict[str, list[pytest.Item]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[str, float] = field(default_factory=dict)
     kills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -174,7 +175,7 @@ class Runner:
             os.close(writing)
             return reading
         os.close(reading)
-        resource.setrlimit(resource.RLIMIT_CPU, (ENDLESS, ENDLESS))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(self.limit) + ENDLESS,) * 2)
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
             os.dup2(quiet, stream)
@@ -199,7 +200,7 @@ class Runner:
         ):
             if any(report.failed for report in runtestprotocol(item, nextitem=None, log=False)):
                 return item.nodeid
-            if time.process_time() - began > CPU_SECONDS:
+            if time.process_time() - began > self.limit:
                 break
         return "survived"
 
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=0, help="of each module so many, drawn at random; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-j", type=int, default=os.cpu_count(), help="so many at once")
+    parser.add_argument("--seconds", type=float, default=CPU_SECONDS, help="of tests for each mutant (%(default)s)")
     parser.add_argument("-k", default="", help="only mutants whose name holds this")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="folders and files of tests/")
     asked = parser.parse_args()
@@ -244,7 +246,7 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
         mutants += draw.sample(found, asked.n) if 0 < asked.n < len(found) else found
     if all(module.parent.name in ("checks", "diagnosis") or module.stem == "attribution" for module in chosen):
         keep_trials()
-    runner = Runner(mutants, asked.j)
+    runner = Runner(mutants, asked.j, asked.seconds)
     tests = [f"tests/{name}" for name in asked.tests]
     sys.dont_write_bytecode = True
     options = ["-q", "-s", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -26,7 +26,7 @@ from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
-from harness.diagnosis.processes import incomplete, not_trained, process_failed
+from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
 from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
@@ -39,6 +39,7 @@ from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 SUSPECTS: tuple[Suspects, ...] = (
+    layers_lost,
     not_trained,
     other_layouts,
     other_features,

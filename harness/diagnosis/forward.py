@@ -258,7 +258,7 @@ class Tries:
             owner = np.empty(case.seq_len(self.step), int)
             for rank, at_rank in enumerate(held):
                 owner[at_rank] = rank
-            found += variations.seen_in_order(np.concatenate(held), owner)
+            found += variations.over_cp(np.concatenate(held), owner)
         return found
 
     def modules(self, part: str) -> list[list[str]]:

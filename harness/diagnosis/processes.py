@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
-from harness.diagnosis.assume import another_reference
+from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.words import finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
@@ -37,6 +38,26 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         )
 
     yield Hypothesis(Cause("incomplete", missing_parameters(trial)), assume)
+
+
+def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """The last layers are on no rank: a shallower model trains without complaint."""
+    held = {".".join(tensor.fqn.split(".")[:2]) for evidence in trial.ranks.values() for tensor in evidence.parameters}
+    layers = [f"layers.{layer}" for layer in range(trial.case.model.n_layers)]
+    gone = [layer for layer in layers if layer not in held]
+    count = len(layers) - len(gone)
+    if "completed" not in broken or not gone or not count or gone != layers[count:]:
+        return
+
+    def assume(trial: Trial) -> Trial:
+        case, lost = replace(trial.case, model=replace(trial.case.model, n_layers=count)), tuple(f"{x}." for x in gone)
+        weights = {fqn: value for fqn, value in trial.reference.weights.items() if not fqn.startswith(lost)}
+        reference = replace(trial.reference, weights=weights)
+        return another_reference(replace(another_case(trial, case), reference=reference))
+
+    train = "1 layer trains" if count == 1 else f"{count} layers train"
+    text = f"{some(gone)} {'is' if len(gone) == 1 else 'are'} on no rank: {train}"
+    yield Hypothesis(Cause("layers lost", text, expected=str(len(layers))), assume)
 
 
 def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:

@@ -13,7 +13,7 @@ from harness.faults import all_faults
 from harness.reference.config import PRESETS, RopeScaling, TrainingConfig
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows
-from harness.reference.variations import gathered_logits, seen_in_order, variations
+from harness.reference.variations import gathered_logits, over_cp, variations
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "causes.md").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def kinds_of_models() -> set[str]:
     """Of all ways in which a model may compute something else."""
     model = replace(PRESETS["debug"], rope_scaling=RopeScaling(), dropout=0.1, n_layers=3, vocab_size=259)
     every = variations(model, replace(TrainingConfig(), document_mask=True), (2, 4))
-    every += [family.of(0.5) for family in families(model)] + seen_in_order(np.array([0, 2, 1]), np.array([0, 1, 0]))
+    every += [family.of(0.5) for family in families(model)] + over_cp(np.array([0, 2, 1]), np.array([0, 1, 0]))
     return {variation.name for variation in [*every, gathered_logits(2), *gradient_flows((2,))]}
 
 

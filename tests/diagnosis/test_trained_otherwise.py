@@ -11,18 +11,21 @@ from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, refere
 
 from harness.checks import judge
 from harness.diagnosis import COSTLY, SUSPECTS
+from harness.diagnosis.assume import another_case
 from harness.diagnosis.backward import other_gradient_flows
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.gathered_logits import and_their_traffic
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
+from harness.plan.stages import positions
 from harness.reference.altered import altering
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
-from harness.reference.variations import gathered_logits, variations
+from harness.reference.variations import gathered_logits, over_cp, variations
 from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 
 def not_explained(trial: Trial) -> bool:
@@ -149,6 +152,38 @@ def test_blocks_in_another_order_or_that_add_to_something_else_are_told(
     (variation,) = [one for one in variations(LAYERS, RECIPE) if one.observed == name]
     trial = ran(case, altered=altering(variation, modules, 1))
     assert diagnosed(trial).cause.startswith(name)
+    assert not not_explained(trial)
+
+
+@pytest.mark.parametrize(("layers", "told"), [(2, "layers.1 is"), (3, "layers.1, layers.2 are")])
+def test_the_last_layers_that_are_on_no_rank_are_told_as_a_model_of_fewer(ran: Ran, layers: int, told: str) -> None:
+    whole, fewer = case_of(model=replace(MODEL, n_layers=layers)), case_of()
+    lost = tuple(f"layers.{layer}." for layer in range(1, layers))
+    weights = {fqn: value for fqn, value in reference(whole).weights.items() if not fqn.startswith(lost)}
+    trial = ran(fewer, train(fewer.model, fewer.training, weights=weights))
+    judged_as_whole = replace(another_case(trial, whole), reference=reference(whole), golden=None)
+    assert diagnosed(judged_as_whole).cause == f"{told} on no rank: 1 layer trains, requested {layers}"
+    assert not not_explained(judged_as_whole)
+
+
+@pytest.mark.parametrize(
+    ("balanced", "told"),
+    [
+        (True, "rotary positions restart at 0 on each cp rank"),
+        (True, "rotary positions count tokens in the order in which cp ranks hold them"),
+        (False, "rotary positions restart at 0 on each cp rank"),
+    ],
+)
+def test_angles_of_other_positions_than_a_cp_rank_holds_are_told(ran: Ran, balanced: bool, told: str) -> None:
+    case = case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16), cp_load_balance=balanced)
+    held = [positions(case, rank, 16) for rank in (0, 1)]
+    owner = np.array([0 if at in held[0] else 1 for at in range(16)])
+    (variation,) = [one for one in over_cp(np.concatenate(held), owner) if one.observed == told]
+    trial = with_every_rank(
+        ran(case, altered=altering(variation, ["layers.0.attention"], 1)),
+        lambda t, rank: with_rank(t, rank, steps=tuple(replace(s, positions=()) for s in t.ranks[rank].steps)),
+    )
+    assert diagnosed(trial).cause == f"{told}, requested those in the sequence"
     assert not not_explained(trial)
 
 

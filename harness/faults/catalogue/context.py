@@ -99,6 +99,14 @@ rope_restarts_on_each_cp_rank = fault(
     named="positions",
     does=_positions_changed(lambda at: at - at[0]),
 )
+rope_counted_by_each_cp_rank = fault(
+    breaks="the model is told no positions under cp and counts its tokens from 0 on every rank",
+    bug="X04 of the family of VeOmni #448: nobody hands a cp rank its positions",
+    case="cp_2",
+    caught_by="loss gradients",
+    named="rotary positions",
+    does=op.change_result(".trainer:sequence_part", lambda part: part._replace(positions=None)),
+)
 rope_contiguous_under_load_balancing = fault(
     breaks="rotary positions are sliced contiguously while tokens are balanced head with tail",
     bug="X04 pytorch/torchtitan #2780: RoPE contiguous, tokens zig-zag",
