@@ -24,7 +24,7 @@ CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("loss_parallel", "traffic", (True, False)),
     ("cp_rotation", "traffic", FEATURE_CHOICES["cp_rotation"]),
     ("cp_load_balance", "samples", (True, False)),
-    ("defer_sync", "traffic", (True, False)),
+    ("defer_sync", "traffic", (True, False, "all_reduce")),
     ("activation_checkpointing", "features", FEATURE_CHOICES["activation_checkpointing"]),
     ("reduce_dtype", "features", DTYPES[:-1]),
     ("compute_dtype", "features", DTYPES),
@@ -98,9 +98,9 @@ def _changed(case: Case, **values: Any) -> Case | None:
 
 
 def _in_words(case: Case, key: str, requested: Any, value: Any) -> str:
-    if key == "defer_sync" and requested:
-        times = f"{case.features.accumulation} times a step"
-        return f"gradients are reduced after every microbatch ({times}), once a step is requested"
+    if key == "defer_sync" and requested is True:
+        times, which = f"{case.features.accumulation} times a step", "over dp_shard " * (value == "all_reduce")
+        return f"gradients are reduced {which}after every microbatch ({times}), once a step is requested"
     if key == "reduce_dtype":
         return f"gradients are reduced in {value}, requested {requested}"
     name = {"activation_checkpointing": "activation checkpointing ", "quantize": ""}.get(key, f"{key} ")

@@ -25,7 +25,8 @@ class Features:
     wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides. zero1, zero2, zero3:
     ZeRO over the dp_shard ranks, of optimizer state alone, of gradients too, of parameters too, each cut as flat vectors.
     accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step. defer_sync: gradients
-    are reduced over the data ranks after the last of them only, rather than after each.
+    are reduced over the data ranks after the last of them only, rather than after each; "all_reduce": of HSDP only the
+    all-reduce over replicas waits (FSDP2's set_requires_all_reduce).
     bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.
     reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
     unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
@@ -39,7 +40,7 @@ class Features:
 
     wrapper: str | None = None
     accumulation: int = 1
-    defer_sync: bool = True
+    defer_sync: bool | str = True
     bucket_mb: float | None = None
     reshard_after_forward: str | int = "default"
     cpu_offload: bool = False
@@ -70,6 +71,8 @@ class Features:
         policy = self.reshard_after_forward
         if policy not in ("default", "always", "never") and (not isinstance(policy, int) or policy < 2):
             raise ValueError(f"reshard_after_forward {policy!r}: choose default, always, never or a number above 1")
+        if self.defer_sync not in (True, False, "all_reduce"):
+            raise ValueError(f"defer_sync {self.defer_sync!r}: choose true, false or all_reduce")
         for key, known in FEATURE_CHOICES.items():
             if getattr(self, key) not in known:
                 named = ", ".join("null" if choice is None else choice for choice in known)

@@ -48,7 +48,7 @@ class TrainerTraits:
     exchanged over cp after GQA expansion ("query") or before it. cp_sends: what goes round over cp is sent to the next
     rank and received from the one before, rather than moved by an all_to_all. ac_early_stop: a block is recomputed only
     until backward has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the
-    last microbatch, rather than be reduced after each whatever a case says. own_model: it is not the reference's, and
+    last microbatch, rather than be reduced after each whatever a case says; "all_reduce": only those over replicas wait. own_model: it is not the reference's, and
     rounds at other places.
     attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
     how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
@@ -69,7 +69,7 @@ class TrainerTraits:
     cp_heads: str = "query"
     cp_sends: bool = False
     ac_early_stop: bool = True
-    defers_sync: bool = True
+    defers_sync: bool | str = True
     own_model: bool = False
     attention: str | None = None
     loss_chunks: int = 1
@@ -137,9 +137,10 @@ def with_choices(case: Case, traits: TrainerTraits) -> Case:
     case = with_wrapper(case, traits.wrapper)
     case = dataclasses.replace(case, expected_failure=case.expected_failure or traits.expected_failure)
     features = case.features
-    if traits.defers_sync or features.accumulation == 1 or case.dims.pp > 1 or case.wrapper is None:
+    if traits.defers_sync is True or features.accumulation == 1 or case.dims.pp > 1 or case.wrapper is None:
         return case
-    return dataclasses.replace(case, features=dataclasses.replace(features, defer_sync=False))
+    hybrid = case.wrapper == "fsdp2" and case.dims.dp_replicate > 1 < case.data_dims.dp_shard * case.data_dims.cp
+    return dataclasses.replace(case, features=dataclasses.replace(features, defer_sync=hybrid and traits.defers_sync))
 
 
 def with_wrapper(case: Case, wrapper: str | None) -> Case:

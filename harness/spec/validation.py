@@ -162,6 +162,13 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
         )
     if isinstance(policy, int) and degree % policy:
         raise CaseError(f"{where}: reshard_after_forward {policy} does not divide the {degree} ranks of a shard group")
-    if not features.defer_sync and (features.accumulation == 1 or case.wrapper is None):
+    if features.defer_sync is not True and (features.accumulation == 1 or case.wrapper is None):
         missing = "wrapper none" if case.wrapper is None else "accumulation 1"
-        raise CaseError(f"{where}: defer_sync false means nothing with {missing}; leave it out")
+        value = str(features.defer_sync).lower()
+        raise CaseError(f"{where}: defer_sync {value} means nothing with {missing}; leave it out")
+    if features.defer_sync == "all_reduce" and not (
+        case.wrapper == "fsdp2" and degree > 1 < case.data_dims.dp_replicate
+    ):
+        raise CaseError(
+            f"{where}: defer_sync all_reduce is of HSDP: it takes wrapper fsdp2, dp_replicate and dp_shard above 1"
+        )

@@ -37,6 +37,7 @@ OTHERS = """dp_replicate dp_shard accumulation defer_sync bucket_mb rope_scaling
 KNOWN: dict[str, Any] = dict.fromkeys([*SIZES.values(), *RECIPE.values(), *OTHERS.split()], ...)
 KNOWN |= {
     "wrapper": ("ddp", "fsdp2", *ZERO),
+    "defer_sync": (True, False),
     "reshard_after_forward": ("never",),
     "activation_checkpointing": ("full",),
 }

@@ -170,6 +170,15 @@ def test_norm_gradients_that_wait_for_their_reduction_are_summed_over_tp_in_its_
     assert norms(accumulation=2, defer_sync=False) == 2 * 12 * 2
 
 
+def test_of_hsdp_shards_are_reduced_as_often_as_is_said_and_replicas_perhaps_less_often() -> None:
+    def reductions(defer_sync: bool | str) -> list[int]:
+        return [size for _, op, _, size in flows("hsdp_2x2", accumulation=2, defer_sync=defer_sync) if "reduce" in op]
+
+    once, every, scattered = (reductions(defer_sync) for defer_sync in (True, False, "all_reduce"))
+    assert [every[0] / once[0], every[1] / once[1]] == [2, 2]
+    assert scattered == [every[0], once[1]]
+
+
 def test_even_steps_of_half_length_move_half_the_activations_and_all_parameters() -> None:
     plan = make_plan(tiny_case("fsdp_2_tp_2", replace(ADAMW, variable_length=True)))
     assert plan.flows == make_plan(tiny_case("fsdp_2_tp_2")).flows

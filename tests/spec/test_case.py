@@ -207,6 +207,13 @@ WRONG_LINES = {
     " a weight",
     "dims: {pp: 2}\nfeatures: {stages_per_rank: 2}\nmodel: {n_layers: 4}": "schedule 1F1B has one stage a rank, requested"
     " stages_per_rank 2",
+    "dims: {dp_replicate: 2}\nfeatures: {accumulation: 2, defer_sync: all_reduce}": "defer_sync all_reduce is of HSDP: it takes"
+    " wrapper fsdp2, dp_replicate and dp_shard above 1",
+    "dims: {dp_shard: 2}\nfeatures: {accumulation: 2, defer_sync: all_reduce}": "defer_sync all_reduce is of HSDP: it takes"
+    " wrapper fsdp2, dp_replicate and dp_shard above 1",
+    "dims: {dp_shard: 2}\nfeatures: {defer_sync: all_reduce}": "defer_sync all_reduce means nothing with accumulation 1;"
+    " leave it out",
+    "features: {defer_sync: never}": "features: defer_sync 'never': choose true, false or all_reduce",
     "features: {accumulation: 0}": "features: accumulation must be at least 1, got 0",
     "model: 80B": "model: unknown preset '80B'; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
     "model: {preset: [8B]}": "model: unknown preset ['8B']; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",

@@ -51,11 +51,14 @@ def test_a_wrapper_that_a_case_requests_is_not_the_trainers_choice() -> None:
 def test_a_trainer_that_cannot_defer_reduces_after_every_microbatch_where_that_means_something() -> None:
     at_once = {"run": TrainerTraits(defers_sync=False)}
     wrapped_alone = {"run": TrainerTraits(defers_sync=False, wrapper="fsdp2")}
+    over_replicas = {"run": TrainerTraits(defers_sync="all_reduce")}
     staged = replace(tiny_case("fsdp_2", accumulation=2), dims=ParallelDims(pp=2, dp_shard=2))
     assert not settled(tiny_case("fsdp_2", accumulation=2), at_once).features.defer_sync
     assert settled(tiny_case("fsdp_2"), at_once) == tiny_case("fsdp_2")
     assert settled(tiny_case("single", accumulation=2), at_once).features.defer_sync
     assert not settled(tiny_case("single", accumulation=2), wrapped_alone).features.defer_sync
+    assert settled(tiny_case("hsdp_2x2", accumulation=2), over_replicas).features.defer_sync == "all_reduce"
+    assert settled(tiny_case("fsdp_2", accumulation=2), over_replicas).features.defer_sync is False
     assert settled(staged, at_once).features.defer_sync, "torch reduces after every pass of the schedule, as it is"
     assert settled(tiny_case("fsdp_2", accumulation=2), {"run": APART}).features.defer_sync
 

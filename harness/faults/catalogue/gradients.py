@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,8 @@ CLIP = "torch.nn.utils:clip_grads_with_norm_"
 
 
 @contextmanager
-def _first_kept(original: Any, model: Any, *, last: bool) -> Any:
-    with original(model, last=last):
+def _first_kept(original: Any, model: Any, features: Any, *, last: bool) -> Any:
+    with original(model, features, last=last):
         yield
     for parameter in model.parameters():
         if last:
@@ -36,7 +37,7 @@ only_the_last_microbatch_counts = fault(
     caught_by="gradients grad_norm",
     named="unequal contributions",
     does=op.together(
-        op.before_call(SYNC, lambda model, last: model.zero_grad()), op.override_argument(SYNC, last=True)
+        op.before_call(SYNC, lambda model, *_, **__: model.zero_grad()), op.override_argument(SYNC, last=True)
     ),
 )
 only_the_first_microbatch_counts = fault(
@@ -53,7 +54,7 @@ zeroed_before_each_microbatch = fault(
     case="single_accum",
     caught_by="gradients grad_norm",
     named="unequal contributions",
-    does=op.before_call(SYNC, lambda model, last: model.zero_grad()),
+    does=op.before_call(SYNC, lambda model, *_, **__: model.zero_grad()),
 )
 ddp_sync_flag_set_too_late = fault(
     breaks="the sync flag of DDP is set after forward, when it has already decided not to reduce",
@@ -80,6 +81,14 @@ reduced_after_every_microbatch = fault(
     does=op.skip_call(
         "torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync", when=lambda self, sync, **_: not sync
     ),
+)
+only_the_all_reduce_deferred = fault(
+    breaks="the flag that holds back HSDP's all-reduce is set in place of the one that holds back both reductions",
+    bug="G06 of its family: set_requires_all_reduce for set_requires_gradient_sync",
+    case="hsdp_2x2_accum",
+    caught_by="traffic",
+    named="another feature",
+    does=op.change_argument(SYNC, features=lambda features: replace(features, defer_sync="all_reduce")),
 )
 
 

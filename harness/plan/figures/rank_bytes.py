@@ -78,7 +78,7 @@ def _unreduced(case: Case, plan: Plan, rank: int) -> int:
     if plan.shards == 1 and case.wrapper is None:
         return 0
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
-    if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync):
+    if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
         return _elements(case, rank, plan.slices[rank]) * BYTES[features.reduce_dtype or computed]
     return _two_largest(case, plan, rank, freed=False) * BYTES[computed]
 

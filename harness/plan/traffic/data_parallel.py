@@ -27,7 +27,9 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     dims, features, tp_index = case.data_dims, case.features, coordinate(case.dims, rank)["tp"]
     stored = case.training.dtype
     gathered = BYTES[case.training.compute_dtype or stored]
-    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored] * reductions_per_step(case)
+    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
+    scattered = reduced * reductions_per_step(case)
+    over_replicas = reduced if features.defer_sync else scattered
     everything = sum(padded_numel(case, fqn, tp_index) for fqn in parameter_shapes(case.model))
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     if shards > 1:
@@ -38,11 +40,11 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
                 padded_numel(case, fqn, tp_index) for unit in units if unit.degree == degree for fqn in unit.parameters
             )
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", times * again)
-        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * reduced)
+        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered)
         if traits.loss_chunks > 1:
             yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
-        yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", everything // shards * reduced)
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", everything // shards * over_replicas)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
         weights = everything * BYTES[stored]
         yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
@@ -59,8 +61,8 @@ def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> 
 
 
 def reductions_per_step(case: Case) -> int:
-    """How often gradients are reduced over the data ranks in a step."""
-    return 1 if case.features.defer_sync else case.features.accumulation
+    """How often gradients are reduced over the data ranks in a step, over replicas perhaps less often."""
+    return 1 if case.features.defer_sync is True else case.features.accumulation
 
 
 def _fsdp1_flows(case: Case) -> Iterable[Flow]:

@@ -258,12 +258,13 @@ def mixed_precision(case: Case) -> MixedPrecisionPolicy:
 
 
 @contextmanager
-def gradient_sync(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Gradients are reduced over the data ranks in the last microbatch's backward only.
+def gradient_sync(model: nn.Module, features: Features, *, last: bool) -> Iterator[None]:
+    """Gradients are reduced over the data ranks in the last microbatch's backward only, or over replicas only.
 
     Trap: DDP decides in the forward pass, so this must be around both.
     """
-    set_sync: Any = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's and replicate's
+    what = "all_reduce" if features.defer_sync == "all_reduce" else "gradient_sync"
+    set_sync: Any = getattr(model, f"set_requires_{what}", None)  # FSDP2's and replicate's
     if set_sync is not None:
         set_sync(last)
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)) and not last:

@@ -120,7 +120,7 @@ def forward_backward(
     total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
     for index, part in enumerate(microbatches):
         last = index == len(microbatches) - 1 or not case.features.defer_sync
-        with parallelize.gradient_sync(model, last=last), parallelize.loss_context(mesh, case.features):
+        with parallelize.gradient_sync(model, case.features, last=last), parallelize.loss_context(mesh, case.features):
             loss = loss_of(model, part)
             scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
         total += whole(loss.detach())
