@@ -56,7 +56,7 @@ gpu-packages:
 
 # mutmut makes the mutants; it lies beside the environment, not in it.
 mutants: $(INSTALLED) .mutmut
-	PYTHONPATH=.mutmut .venv/bin/python tools/mutants.py -n $(or $(N),20) $(MODULES)
+	PYTHONPATH=.mutmut .venv/bin/python tools/mutants.py -n $(or $(N),20) $(if $(FAULTS),--faults $(FAULTS)) $(MODULES)
 
 .mutmut:
 	.venv/bin/pip install --quiet --no-deps --target $@ mutmut==3.8.1 libcst==1.9.0

@@ -2,6 +2,7 @@
 
     make mutants                                      20 of each module, drawn at random, and the score
     make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
+    make mutants MODULES='harness/diagnosis/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
 
 mutmut makes them (installed on demand, beside the environment). They are run here rather than by mutmut:
 the tests are collected once, each mutant is a fork in which only tests that reach the mutated function run, those that
@@ -215,12 +216,17 @@ def main() -> None:
     parser.add_argument("-j", type=int, default=os.cpu_count(), help="so many at once")
     parser.add_argument("--seconds", type=float, default=CPU_SECONDS, help="of tests for each mutant (%(default)s)")
     parser.add_argument("-k", default="", help="only mutants whose name holds this")
+    parser.add_argument("--faults", type=Path, help="stored runs with faults, which are to be named as before")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="folders and files of tests/")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source, target = ROOT / name, Path(folder) / name
             shutil.copytree(source, target, symlinks=True) if source.is_dir() else shutil.copy(source, target)
+        if asked.faults:
+            os.environ["FAULTS_OUT"] = str(asked.faults.resolve())
+            shutil.copy(ROOT / "tools" / "test_stored_faults.py", Path(folder) / "tests")
+            asked.tests = [*asked.tests, "test_stored_faults.py"]
         os.chdir(folder)
         Path("setup.cfg").write_text("[mutmut]\nsource_paths=harness\n")
         sys.path[:] = [

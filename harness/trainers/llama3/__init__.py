@@ -157,7 +157,8 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         number = features.reshard_after_forward
         yield f"reshard_after_forward {number} with pp {dims.pp}: how often torch's schedules gather is not planned for it"
     if features.defer_sync is not True:
-        yield f"defer_sync {str(features.defer_sync).lower()} with pp {dims.pp}: torch reduces after every pass of the schedule, as it is"
+        value = str(features.defer_sync).lower()
+        yield f"defer_sync {value} with pp {dims.pp}: torch reduces after every pass of the schedule, as it is"
 
 
 def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:

@@ -1,0 +1,33 @@
+"""What mutants of a diagnosis have to pass besides the tests: runs with faults that `harness faults --out` stored are named as
+they were then. tools/mutants.py puts it beside those; their folder is in FAULTS_OUT."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checks import judge
+from harness.diagnosis import diagnose
+from harness.faults.attempt import accepted
+from harness.judge.stored_trial import load_trial
+
+OUT = Path(os.environ["FAULTS_OUT"])
+NAMED = {attempt.fault: attempt for attempt in accepted(OUT / "faults.json") if attempt.cause}
+FOLDERS = [folder for folder in sorted(OUT.glob("*+*")) if folder.name.partition("+")[2] in NAMED]
+
+
+@functools.cache
+def judged(folder: Path) -> Any:
+    trial = load_trial(folder)
+    return trial, judge(trial)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_stored_run_with_a_fault_is_named_as_before(folder: Path) -> None:
+    found, before = diagnose(*judged(folder)), NAMED[folder.name.partition("+")[2]]
+    assert found is not None
+    assert (found.cause, found.kinds) == (before.cause, before.kinds)
