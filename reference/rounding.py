@@ -27,6 +27,8 @@ def lower_precisions(training: TrainingConfig) -> list[Variation]:
             (f"norms multiply by their weights in {name}", "norm", OF_ITSELF(_weighted_in(dtype))),
             (f"rotary angles are in {name}", "attention", angles(low)),
             (f"rotary angles are computed in {name}", "attention", _angles_in(dtype)),
+            (f"rotary frequencies are rounded to {name}", "attention", _frequencies_rounded(low)),
+            (f"rotary angles and tables are computed in {name}", "attention", _tables_in(dtype)),
             (f"rotary tables are rounded to {name}", "attention", _tables_rounded(low)),
             (f"attention computes in {name}", "inner", OF_ITSELF(_in_dtype(dtype))),
             (f"what attention gives is rounded to {name}", "attention", given(low)),
@@ -66,6 +68,26 @@ def _angles_in(dtype: torch.dtype) -> Alteration:
     def alter(attention: nn.Module) -> None:
         before = attention.angles
         attention.angles = lambda positions, like: before(positions, like.to(dtype)).to(like.dtype)
+
+    return alter
+
+
+def _tables_in(dtype: torch.dtype) -> Alteration:
+    def alter(attention: nn.Module) -> None:
+        before = attention.angles
+        attention.angles = lambda positions, like: before(positions, like.to(dtype))  # as which cosines are computed
+
+    return alter
+
+
+def _frequencies_rounded(low: Change) -> Alteration:
+    def alter(attention: nn.Module) -> None:
+        before = attention.angles
+
+        def of(positions: Tensor, like: Tensor) -> Tensor:
+            return positions.unsqueeze(-1).to(like.dtype) * low(before(torch.ones_like(positions), like))
+
+        attention.angles = of
 
     return alter
 

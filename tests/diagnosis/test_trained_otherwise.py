@@ -114,6 +114,16 @@ def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:
             ["layers.0.attention"],
             "rotary tables are rounded to bfloat16, requested float64",
         ),
+        (
+            "rotary frequencies are rounded to bfloat16",
+            ["layers.0.attention"],
+            "rotary frequencies are rounded to bfloat16, requested float64",
+        ),
+        (
+            "rotary angles and tables are computed in bfloat16",
+            ["layers.0.attention"],
+            "rotary angles and tables are computed in bfloat16, requested float64",
+        ),
         ("the norm's eps is 1e-06", ["norm"], "the norm's eps is 1e-06 in norm, requested 1e-05"),
         (
             "the feed-forward's activation is GELU",

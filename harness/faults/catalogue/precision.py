@@ -127,6 +127,25 @@ rotary_angles_in_bfloat16 = fault(
     ),
 )
 
+rotary_frequencies_cast_with_the_model = fault(
+    breaks="the rotary frequencies are a buffer that is cast to bfloat16 with the model",
+    bug="N03 huggingface/transformers #25681, EleutherAI/gpt-neox #1016",
+    case="float32_fsdp_2",
+    caught_by="loss gradients",
+    named="precision",
+    does=op.change_result("harness.reference.model:rotary_frequencies", lambda f: f.bfloat16().to(f.dtype)),
+)
+rotary_angles_and_tables_in_bfloat16 = fault(
+    breaks="rotary angles are bfloat16, and so are the cosines and sines that are computed of them",
+    bug="N03 of its family: the whole rotary embedding in the dtype that the model computes in",
+    case="bf16_fsdp_2",
+    caught_by="loss",
+    named="precision",
+    does=op.instead(
+        "harness.reference.model:Attention.angles",
+        lambda original, attention, positions, like: original(attention, positions, like.bfloat16()),
+    ),
+)
 rotary_tables_in_bfloat16 = fault(
     breaks="tables of the angles' cosines and sines are rounded to bfloat16 in a run whose dtype is float32",
     bug="Z-class: picotron 59714b1 reads their type from a variable of the environment that its train.py never sets",
