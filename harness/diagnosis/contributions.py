@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,10 +25,13 @@ from harness.judge.losses import losses
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, groups
+from harness.plan.slices import numel
+from harness.plan.traffic.flow import Flow
 from harness.spec.dims import AXES
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 Key = Callable[[Piece], object]
+Flows = Mapping[int, tuple[Flow, ...]]
 Rule = Callable[[int], np.ndarray]  # by step, how often each piece counts on all ranks
 
 
@@ -43,7 +46,7 @@ def unequal_contributions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if all(mixture.same(own, first) for own in mixture.weights.values()):
         yield from _of_all_ranks(trial, pieces, mixture, np.mean(list(mixture.weights.values()), axis=0), broken)
     else:
-        yield from _of_each_rank(trial, pieces, mixture)
+        yield from _of_each_rank(trial, pieces, mixture, broken)
 
 
 def _all_scaled(trial: Trial, step: int) -> bool:
@@ -222,7 +225,7 @@ def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
 # ---- another one on each rank
 
 
-def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture) -> Iterator[Hypothesis]:
+def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture, broken: Broken) -> Iterator[Hypothesis]:
     """Of all microbatches or of some, only those that ranks with the same place along some axes received."""
     axes = [axis for axis in (*DATA_AXES, "cp") if getattr(trial.case.dims, axis) > 1]
     passes = trial.case.passes
@@ -231,7 +234,10 @@ def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture) -> Iterator[Hy
     for missing, chosen in itertools.product(left_out, choices):
         table = _own_only(trial, pieces, missing, chosen)
         if (factor := _factor(mixture, table, pieces)) is not None:
-            yield from _not_reduced(trial, pieces, mixture, missing, chosen, factor, table)
+            found = list(_not_reduced(trial, pieces, mixture, missing, chosen, factor, table))
+            yield from found
+            if "traffic" in broken and len(mixture.fqns) < len(trial.plan.shapes):
+                yield from (one.and_then(partial(_moving_less, mixture.fqns)) for one in found)
 
 
 Table = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -307,6 +313,22 @@ def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Seque
     """What is not reduced does not move."""
     left_out = frozenset(itertools.product(axes, steps))
     return hypothesis.and_then(lambda t: replace(t, plan=replace(t.plan, unreduced=t.plan.unreduced | left_out)))
+
+
+def _moving_less(fqns: Sequence[str], trial: Trial) -> Trial:
+    """Gradients of these parameters do not move."""
+    plan = trial.plan
+
+    def of(flows: Flows) -> Flows:
+        found = {}
+        for rank, own in flows.items():
+            sizes = {fqn: numel(part) for fqn, part in plan.slices[rank].items()}
+            whole, left = sum(sizes.values()), sum(size for fqn, size in sizes.items() if fqn not in fqns)
+            less = (replace(f, bytes=f.bytes * left // whole) if f.role == "gradients" else f for f in own)
+            found[rank] = tuple(less)
+        return found
+
+    return replace(trial, plan=replace(plan, flows=of(plan.flows), even_flows=of(plan.even_flows)))
 
 
 def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:
