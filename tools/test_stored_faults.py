@@ -16,7 +16,7 @@ from harness.faults.attempt import accepted
 from harness.judge.stored_trial import load_trial
 
 OUT = Path(os.environ["FAULTS_OUT"])
-NAMED = {attempt.fault: attempt for attempt in accepted(OUT / "faults.json") if attempt.cause}
+NAMED = {one.fault: one for one in accepted(OUT / "faults.json") if one.cause and " raised: " not in one.cause}
 FOLDERS = [folder for folder in sorted(OUT.glob("*+*")) if folder.name.partition("+")[2] in NAMED]
 
 
