@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from harness.checks.features import LACKING
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import (
     consequences,
@@ -49,7 +50,7 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         looks, step = [_no_exchange] * ("traffic" in broken and bool(trial.ranks)), trial.first_step
     else:
         of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
-        looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, _untied, _lost_before]
+        looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, partial(_untied, broken), _lost_before]
     if wrong and (fact := _of_another_layout(trial, step)):
         yield fact
     seen = (fact for look in looks if (fact := look(trial, wrong, step)))
@@ -176,8 +177,9 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
     return Fact(Cause("norms not summed", text), consequences(trial, step), (("why", why), ("tested", tested)))
 
 
-def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only."""
+def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only. It may
+    be that its matmul is not done."""
     if not trial.case.model.tied_embeddings or in_order(trial, (fqn for _, fqn in wrong)) != [TIED]:
         return None
     rows = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
@@ -188,7 +190,9 @@ def _untied(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
             return None
     text = f"the output's part of the gradient of the tied weight is missing: {TIED} has the embedding's only"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    return Fact(Cause("tied weight without the output's part", text), consequences(trial, step), (("tested", tested),))
+    not_done = "features" in broken and all(each.where.endswith(LACKING) for each in broken["features"].findings)
+    laws = (*consequences(trial, step), *(("features",) if not_done else ()))
+    return Fact(Cause("tied weight without the output's part", text), laws, (("tested", tested),))
 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:

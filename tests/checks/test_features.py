@@ -98,6 +98,12 @@ def test_fused_projections_change_the_number_of_products_and_break_nothing() -> 
     assert found(trial) == []
 
 
+def test_a_product_that_backward_lacks_is_told_as_such_and_not_as_one_recomputed() -> None:
+    fewer = {Matmul("forward", "float64"): 8, Matmul("backward", "float64"): 15}
+    trial = with_activity(trial_of(tiny_case("fsdp_2")), 1, 2, matmuls=fewer)
+    assert found(trial) == [Finding("rank 1, step 2, matmuls in backward", "16", "15")]
+
+
 # ---- compile
 
 

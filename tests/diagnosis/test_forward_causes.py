@@ -14,9 +14,11 @@ from diagnosed import (
     EMBEDDING,
     LAST,
     NORM,
+    diagnosis_text,
     dims,
     expect,
     expect_first,
+    first_line,
     fsdp_4,
     gradients_of,
     reference_gradient,
@@ -29,6 +31,7 @@ from literal import (
     trial_of,
     with_collectives,
     with_every_rank,
+    with_rank,
     with_step,
     with_step_1_gradients,
     with_updates_that_follow,
@@ -37,6 +40,7 @@ from literal import (
 
 from harness.diagnosis.backward import _lost_before
 from harness.diagnosis.differences import wrong_pairs
+from harness.evidence.records import Matmul
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
@@ -142,10 +146,26 @@ def test_a_tied_weight_that_only_the_embedding_trains() -> None:
         gradient = trial.reference.steps[0].gradients[fqn]
         return read * gradient**2 if fqn == "tok_embeddings.weight" else gradient
 
-    expect_first(
-        with_step_1_gradients(trial, lost),
-        """the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only""",
+    told = "the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only"
+    wrong = with_step_1_gradients(trial, lost)
+    assert first_line(wrong) == told
+
+    def computing(seen: dict[Matmul, int]) -> Trial:
+        return with_every_rank(
+            wrong,
+            lambda t, rank: with_rank(
+                t,
+                rank,
+                steps=tuple(replace(s, activity=replace(s.activity, matmuls=seen)) for s in t.ranks[rank].steps),
+            ),
+        )
+
+    forward, backward = Matmul("forward", "float64"), Matmul("backward", "float64")
+    not_done, again = (diagnosis_text(computing({forward: 8, backward: count})) for count in (15, 17))
+    assert not_done.startswith(told) and "not explained" not in not_done, (
+        "the output's gradient is a product of its own"
     )
+    assert "recomputed" in again, "one too many is another mistake"
 
 
 @pytest.mark.parametrize(
