@@ -78,11 +78,10 @@ def what_happened(fate: Fate) -> str:
 
 def raised_words(failure: dict[str, Any]) -> str:
     """The exception that came first, then what it was raised again as: that may hide it."""
-    text = f"{failure['type']}: {failure['message']}"
-    if not failure.get("cause"):
-        return one_line(text)
-    kind, message = failure["cause"]
-    return f"{one_line(f'{kind}: {message}')}; raised again as {one_line(text)}"
+    text, where = f"{failure['type']}: {failure['message']}", failure.get("module")
+    kind, message = failure.get("cause") or (failure["type"], failure["message"])
+    first = one_line(f"{kind}: {message}") + (f" (in {where})" if where else "")
+    return f"{first}; raised again as {one_line(text)}" if failure.get("cause") else first
 
 
 GLOO_PADDING = re.compile(r"\[(enforce fail at )?\S+/(gloo/\S+?:\d+)\]|This is typically caused.*|GLHF.*")

@@ -148,7 +148,8 @@ def note_failure(error: BaseException, path: Path) -> int:
     if code:
         traceback.print_exception(error)
         record = {"type": type(error).__name__, "message": str(error), "inside": inside(error), "time": time.time()}
-        record |= {"chain": [[type(link).__name__, str(link)] for link in links(error)], "cause": first_cause(error)}
+        record |= {"module": module_of(error), "cause": first_cause(error)}
+        record |= {"chain": [[type(link).__name__, str(link)] for link in links(error)]}
         write_json(path, {**record, "traceback": "".join(traceback.format_exception(error))})
     return code
 
@@ -180,6 +181,15 @@ def inside(error: BaseException) -> list[list[Any]]:
     """The frames of the first cause, innermost first, then of what it was raised again as."""
     tracebacks = [traceback.extract_tb(each.__traceback__) for each in reversed(causes(error))]
     return [[frame.filename, frame.lineno, frame.name] for frames in tracebacks for frame in reversed(frames)]
+
+
+def module_of(error: BaseException) -> str:
+    """The module in whose forward the first cause was raised, by its name in the outermost one; empty in that one itself."""
+    kind = getattr(sys.modules.get("torch.nn"), "Module", ())
+    owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(causes(error)[-1].__traceback__)]
+    entered = [owner for owner in owners if isinstance(owner, kind)]
+    names = {id(each): name for name, each in entered[0].named_modules()} if entered else {}
+    return next((names[id(each)] for each in reversed(entered) if id(each) in names), "")
 
 
 def exit_code(error: BaseException) -> int:

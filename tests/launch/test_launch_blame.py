@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+from torch import nn
+
 from harness.evidence.records import Exit
 from harness.launch.blame import judge, last_words, raised_words
 from harness.launch.inflight import Issued
+from harness.launch.rank import module_of
 from harness.launch.rank_exit import Fate, parse_stack, render, useful
 from harness.launch.sequences import describe
 from harness.launch.supervise import tail_of
@@ -48,6 +52,42 @@ def test_a_rank_that_raised_by_itself_is_blamed_and_those_that_lost_it_are_not()
              stack="/t/train.py:7 in step"),
         Exit(1, "raised", 1, error="ValueError: no such layer", stack="/t/train.py:7 in step", blamed=True),
     ]  # fmt: skip
+
+
+def test_what_was_raised_in_a_models_forward_is_told_with_the_module():
+    own = failure({"type": "ValueError", "message": "no such layer", "time": 3.0}, module="layers.0.attention.wk")
+    assert blamed(Fate(0, 1, failure=own), Fate(1, 1, failure=failure(RESET))) == {
+        0: "ValueError: no such layer (in layers.0.attention.wk)"
+    }
+
+
+def test_the_module_is_the_innermost_one_whose_forward_the_first_cause_has_left():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            raise ValueError("no")
+
+    class Again(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            try:
+                return self.inner(x)
+            except ValueError as error:
+                raise RuntimeError("something else") from error
+
+    def named(call, *args):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            call(*args)
+        return module_of(raised.value)
+
+    assert named(nn.Sequential(nn.Identity(), nn.Sequential(Wrong())), 1) == "1.0"
+    assert named(Again(nn.Sequential(Wrong())), 1) == "inner.0", (
+        "of the first cause, and not of what it was raised again as"
+    )
+    assert named(Wrong(), 1) == "", "the model itself"
+    assert named(int, "x") == "", "no model is at work"
 
 
 def test_a_runtime_error_of_the_trainer_that_mentions_a_timeout_is_its_own():
