@@ -296,7 +296,9 @@ def _not_reduced(
         text = f"gradient reduction without effect over {over}{{when}}: {held}, though collectives ran"
     if where := _where(trial, mixture):
         text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
-    if factor != 1:
+    if factor == math.prod(getattr(trial.case.dims, axis) for axis in missing):
+        text += f"; its own counts {times_text(factor)}, for what is not reduced is not divided either"
+    elif factor != 1:
         text += f"; its own counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
     kind = "gradients not reduced"

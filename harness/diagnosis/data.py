@@ -190,8 +190,12 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
         what = "starts anew" if all_of == {1} else "is wrong"
         return Cause("data position", f"the data position {what} after resuming: step {step} receives {which}{where}")
     if None not in all_of and not where and len(others) == 1:
-        off = f"{abs(others[0] - step)} steps {'ahead' if others[0] > step else 'behind'}"
-        return Cause("data position", f"step {step} trains on samples of step {steps}: the data are {off}")
+        from harness.reference.data import STEPS_PER_EPOCH
+
+        off = step - others[0]
+        far = f"{abs(off)} step{'s' * (abs(off) > 1)} {'ahead' if off < 0 else 'behind'}"
+        far += ", in the order of the epoch before" * (off == STEPS_PER_EPOCH and trial.case.training.data is None)
+        return Cause("data position", f"step {step} trains on samples of step {steps}: the data are {far}")
     received_of = {rank: sum(id_ in foreign.get(rank, ()) for id_ in shares[rank]) for rank in shares}
     count = f"{sum(received_of.values())} of {len(wanted)} samples are"
     return Cause("data position", f"in step {step} {count} those of step {steps}{where}")
@@ -230,7 +234,7 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
         hint = ": trained on, where they should be masked"
-    text = f"tokens are right, {len(labels)} labels of step {step} are not those of their sample{hint}"
+    text = f"tokens are right, {len(labels)} labels of step {step} are not those of their tokens{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
 
 

@@ -279,6 +279,10 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     if degree == 1:
         kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
         held = f"every {kind} rank holds whole parameters"
+    if layout.known.cp == 1 < dims.cp and 1 < layout.known.dp_shard == dims.dp_shard:
+        return (
+            f"FSDP ran over dp_shard alone, cp holds copies: {held.removesuffix(times)}, requested {_requested(dims)}"
+        )
     requested, ran = ("DDP" if n == 1 else "FSDP" if n == ranks else "HSDP" for n in (_shards(dims), degree))
     return f"{requested} ran as {ran}: {held}, requested {_requested(dims)}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
@@ -50,6 +51,10 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         if off and wrong:
             return Cause(KIND, _forward(trial, step, _off(trial, step, off, held), since, held))
         if off:
+            if as_a_whole := _off_as_a_whole(trial, step):
+                return replace(
+                    as_a_whole, observed=f"the loss of step {step} is off by {off:.1e}, {as_a_whole.observed}"
+                )
             close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
             return Cause(KIND, f"the loss of step {step} is off by {off:.1e}, {close}")
         before = f"right in step {trial.first_step} and " * bool(since)

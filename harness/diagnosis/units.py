@@ -100,7 +100,10 @@ def _kept_text(trial: Trial) -> str:
     named = [(some([*dict.fromkeys(names)], 3), states) for states, names in units.items()]
     texts = [f"{names} {state}, should be {wanted}" for names, (wanted, state) in named]
     ranks = on_ranks(trial, [rank for rank, found in wrong.items() if found])
-    policy = f"reshard_after_forward {trial.case.features.reshard_after_forward} is requested"
+    asked, pipelined = trial.case.features.reshard_after_forward, trial.case.dims.pp > 1
+    policy = (
+        f"reshard_after_forward {asked} is requested{', which is never under pp' * (asked == 'default' and pipelined)}"
+    )
     return f"after forward: {'; '.join(texts)}{ranks}; {policy}" if texts else ""
 
 

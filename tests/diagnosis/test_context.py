@@ -264,7 +264,7 @@ def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
         (contiguous, {0: (1, 3)}, f": {wider}"),
         (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, f": {wider}"),
     ):
-        assert cause(with_labels(trial, masked)).endswith(f"are not those of their sample{said}"), masked
+        assert cause(with_labels(trial, masked)).endswith(f"are not those of their tokens{said}"), masked
 
 
 # ---- what a cp rank counts for

@@ -67,7 +67,7 @@ def test_samples_of_another_step() -> None:
     trial = fsdp_4()
     for rank in range(4):
         trial = received(trial, rank, 2, [2 * rank, 2 * rank + 1])
-    expect_first(trial, """step 2 trains on samples of step 1: the data are 1 steps behind""")
+    expect_first(trial, """step 2 trains on samples of step 1: the data are 1 step behind""")
 
 
 def test_samples_fed_to_nobody() -> None:
@@ -106,7 +106,7 @@ def test_labels_of_another_sample() -> None:
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=batch.labels[::-1]),))
     expect_first(
         trial,
-        """wrong labels: tokens are right, 14 labels of step 1 are not those of their sample""",
+        """wrong labels: tokens are right, 14 labels of step 1 are not those of their tokens""",
     )
 
 
@@ -119,7 +119,7 @@ def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
     labels[row, place] = -100 if masked else 3
     found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
     how = "masked, where they should be trained on" if masked else "trained on, where they should be masked"
-    told = "tokens are right, 1 labels of step 1 are not those of their sample"
+    told = "tokens are right, 1 labels of step 1 are not those of their tokens"
     assert found == f"wrong labels on rank 2: {told}: {how}"
 
 
