@@ -294,6 +294,10 @@ def test_roundings_of_one_parameter_beyond_its_noise_are_located_and_no_factor_i
         f"gradients are off in 1 of 12 parameters ({WQ}), and no factor explains it: by 1.0e-02 of its length in {WQ}"
     )
     assert located(with_updates_that_follow(trial)).startswith(told)
+    for rank in trial.ranks:
+        part = trial.ranks[rank].steps[0].microbatches[0]
+        trial = with_step(trial, rank, 1, microbatches=(replace(part, loss_sum=1.01 * part.loss_sum),))
+    assert located(with_updates_that_follow(trial)).startswith(f"the loss of step 1 is off by 1.0e-02, {told}")
 
 
 # ---- factors
