@@ -5,9 +5,9 @@
     make mutants MODULES='harness/diagnosis/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
 
 mutmut makes them (installed on demand, beside the environment). They are run here rather than by mutmut:
-the tests are collected once, each mutant is a fork in which only tests that reach the mutated function run, those that
-killed its neighbours first. Mutants of a message's wording (a literal with a space in it) are left out: no verdict hangs
-on it. What survives is shown as a diff.
+the tests are collected once, each mutant is a fork in which only tests that reach the mutated function run, those first that
+killed its neighbours or call more of its module. Mutants of a message's wording (a literal with a space in it) are left out:
+no verdict hangs on it. What survives is shown as a diff.
 """
 
 from __future__ import annotations
@@ -124,6 +124,9 @@ class Runner:
     reaching: dict[str, list[pytest.Item]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[str, float] = field(default_factory=dict)
     kills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    depth: dict[str, Counter[str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )  # functions, by module and test
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self._baseline(session.items)
@@ -165,6 +168,7 @@ class Runner:
             self.seconds[item.nodeid] = time.process_time() - began
             for name in reached:
                 self.reaching[name].append(item)
+                self.depth[name.partition(".x")[0]][item.nodeid] += 1
             reached.clear()
         trampoline.set_mutant_under_test("")
         print(f"{len(items)} tests take {sum(self.seconds.values()):.0f} s", file=sys.stderr, flush=True)
@@ -196,9 +200,12 @@ class Runner:
                     value.cache_clear()
         trampoline.set_mutant_under_test(mutant.name)
         known, began = self.kills[mutant.function] + self.kills[mutant.module], time.process_time()
-        for item in sorted(
-            self.reaching[mutant.function], key=lambda i: self.seconds[i.nodeid] / (1 + known[i.nodeid])
-        ):
+        depth = self.depth[mutant.function.partition(".x")[0]]  # most tests leave most modules at once
+
+        def worth(item: pytest.Item) -> float:
+            return (1 + known[item.nodeid]) * depth[item.nodeid] ** 3 / max(self.seconds[item.nodeid], 0.01)
+
+        for item in sorted(self.reaching[mutant.function], key=worth, reverse=True):
             if any(report.failed for report in runtestprotocol(item, nextitem=None, log=False)):
                 return item.nodeid
             if time.process_time() - began > self.limit:
