@@ -46,7 +46,7 @@ def with_actions(trial: Trial, rank: int, actions: tuple[str, ...]) -> Trial:
 def named(trial: Trial) -> str:
     found = explain(trial, [schedule.check(trial)], (other_features,), (other_actions,))
     proven = [one.cause.text for proof in found.proofs for one in proof.hypotheses]
-    return "; or as well ".join(proven or [fact.cause.text for fact in found.facts])
+    return "; or else ".join(proven or [fact.cause.text for fact in found.facts])
 
 
 def test_what_the_schedule_prescribes_passes() -> None:
