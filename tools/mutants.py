@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-j", type=int, default=os.cpu_count(), help="so many at once")
     parser.add_argument("--seconds", type=float, default=CPU_SECONDS, help="of tests for each mutant (%(default)s)")
-    parser.add_argument("-k", default="", help="only mutants whose name holds this")
+    parser.add_argument("-k", default="", help="only mutants whose name holds this, or one of these: a,b")
     parser.add_argument("--faults", type=Path, help="stored runs with faults, which are to be named as before")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="folders and files of tests/")
     asked = parser.parse_args()
@@ -254,7 +254,7 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
     for module in chosen:
         code, found = altered(module)
         module.write_text(code)
-        found = [mutant for mutant in found if asked.k in mutant.name]
+        found = [mutant for mutant in found if any(part in mutant.name for part in asked.k.split(","))]
         counts[str(module)] = len(found)
         mutants += draw.sample(found, asked.n) if 0 < asked.n < len(found) else found
     if all(module.parent.name in ("checks", "diagnosis") or module.stem == "attribution" for module in chosen):
