@@ -134,12 +134,12 @@ class Probe:
         last = self.clock.step
         self.clock.finish()
         self.values.keep_final_state()
-        self._held = self._beside()
+        self._held = self._beside(patient=True)  # the last look: growth is what is kept then, too
         self.growth.note_last(last, self._held)
 
-    def _beside(self) -> tuple[HeldTensor, ...]:
+    def _beside(self, *, patient: bool = False) -> tuple[HeldTensor, ...]:
         known = self.values.optimizers, [*self.samples.tensors(), *host_copies.pending()]
-        return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated)
+        return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated, patient=patient)
 
     def remove(self) -> None:
         self.device.remove()

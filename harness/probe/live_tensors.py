@@ -28,13 +28,19 @@ lived after garbage had been collected, on two loaded cores, and none did 10 ms 
 
 
 def beside(
-    parts: Iterable[nn.Module], optimizers: Iterable[Optimizer], own: Iterable[torch.Tensor], *, evaluated: bool
+    parts: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    own: Iterable[torch.Tensor],
+    *,
+    evaluated: bool,
+    patient: bool = False,
 ) -> tuple[HeldTensor, ...]:
     """One of each storage that is not behind a parameter, its gradient or optimizer state, nor the probe's own; largest
     first. evaluated: whether a pass that trains nothing came last, after which FSDP1 leaves the root's vector gathered, as
-    it does after forward."""
+    it does after forward. patient: what will have been let go of in a moment is not kept."""
     gc.collect()  # what nobody can reach is not kept
-    time.sleep(LET_GO)
+    if patient:
+        time.sleep(LET_GO)
     known = set(_places(_accounted(parts, optimizers))) | set(_places(own))
     known |= set(_places(fsdp1_vectors(parts))) if evaluated else set()
     found: dict[int, HeldTensor] = {}

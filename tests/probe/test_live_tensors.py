@@ -10,7 +10,7 @@ from harness.probe import live_tensors
 
 
 def shapes() -> list[tuple[int, ...]]:
-    return [tensor.shape for tensor in live_tensors.beside([], [], [], evaluated=False)]
+    return [tensor.shape for tensor in live_tensors.beside([], [], [], evaluated=False, patient=True)]
 
 
 def test_what_another_thread_lets_go_of_a_moment_later_is_not_kept() -> None:
