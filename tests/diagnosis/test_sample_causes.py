@@ -194,3 +194,22 @@ def test_accumulation_left_out_of_one_step_is_told_with_it() -> None:
     for rank in (0, 1):
         trial = received(trial, rank, 2, list(ids[4 * rank : 4 * rank + 4]))
     assert first_line(trial) == "accumulation: rank 0 ran microbatches of [4] samples in step 2, requested [2, 2]"
+
+
+def test_a_rank_that_receives_a_sample_twice_is_named() -> None:
+    assert first_line(received(fsdp_4(), 3, 1, [6, 6])) == "rank 3 receives a sample twice"
+    assert first_line(received(fsdp_4(), 3, 2, [14, 14])) == "rank 3 receives a sample twice in step 2"
+
+
+def test_some_samples_of_another_step_are_counted() -> None:
+    assert first_line(received(fsdp_4(), 3, 1, [6, 9])) == "in step 1 1 of 8 samples are those of step 2 on rank 3"
+
+
+def test_a_label_of_token_0_is_not_taken_for_a_masked_one() -> None:
+    trial = fsdp_4()
+    (batch,) = trial.ranks[2].steps[0].microbatches
+    row, place = np.argwhere(batch.labels > 0)[0]
+    labels = batch.labels.copy()
+    labels[row, place] = 0
+    found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
+    assert found == "wrong labels on rank 2: tokens are right, 1 labels of step 1 are not those of their tokens"

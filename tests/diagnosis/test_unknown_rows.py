@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from literal import with_step
-from trained import Ran, _ran, case_of  # noqa: F401
+from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
 from harness.diagnosis.data import wrong_samples
-from harness.diagnosis.unknown_rows import described
+from harness.diagnosis.unknown_rows import described, of_sample
 from harness.judge.trial import Trial
 from harness.reference.data import build_dataset, sample_order
 
@@ -66,3 +66,43 @@ def test_a_rank_that_shuffles_by_another_seed_is_told_with_it(ran: Ran) -> None:
     seed = case.training.seed
     told = f"samples of the data set in the order of seed {seed + 1}, or of as many epochs on from {seed}"
     assert cause is not None and cause.hint == told and cause.kind == "samples of no step"
+
+
+# ---- one row, and one sample of eight tokens and its last label
+
+SAMPLE = np.arange(10, 19)
+
+
+def said(row: Sequence[int], wanted: int = 8) -> list[str]:
+    return list(of_sample(np.array(row), SAMPLE, wanted))
+
+
+def test_a_row_that_ends_too_early_is_told_with_its_length() -> None:
+    assert said([*SAMPLE[:6]]) == ["the first 6 tokens of the step's samples, of 8"]
+
+
+def test_of_a_row_that_is_as_it_should_be_nothing_is_told() -> None:
+    assert said([*SAMPLE[:8]]) == []
+
+
+def test_a_row_that_goes_on_otherwise_is_not_one_that_ends() -> None:
+    assert said([*SAMPLE[:5], 99]) == ["the first 5 tokens of the step's samples, then 99 only"]
+    assert said([*SAMPLE[:5], 98, 99]) == []
+
+
+def test_four_tokens_tell_a_part_and_three_do_not() -> None:
+    assert said([*SAMPLE[5:], 1, 1, 1, 1]) == ["the step's samples from token 5 on (counted from 0)"]
+    assert said([*SAMPLE[6:], 1, 1, 1, 1, 1]) == []
+    assert said([*SAMPLE[:4], 1, 1]) == ["the first 4 tokens of the step's samples, then 1 only"]
+    assert said([*SAMPLE[:3], 1, 1]) == []
+
+
+def test_rows_of_the_samples_are_not_unknown_in_steps_of_any_length(ran: Ran) -> None:
+    trial = ran(case_of(training=replace(RECIPE, variable_length=True)))
+    assert [described(trial, step, [0, 1]) for step in trial.case.steps] == ["", "", ""]
+
+
+def test_rows_that_end_too_early_are_told_with_the_length_of_the_step(ran: Ran) -> None:
+    trial = ran(case_of())
+    told = "the first 6 tokens of the step's samples, of 8"
+    assert described(fed(trial, lambda rank, rows: rows[:, :6]), 1, [0, 1]) == told

@@ -114,14 +114,6 @@ def test_clipping_left_out_for_one_parameter() -> None:
     expect_first(trial, """clipping is not applied to 1 of 12 parameters (norm.weight) (coefficient 0.1537)""")
 
 
-def test_each_parameter_clipped_by_its_own_norm() -> None:
-    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
-        return {fqn: clip(float(np.linalg.norm(g)), LOW_CLIP) * g for fqn, g in gradients.items()}
-
-    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
-    expect_first(trial, """each parameter is clipped by its own norm""")
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_that_was_not_requested(nesterov: bool) -> None:
     held: Arrays = {}

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import NORM, broken, diagnosis_text, expect, expect_first, first_line, fsdp_4
+from diagnosed import EMBEDDING, NORM, broken, diagnosis_text, expect, expect_first, first_line, fsdp_4
 from literal import (
     tiny_case,
     trial_of,
@@ -20,7 +21,7 @@ from literal import (
 )
 
 from harness.diagnosis.hypothesis import as_seen
-from harness.diagnosis.weights import other_weights
+from harness.diagnosis.weights import _instead, other_weights, rearranged
 from harness.judge.trial import Trial
 
 # ---- data
@@ -184,3 +185,37 @@ def test_gradients_that_were_wrong_before_are_told_beside() -> None:
         trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient: 2 * gradient)
     told = diagnosis_text(trial)
     assert "weights are changed between steps 2 and 3" in told and "norm.weight" in told and "gradients" in told
+
+
+def test_parameters_that_became_different_things_are_told_by_none_of_them() -> None:
+    changes = {NORM: lambda value: 0 * value + 1, EMBEDDING: lambda value: 2 * value}
+    trial = fsdp_4()
+    for rank, fqn in itertools.product(trial.ranks, changes):
+        value = next(tensor.value for tensor in trial.ranks[rank].parameters if tensor.fqn == fqn)
+        trial = with_parameter(trial, rank, fqn, value=changes[fqn](value))
+    told = "training does not start from the seed weights in 2 of 12 parameters (tok_embeddings.weight, norm.weight)"
+    assert first_line(trial) == told
+
+
+MATRIX = np.arange(9.0).reshape(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (MATRIX.T, "they are transposed"),
+        (MATRIX[::-1], "their rows are in another order"),
+        (MATRIX[:, ::-1], "their columns are in another order"),
+        (MATRIX[::-1, ::-1], "their entries are in another order"),
+        (MATRIX + 1, ""),
+        (MATRIX[:2], ""),
+    ],
+)
+def test_what_became_of_a_matrix_whose_numbers_are_all_there_is_told(value: np.ndarray, told: str) -> None:
+    assert rearranged(value.copy(), MATRIX) == told
+
+
+def test_other_constants_and_factors_are_told_with_their_number() -> None:
+    assert _instead(0 * MATRIX + 3, MATRIX) == "they are all 3"
+    assert _instead(2 * MATRIX, MATRIX) == "they are 2 times these"
+    assert _instead(np.array([[5.0, 1, 1], [1, 1, 1], [1, 1, 1]]), MATRIX) == ""

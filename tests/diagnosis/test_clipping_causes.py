@@ -1,0 +1,44 @@
+"""Gradients clipped by other norms than the global one, or not by a norm, named. Literal evidence, no ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diagnosed import LOW_CLIP, expect_first
+from literal import tiny_case, trained_otherwise, trial_of
+from literal_reference import clip
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.mark.parametrize(
+    ("group", "of"),
+    [
+        ("parameter", lambda fqn: fqn),
+        ("layer", lambda fqn: ".".join(fqn.split(".")[:2])),
+        ("kind of parameters (matrices, vectors)", lambda fqn: "norm" in fqn),
+    ],
+)
+def test_each_group_of_parameters_clipped_by_its_own_norm(group: str, of: Callable[[str], object]) -> None:
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        def own(fqn: str) -> float:
+            return math.sqrt(sum(float(np.sum(g * g)) for other, g in gradients.items() if of(other) == of(fqn)))
+
+        return {fqn: clip(own(fqn), LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    expect_first(trial, f"each {group} is clipped by its own norm")
+
+
+def test_gradients_clipped_entry_by_entry() -> None:
+    low = replace(LOW_CLIP, max_norm=0.01)
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        return {fqn: np.clip(g, -0.01, 0.01) for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", low)), given=given)
+    expect_first(trial, "gradients are clipped entry by entry, to 0.01, not by their norm")
