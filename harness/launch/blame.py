@@ -8,7 +8,8 @@ nobody         all lost their peers, one of them in what every member of the gro
 waited_for     others are ahead of it in a group's sequence, while it waits for nobody; in a cycle, all of it
 left_early     it exited 0 before the others lost their connection
 stuck          it was killed while computing, the others while waiting; if no stack tells, all that were killed
-nobody         the first to fail timed out in what every member of the group had issued: likewise
+nobody         the first to fail timed out in what every member of the group had issued, or those that were killed waited
+               in that: likewise
 first_failed   it raised first
 """
 
@@ -24,8 +25,8 @@ from typing import Any
 from harness.evidence.lost_peer import tells_of_lost_peer
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
-from harness.launch.rank_exit import Fate, busy, failed, frames, moment, render, useful, winding_up
-from harness.launch.sequences import describe, disagreeing, place, position, waited_for
+from harness.launch.rank_exit import Fate, busy, failed, frames, in_collective, moment, render, useful, winding_up
+from harness.launch.sequences import POINT_TO_POINT, describe, disagreeing, place, position, waited_for
 
 
 def judge(fates: Sequence[Fate]) -> list[Exit]:
@@ -160,9 +161,10 @@ def undelivered(fates: Sequence[Fate]) -> str:
     seen."""
     if any(fate.status == 0 or died(fate) for fate in fates):
         return ""
-    lost = sorted(filter(failed, fates), key=moment)
+    lost, killed = sorted(filter(failed, fates), key=moment), [fate for fate in fates if fate.killed]
     asked = lost if all(map(lost_peer, fates)) else lost[:1]
-    issued = next((fate.issued[-1] for fate in asked if timed_out(fate) and issued_by_all(fate, fates)), None)
+    waited = list(filter(timed_out, asked)) if lost else killed * all(map(in_collective, killed))
+    issued = next((fate.issued[-1] for fate in waited if issued_by_all(fate, fates)), None)
     if issued is None:
         return ""
     hosts: dict[str, list[int]] = defaultdict(list)
@@ -179,8 +181,8 @@ def timed_out(fate: Fate) -> bool:
 
 
 def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
-    """What this rank issued last."""
-    if not fate.issued:
+    """What this rank issued last; of a send or receive nothing is said."""
+    if not fate.issued or fate.issued[-1].op in POINT_TO_POINT:
         return False
     mine = fate.issued[-1]
     return all(position(peer, place(mine)) >= mine.seq for peer in fates if peer.rank in mine.ranks)
@@ -200,7 +202,9 @@ def left_early(fates: Sequence[Fate]) -> dict[int, str]:
 
 def stuck(fates: Sequence[Fate]) -> dict[int, str]:
     killed = [fate for fate in fates if fate.killed]
-    guilty = [fate for fate in killed if busy(fate)] or ([] if any(map(failed, fates)) else killed)
+    guilty = [fate for fate in killed if busy(fate)]
+    if not guilty and not any(map(failed, fates)) and not undelivered(fates):
+        guilty = killed
     return {fate.rank: stuck_words(fate) for fate in guilty}
 
 

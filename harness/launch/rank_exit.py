@@ -93,10 +93,17 @@ def render(stack: Iterable[Frame]) -> str:
 
 def busy(fate: Fate) -> bool:
     """Its stack says that it computes or sleeps in its own code, so it waits for no rank. False without a stack."""
+    calls = called(fate)
+    return bool(calls) and not any(MAY_WAIT.search(e.file) or e.function in ("wait", "synchronize") for e in calls)
+
+
+def in_collective(fate: Fate) -> bool:
+    """Its stack says that it is in torch.distributed, so it waits for others. False without a stack."""
+    return not winding_up(fate) and any("/torch/distributed/" in frame.file for frame in called(fate))
+
+
+def called(fate: Fate) -> list[Frame]:
+    """The calls that it is in, innermost first, up to the first one in code of its own."""
     stack = frames(fate)
-    for frame in stack:
-        if MAY_WAIT.search(frame.file) or frame.function in ("wait", "synchronize"):
-            return False
-        if not LIBRARY.search(frame.file):
-            break
-    return bool(stack)
+    own = (number for number, frame in enumerate(stack) if not LIBRARY.search(frame.file))
+    return stack[: next(own, len(stack)) + 1]

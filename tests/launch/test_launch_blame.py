@@ -35,6 +35,7 @@ def dump(*frames: str) -> str:
 
 SLEEPING = dump("/t/train.py:3:sleepy", "/t/train.py:9:main")
 WAITING = dump("/v/site-packages/torch/distributed/distributed_c10d.py:3252:all_reduce", "/t/train.py:7:step")
+WAITING_FOR_A_QUEUE = dump("/usr/lib/python3.11/threading.py:327:wait", "/t/data.py:7:get")
 
 
 def blamed(*fates: Fate) -> dict[int, str]:
@@ -363,6 +364,22 @@ def test_who_still_waits_for_what_all_had_issued_as_the_link_went_down_is_not_bl
     )
     reset = replace(behind, failure=failure(RESET))
     assert list(blamed(reset, replace(ahead, issued=(all_reduce(4),)))) == [0]
+
+
+def test_who_was_killed_waiting_for_what_all_had_issued_is_not_blamed_where_nothing_is_heard_of_the_others() -> None:
+    """The time limit came before the collective's own."""
+    waits = Fate(0, -9, killed=LIMIT, stack=WAITING, issued=(all_reduce(3),), host="one")
+    unheard = Fate(1, None, issued=(all_reduce(3),), host="two")
+    assert blamed(waits, unheard) == {}
+    where = "all_reduce #3 of group [0,1] (step 2, backward, 16 B), which all of them had issued"
+    assert judge([waits, unheard])[0].undelivered == (
+        f"nothing came through between one (ranks [0]) and two (ranks [1]) in {where}"
+    )
+    for otherwise in (replace(waits, stack=""), replace(waits, stack=WAITING_FOR_A_QUEUE)):
+        assert list(blamed(otherwise, unheard)) == [0]
+    assert list(blamed(waits, replace(unheard, issued=(all_reduce(2),)))) == [1]
+    in_receive = replace(waits, issued=(all_reduce(3), p2p("recv", 2, 1)))
+    assert list(blamed(in_receive, replace(unheard, issued=(all_reduce(3), p2p("send", 2, 0))))) == [0]
 
 
 def test_a_rank_that_lags_is_blamed_for_a_time_out_whatever_host_it_is_on() -> None:
