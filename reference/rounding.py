@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,8 +45,27 @@ def lower_precisions(training: TrainingConfig) -> list[Variation]:
     return found
 
 
+def low_sums(training: TrainingConfig, passes: Sequence[np.ndarray]) -> list[Variation]:
+    """Of the loss of each forward pass. passes: where the tokens of each lie in the flattened batch."""
+    wanted, places = training.dtype, [torch.from_numpy(at) for at in passes]
+    lower = {name: partial(_loss_summed_in, dtype, places) for name, dtype in LOW.items() if name != wanted}
+    text = "the loss is computed and summed in {}"
+    return [Variation("precision", text.format(name), wanted, "model", loss=loss) for name, loss in lower.items()]
+
+
 def _loss_in(dtype: torch.dtype, logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(dtype), labels, ignore_index=IGNORED, reduction="none").to(logits.dtype)
+
+
+def _loss_summed_in(dtype: torch.dtype, places: list[Tensor], logits: Tensor, labels: Tensor) -> Tensor:
+    """The first token of each pass has the rounded sum, the others 0; gradients are those of the tokens' losses."""
+    losses, low = _loss_in(dtype, logits, labels), logits.detach().to(dtype)
+    if len(labels) != sum(map(len, places)):
+        return losses  # of another batch
+    sums = torch.zeros_like(losses)
+    for at in places:
+        sums[at[0]] = F.cross_entropy(low[at], labels[at], ignore_index=IGNORED, reduction="sum")
+    return sums + (losses - losses.detach())
 
 
 def _norm_in(dtype: torch.dtype) -> Callable[..., Tensor]:

@@ -1,5 +1,6 @@
 """What mutants of a diagnosis have to pass besides the tests: runs with faults that `harness faults --out` stored are named as
-they were then. tools/mutants.py puts it beside those; their folder is in FAULTS_OUT."""
+they were then, with the evidence that is shown before anything is altered. tools/mutants.py puts it beside those; their
+folder is in FAULTS_OUT."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from harness.judge.stored_trial import load_trial
 
 OUT = Path(os.environ["FAULTS_OUT"])
 NAMED = {one.fault: one for one in accepted(OUT / "faults.json") if one.cause and " raised: " not in one.cause}
+UNALTERED: dict[str, Any] = {}  # the first time each is asked, no mutant is there yet
 FOLDERS = [folder for folder in sorted(OUT.glob("*+*")) if folder.name.partition("+")[2] in NAMED]
 
 
@@ -31,3 +33,4 @@ def test_a_stored_run_with_a_fault_is_named_as_before(folder: Path) -> None:
     found, before = diagnose(*judged(folder)), NAMED[folder.name.partition("+")[2]]
     assert found is not None
     assert (found.cause, found.kinds) == (before.cause, before.kinds)
+    assert UNALTERED.setdefault(folder.name, found.evidence) == found.evidence

@@ -46,7 +46,7 @@ def within_documents(tokens: np.ndarray) -> np.ndarray:
 
     from harness.reference.data import documents
 
-    of = documents(from_numpy(tokens)).numpy()
+    of = documents(from_numpy(tokens.copy())).numpy()  # what is stored is read-only, of which torch warns
     return np.arange(len(of)) - np.searchsorted(of, of)
 
 

@@ -84,8 +84,10 @@ def _not_a_partition(
 
 
 def _twins(trial: Trial, received: dict[int, list[int | None]]) -> str:
+    """Of rows that are no sample nothing is known."""
     shares = trial.one_rank_per_share()
-    same = [rank for rank in shares[1:] if received.get(rank) and received[rank] == received.get(shares[0])]
+    known = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
+    same = [rank for rank in shares[1:] if rank in known and known[rank] == known.get(shares[0])]
     return f"; ranks {[shares[0], *same]} received the same" if same else ""
 
 

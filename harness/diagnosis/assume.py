@@ -84,7 +84,7 @@ def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str,
     together = [{**order_of_entries(trial), **trial.otherwise, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
-    return replace(trial, reference=runs[0], references=references)
+    return replace(trial, reference=runs[0], references=references, apart=True)
 
 
 def retrain_apart(

@@ -286,9 +286,9 @@ def _not_reduced(
     passes, over, held = trial.case.passes, " and ".join(missing), _holds(trial, missing)
     silent = silent_axes(trial, mixture.step)
     alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
-    if len(chosen) < passes:
-        which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)} of {passes}"
-        text = f"gradients of {which} are not reduced over {over}{{when}}: each rank adds its own only"
+    which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)}" * (len(chosen) < passes)
+    if which:
+        text = f"gradients of {which} of {passes} are not reduced over {over}{{when}}: each rank adds its own only"
     elif alone:
         texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in alone.items()]
         text = f"gradient reduction missing over {over}{{when}}: {', '.join(texts)}"
@@ -305,7 +305,7 @@ def _not_reduced(
     for when, steps, more in spans(trial, mixture.step):
         cause = Cause(kind, text.format(when=when))
         assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=weights, steps=steps)
-        hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing))
+        hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing, f" of {which}" if which else ""))
         if alone:
             hypothesis = _without_traffic(hypothesis, tuple(alone), steps)
         yield hypothesis
@@ -348,8 +348,8 @@ def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
     return f"rank {rank}'s gradient holds the samples of {rank_words(_reached(trial, rank, missing))} only"
 
 
-def _lines(trial: Trial, missing: tuple[str, ...]) -> Lines:
+def _lines(trial: Trial, missing: tuple[str, ...], which: str) -> Lines:
     held = {rank: ranks_text(_reached(trial, rank, missing)) for rank in sorted(trial.ranks)[:2]}
     wanted = f"expected {ranks_text(trial.one_rank_per_share())}"
-    texts = (f"rank {r}'s gradient holds those received by ranks {ranks}, {wanted}" for r, ranks in held.items())
+    texts = (f"rank {r}'s gradient{which} holds those received by ranks {ranks}, {wanted}" for r, ranks in held.items())
     return (*(("samples", text) for text in texts), *traffic_lines(trial))

@@ -15,7 +15,7 @@ from harness.checks.samples import misshapen_labels, wrong_labels
 from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.positions import wrong_positions
-from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on
+from harness.diagnosis.received import Rows, own_labels, received, repeated_microbatches, shift_of, trained_on
 from harness.diagnosis.unknown_rows import described
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
@@ -85,8 +85,8 @@ def _divided_by_all(trial: Trial, share: dict[int, float]) -> bool:
 def wrong_samples(trial: Trial) -> Cause | None:
     """Named by the first step in which a rank receives something else than it should."""
     names: tuple[Callable[[Trial, int], Cause | None], ...] = (
-        *(_cut_otherwise, _differing_peers, _same_samples, _overlapping, _no_samples, _of_another_step, _lost),
-        *(_wrong_microbatches, _wrong_labels, _lost_labels),
+        *(_cut_otherwise, _differing_peers, _same_samples, _overlapping, _microbatches_again, _twice, _no_samples),
+        *(_of_another_step, _lost, _wrong_microbatches, _wrong_labels, _lost_labels),
     )
     return next((cause for step in trial.case.steps for name in names if (cause := name(trial, step))), None)
 
@@ -148,8 +148,38 @@ def _overlapping(trial: Trial, step: int) -> Cause | None:
         if (set(shares[one]) & set(shares[other])) - {None}:
             text = f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody"
             return Cause("samples overlap", text)
-    twice = [rank for rank, ids in shares.items() if None not in ids and len(set(ids)) < len(ids)]
-    return Cause("samples overlap", f"rank {twice[0]} receives a sample twice{when}") if twice else None
+    return None
+
+
+def _microbatches_again(trial: Trial, step: int) -> Cause | None:
+    """Told of the first rank that repeats some, and of all that repeat the same ones."""
+    found = {rank: repeated_microbatches(trial, rank, step) for rank in _receiving_twice(trial, step)}
+    if not (again := next(filter(None, found.values()), None)):
+        return None
+    ranks, shares = [rank for rank in found if found[rank] == again], shares_of_samples(trial, step)
+    always = all(repeated_microbatches(trial, rank, other) == again for rank in ranks for other in trial.case.steps)
+    which = " and ".join(
+        (f"microbatches {positions_text(np.array(late))} are" if late[1:] else f"microbatch {late[0]} is")
+        + f" microbatch {early}"
+        for early, late in again.items()
+    )
+    where = f"on {rank_words(ranks)}" if len(ranks) < len(shares) else "on every rank"
+    text = f"in {'each step' if always else f'step {step}'} {which} again {where}"
+    wanted = set(trial.reference.samples[step - 1])
+    if lost := wanted.difference(*shares.values()):
+        text += f", {len(lost)} of {len(wanted)} samples are received by nobody"
+    return Cause("microbatches repeated", text)
+
+
+def _twice(trial: Trial, step: int) -> Cause | None:
+    twice = _receiving_twice(trial, step)
+    return Cause("samples overlap", f"rank {twice[0]} receives a sample twice{_when(trial, step)}") if twice else None
+
+
+def _receiving_twice(trial: Trial, step: int) -> list[int]:
+    """Ranks that receive one of the recipe's samples more than once."""
+    shares = shares_of_samples(trial, step)
+    return [rank for rank, ids in shares.items() if None not in ids and len(set(ids)) < len(ids)]
 
 
 def _no_samples(trial: Trial, step: int) -> Cause | None:
@@ -230,6 +260,9 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
     hint = ""
     if _only_at_the_ends(trial, step, wrong):
         hint = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
+    elif _cut_as_if_balanced_otherwise(trial, step):
+        balance = trial.case.features.cp_load_balance
+        hint = f": they are cut over cp as if cp_load_balance were {not balance}, the tokens as if it were {balance}"
     elif all(label < 0 for _, label, _ in labels):  # a mask that is too wide or too narrow leaves all others alone
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
@@ -261,6 +294,17 @@ def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:
         if trial.case.dims.cp == 1 or not {place for place, _, _ in labels} <= ends:
             return False
     return True
+
+
+def _cut_as_if_balanced_otherwise(trial: Trial, step: int) -> bool:
+    """Each cp rank has the labels of the positions that it would have with, or without, load balance."""
+    case, rows = trial.case, received(trial, step)
+    if case.dims.cp == 1 or rows is None or not rows.whole:
+        return False
+    other = replace(case, features=replace(case.features, cp_load_balance=not case.features.cp_load_balance))
+    own, length = own_labels(trial, rows.tokens), case.seq_len(step)
+    cut = ((positions(case, rank, length), positions(other, rank, length)) for rank in trial.plan.groups["cp"][0])
+    return all(np.array_equal(rows.labels[:, at], own[:, instead]) for at, instead in cut)
 
 
 def _lost_labels(trial: Trial, step: int) -> Cause | None:

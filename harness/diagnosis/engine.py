@@ -89,8 +89,9 @@ class Search:
             if whole:
                 return both
             best += both
-        best.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
-        equal = [proof for proof in best if (proof.explained, proof.fitted) == (best[0].explained, best[0].fitted)]
+        best.sort(key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
+        alike = [(proof.explained, proof.fitted, proof.seen) for proof in best]  # what a law has seen goes first
+        equal = [proof for proof, of in zip(best, alike, strict=True) if of == alike[0]]
         said = {frozenset(one.cause.text for one in proof.hypotheses): proof for proof in reversed(equal)}
         return [*said.values()][::-1]
 

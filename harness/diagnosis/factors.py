@@ -6,7 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from harness.judge.losses import losses
 from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
 from harness.spec.dims import AXES
 
 MOST_NAMES = 3
@@ -57,7 +59,20 @@ def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, By
     for other, count in valid.items():
         text = f"divided by the number of valid tokens of step {other} ({count}, not {valid[step]})"
         found.append((text, _ratio(valid, dict.fromkeys(valid, count))))
+    for number, counts in _tokens_of_microbatches(trial).items():
+        text = f"divided by the valid tokens of microbatch {number} alone ({counts[step]}, not {valid[step]})"
+        found.append((text, _ratio(valid, counts)))
     yield from ((text, by_step) for text, by_step in found if _near(by_step(step), factor))
+
+
+def _tokens_of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
+    """By number, from 1, and step: the valid tokens of that microbatch of all ranks; empty where there is one alone."""
+    ranks = [rank for rank in trial.ranks if coordinate(trial.case.dims, rank)["tp"] == 0]
+    steps = {step: [seen for rank in ranks if (seen := losses(trial, rank, step))] for step in trial.case.steps}
+    passes = trial.case.passes
+    if passes == 1 or not all(of and all(len(seen) == passes for seen in of) for of in steps.values()):
+        return {}
+    return {n + 1: {step: sum(seen[n][1] for seen in of) for step, of in steps.items()} for n in range(passes)}
 
 
 def _ratio(above: Mapping[int, int], below: Mapping[int, int]) -> ByStep:

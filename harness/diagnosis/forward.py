@@ -127,6 +127,18 @@ class Tries:
         return {rank: np.array([order[id_] for id_ in ids if id_ is not None]) for rank, ids in shares.items()}
 
     @cached_property
+    def passes(self) -> list[np.ndarray]:
+        """Where in the flattened batch the tokens of each forward pass lie, of each cp rank by itself."""
+        case, length, found = self.trial.case, self.trial.case.seq_len(self.step), []
+        for rank, rows in self.rows.items():
+            held = [positions(case, peer, length) for peer in self.trial.plan.peers(rank, "cp")]
+            steps = [one for one in self.trial.ranks[rank].steps if one.step == self.step]
+            sizes = [len(part.tokens) for one in steps for part in one.microbatches if part.tokens is not None]
+            parts = [part for part in np.split(rows, np.cumsum(sizes)[:-1]) if len(part)]
+            found += [(part[:, None] * length + at).ravel() for part in parts for at in held]
+        return found
+
+    @cached_property
     def observed(self) -> dict[int, float]:
         """The sum of the losses of each share."""
         found: dict[int, float] = {}
@@ -244,10 +256,12 @@ class Tries:
     def _variations(self) -> list[Variation]:
         from harness.reference import variations
         from harness.reference.masks import mask_of_step
+        from harness.reference.rounding import low_sums
 
         case, tokens = self.trial.case, self.trial.reference.tokens
         degrees = {len(groups[0]) for groups in self.trial.plan.groups.values()}
         found = variations.variations(case.model, case.training, degrees)
+        found += low_sums(case.training, self.passes)
         if case.training.document_mask:
             for step in range(1, self.step):
                 ids = self.trial.reference.samples[step - 1]

@@ -85,6 +85,11 @@ class Proof:
     def fitted(self) -> int:
         return sum(hypothesis.fitted for hypothesis in self.hypotheses)
 
+    @property
+    def seen(self) -> int:
+        """How many of the laws that are left have seen it themselves."""
+        return len({law for hypothesis in self.hypotheses for law in hypothesis.seen} & {*self.left})
+
 
 def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
     """None if a law that held is broken under the assumption. One that explains nothing may still be half of what does."""

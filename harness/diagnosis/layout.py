@@ -22,8 +22,9 @@ from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, shard_place, tp_place
 from harness.plan.make_plan import make_plan
 from harness.plan.memory import parameter_bytes
-from harness.plan.plan import Plan
-from harness.plan.slices import Slice, chunk, flat_slices, numel, slice_text, slices_of_rank, tp_dim
+from harness.plan.observed_units import Unit
+from harness.plan.plan import Kept, Plan
+from harness.plan.slices import BYTES, Slice, chunk, flat_slices, numel, slice_text, slices_of_rank, tp_dim
 from harness.spec.dims import AXES, ParallelDims
 
 BY_RANK = (
@@ -182,6 +183,7 @@ def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
 
     def assume(trial: Trial) -> Trial:
         other = {rank: layout.slices(rank, trial.plan) for rank in trial.plan.slices}
+        trial = _in_no_unit(trial, {*wrong}) if left_out == "FSDP" and trial.case.wrapper == "fsdp2" else trial
         return with_slices(trial, {rank: {fqn: held[fqn] for fqn in wrong} for rank, held in other.items()})
 
     return Hypothesis(Cause("left out of a wrapper", text), assume, 2, tuple(contents_line(trial)))
@@ -194,7 +196,21 @@ def with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Trial
         rank: held | {f: s for f, s in other.get(rank, {}).items() if f in held} for rank, held in plan.slices.items()
     }
     size = {rank: parameter_bytes(trial.case, rank, held, plan.flat) for rank, held in slices.items()}
-    return replace(trial, plan=replace(plan, slices=slices, parameter_bytes=size))
+    shards, after = trial.case.shards, {}
+    for rank, kept in plan.after_forward.items():
+        freed = (fqn for fqn in other[rank] if fqn not in kept or kept[fqn].degree == shards)
+        after[rank] = kept | {f: Kept(shards, numel(slices[rank][f]) * BYTES[trial.case.training.dtype]) for f in freed}
+    return replace(trial, plan=replace(plan, slices=slices, parameter_bytes=size, after_forward=after))
+
+
+def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
+    """As if FSDP2 had been told to leave them alone: nobody gathers them."""
+    plan, units = trial.plan, {}
+    for rank, of_rank in plan.units.items():
+        left = [tuple(fqn for fqn in unit if fqn not in fqns) for unit in of_rank]
+        units[rank] = tuple(Unit(unit, plan.after_forward[rank][unit[0]].degree) for unit in left if unit)
+    alone = make_plan(trial.case, trial.traits, units, torch=plan.torch)
+    return replace(trial, plan=replace(alone, observed=plan.observed))
 
 
 def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:

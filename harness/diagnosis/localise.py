@@ -10,6 +10,7 @@ from dataclasses import replace
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import finding_line, in_order, in_parameters, where_text
+from harness.evidence.text import ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.result import Cause, Lines, Verdict
 from harness.judge.tolerance import NoBound
@@ -71,7 +72,8 @@ BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume", "update")
 
 def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]) -> str:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
-    wrong = [law for law in BEFORE_FORWARD if law not in held and verdict_of(trial, law) is Verdict.FAIL]
+    right = held | {"update"} if step == trial.first_step else held  # nothing has been updated yet
+    wrong = [law for law in BEFORE_FORWARD if law not in right and verdict_of(trial, law) is Verdict.FAIL]
     if wrong:
         return f"{off}; what goes into the forward pass is wrong ({', '.join(wrong)})"
     return f"the forward pass is {f'right in step {trial.first_step} and ' * bool(since)}wrong{since}: {off}"
@@ -104,7 +106,7 @@ def first_wrong_input(trial: Trial) -> str:
     """The first module in forward's order into which something of another length goes, and the last before it."""
     right, wrong = inputs_that_differ(trial)
     if wrong:
-        no = f"{_input_words(trial, wrong)} does not"
+        no = f"{_input_words(trial, wrong)} does not{_apart_over_tp(trial, wrong)}"
         before = f"{_input_words(trial, right)} matches the reference in mean square, {no}" if right else ""
         return f": {before or no + ' match the reference in mean square'}"
     return ": what goes into each module matches the reference in mean square" if right else ""
@@ -123,6 +125,16 @@ def inputs_that_differ(trial: Trial, wanted: Mapping[str, float] | None = None) 
             return right, fqn
         right = fqn if seen else right
     return right, ""
+
+
+def _apart_over_tp(trial: Trial, fqn: str) -> str:
+    """Without sequence parallel the ranks of a tp group have one sum of what each computes of attention and feed-forward."""
+    whole = fqn.endswith(("_dropout", "norm")) and not trial.case.features.sequence_parallel
+    for group in trial.plan.groups.get("tp", ()) if whole else ():
+        seen = [trial.ranks[rank].steps[0].activity.inputs.get(fqn, (0.0, 0)) for rank in group]
+        if not math.isclose(min(seen)[0], max(seen)[0], rel_tol=1e-6):
+            return f", and differs among tp ranks {ranks_text(group)}, which are to have one sum"
+    return ""
 
 
 def _input_words(trial: Trial, fqn: str) -> str:

@@ -21,10 +21,16 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
     """In words, and by rank and step."""
-    if len(trial.ranks) > 1:
-        yield "the norm of its own shards", partial(norm_over, trial, ())
-    for missing, along in axes_left_out(trial, AXES[1:]):
-        yield f"a norm not summed over {' and '.join(missing)}", partial(norm_over, trial, along)
+    shared = [*axes_left_out(trial, AXES[1:])]
+    if len(trial.ranks) > 1 and not shared:
+        yield "the norm of its own gradients", partial(norm_over, trial, ())
+    for missing, along in shared:
+        summed = f"not summed over {' and '.join(missing)}"
+        alone = set(along) <= {"dp_replicate"}
+        yield (
+            f"the norm of its own shards ({summed})" if alone else f"a norm {summed}",
+            partial(norm_over, trial, along),
+        )
     for axis in (axis for axis in trial.plan.groups if _has_replicas(trial, axis)):
         yield f"a norm with each replica along {axis} counted again", partial(_counting_again, trial, axis)
     yield "the largest entry (an infinity norm)", partial(_of_entries, trial, max)

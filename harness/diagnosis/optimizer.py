@@ -66,7 +66,7 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     ranks = [rank for rank, step in wrong if step == first]
     rate = wrong[ranks[0], first]
     like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
-    rule = schedule_of(trial, wrong) or f", the schedule's of step {' or '.join(like)}" * bool(like)
+    rule = schedule_of(trial, wrong, shown) or f", the schedule's of step {' or '.join(like)}" * bool(like)
     text = f"learning rate of step {first} is {rate:.6g}{rule}{on_ranks(trial, ranks)}"
 
     def of_ranks(ranks: Sequence[int]) -> dict[str, Any]:
@@ -118,7 +118,10 @@ def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     rate = trial.reference_step(trial.first_step).lr
     decay = _common([_decay(trial, *pair) for pair in wrong])
     if decay is not None and abs(decay) * rate < LARGEST_DECAY:
-        yield _another_decay(trial, fqns, where, 0.0 if abs(decay) < 1e-9 else float(f"{decay:.6g}"))
+        short = 0.0 if abs(decay) < 1e-9 else float(f"{decay:.6g}")
+        yield _another_decay(
+            trial, fqns, where, short if math.isclose(short, decay, rel_tol=1e-9, abs_tol=1e-9) else decay
+        )
 
 
 def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> Iterator[Hypothesis]:
@@ -158,6 +161,7 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> H
     else:
         of = "" if len(fqns) == len(trial.plan.shapes) else f" of {where}"
         text, expected = f"weight decay{of} is {decay:g}", f"{update.recipe_of(trial, fqns[0]).weight_decay:g}"
+        text += ", that over the learning rate" * math.isclose(decay * trial.case.training.lr, requested, rel_tol=1e-9)
         text = text if decay else f"weight decay is not applied{of.replace(' of ', ' to ', 1)}"
     usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
 
@@ -214,13 +218,30 @@ Rate = Callable[[int], float]
 """By step, counted from 1."""
 
 
-def schedule_of(trial: Trial, seen: Mapping[tuple[int, int], float]) -> str:
-    """In words, after a colon; empty where none gives all of them. seen: by rank and step, those that are wrong."""
+def schedule_of(trial: Trial, wrong: Mapping[tuple[int, int], float], shown: Mapping[tuple[int, int], float]) -> str:
+    """In words, after a colon: the rules for all rates that ranks with wrong ones have; empty where there is none. By rank and
+    step. Of one wrong rate none is said, unless one behind it is right."""
+    steps, ranks = sorted({step for _, step in wrong}), {rank for rank, _ in wrong}
+    known = {at: lr for at, lr in shown.items() if at[0] in ranks}
+    if len(steps) == 1 and not any(step > steps[0] > first for _, step in known for _, first in known):
+        return ""
+    found: dict[str, str] = {}
     for text, rate in _rules(trial.case.training):
-        same = (math.isclose(rate(step), lr, rel_tol=1e-9) for (_, step), lr in seen.items())
-        if len({step for _, step in seen}) > 1 and all(same):
-            return f": {text}"
-    return ""
+        if all(math.isclose(rate(step), lr, rel_tol=1e-9) for (_, step), lr in known.items()):
+            found.setdefault(
+                "takes" if text.startswith("each step takes") else text, text
+            )  # the fewest that it may take
+    return f": {', or '.join([*found.values()][:3])}" if found else ""
+
+
+def _shifted(steps: int) -> Iterator[tuple[str, Callable[[int], int]]]:
+    """By step, the one whose rate it has."""
+    for by, text in ((-1, "that of the step before, in every step"), (1, "that of the next step, in every step")):
+        yield text, lambda step, by=by: step + by  # type: ignore[misc]
+    for by in range(2, 9):
+        yield f"each step takes {by} steps of the schedule", lambda step, by=by: 1 + by * (step - 1)  # type: ignore[misc]
+    for late in range(2, steps):
+        yield f"that of the step before since step {late}", lambda step, late=late: step - (step >= late)  # type: ignore[misc]
 
 
 def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
@@ -238,8 +259,8 @@ def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
     def cosine(done: float) -> float:
         return last + (1 - last) * (1 + math.cos(math.pi * done)) / 2
 
-    for by, text in ((-1, "that of the step before, in every step"), (1, "that of the next step, in every step")):
-        yield text, lambda step, by=by: learning_rate(step + by, training)  # type: ignore[misc]
+    for text, at in _shifted(steps):
+        yield text, lambda step, at=at: learning_rate(at(step), training)  # type: ignore[misc]
     yield "as without a schedule", lambda step: peak
     yield "constant behind the warm-up", lambda step: rising(step, lambda done: 1.0)
     line = "a line falls behind the warm-up, in place of a cosine"
@@ -253,7 +274,7 @@ def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
     yield both, lambda step: peak * min(1.0, step / max(1, warmup)) * cosine(min(1.0, step / steps))
     numbers: dict[str, tuple[float, ...]] = {
         "warmup_steps": (0, warmup - 1, warmup + 1, 2 * warmup, warmup // 2),
-        "final_lr_fraction": (0.0, 0.01, 0.1, 0.5, 1.0),
+        "final_lr_fraction": (0.0, 0.01, 0.1, 0.5),
         "steps": (steps - 1, steps + 1, 2 * steps, steps // 2),
         "lr": tuple(peak * by for by in (0.1, 0.5, 2.0, 10.0)),
     }

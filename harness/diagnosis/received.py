@@ -36,6 +36,17 @@ def received(trial: Trial, step: int) -> Rows | None:
     return Rows(tokens, labels, all(part.whole for part in known))
 
 
+def repeated_microbatches(trial: Trial, rank: int, step: int) -> dict[int, list[int]]:
+    """Which later microbatches of a rank hold the samples of an earlier one of the step, by that one. Counted from 1."""
+    record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
+    fed = [part.tokens for part in record.microbatches if part.tokens is not None] if record else []
+    rows = [sorted(row.tobytes() for row in tokens) for tokens in fed]
+    again: dict[int, list[int]] = {}
+    for late, own in enumerate(rows, 1):
+        again.setdefault(rows.index(own) + 1, []).append(late)
+    return {early: late[1:] for early, late in again.items() if late[1:]}
+
+
 def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
     length = trial.case.seq_len(step)
     pieces = []

@@ -7,6 +7,7 @@ training is wrong, and one that only repeats what is wrong is not blamed.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from harness.checks.reported_rate import CLOSE
 from harness.checks.update import observed_norm
 from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
-from harness.diagnosis.norms import axes_left_out, other_norms, peers
+from harness.diagnosis.norms import AXES, axes_left_out, other_norms, peers
 from harness.diagnosis.words import finding_line, rank_words
 from harness.judge.losses import losses
 from harness.judge.reporting import Read, below, due, silences
@@ -176,6 +177,13 @@ def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:
             text = f"it is not reduced over {' and '.join(missing)}"
             for everyone in (False, True):
                 yield text, partial(_loss_over, trial, along, everyone)
+    if (passes := trial.case.passes) > 1:
+        count, all_tokens = f"the number of microbatches ({passes})", ", divided by all valid tokens of the step"
+        means = (("", False, 1.0), (f", divided by {count}", False, 1 / passes))
+        sums = ((all_tokens, True, 1.0), (f"{all_tokens}, times {count}", True, passes))
+        whose: tuple[tuple[str, tuple[str, ...]], ...] = (("the", AXES), ("its own", ()))
+        for (of, along), (how, everyone, factor) in itertools.product(whose, (*means, *sums)):
+            yield f"that of {of} last microbatch alone{how}", partial(_of_the_last, trial, along, everyone, factor)
 
 
 def _other_norms(trial: Trial) -> Iterator[tuple[str, Number]]:
@@ -222,17 +230,29 @@ def _running(trial: Trial, law: str, kept: float, rank: int, step: int) -> float
     return functools.reduce(lambda mean, of: mean + of[1] * (of[0] - mean), zip(known, shares, strict=True), 0.0)
 
 
-def _loss_over(trial: Trial, along: tuple[str, ...], everyone: bool, rank: int, step: int) -> float | None:
-    """Over the tokens of the rank and its peers, or divided by those of all."""
+def _of_the_last(
+    trial: Trial, along: tuple[str, ...], everyone: bool, factor: float, rank: int, step: int
+) -> float | None:
+    """The loss of the last microbatches of the rank and its peers, times a factor."""
+    known = _loss_over(trial, along, everyone, rank, step, last=True)
+    return None if known is None else factor * known
+
+
+def _loss_over(
+    trial: Trial, along: tuple[str, ...], everyone: bool, rank: int, step: int, last: bool = False
+) -> float | None:
+    """Over the tokens of the rank and its peers, or divided by those of all. last: of each rank's last microbatch."""
     tokens = trial.reference_step(step).valid_tokens if everyone else 0
-    return _loss_of(trial, peers(trial, rank, along), rank, step, tokens)
+    return _loss_of(trial, peers(trial, rank, along), rank, step, tokens, last)
 
 
-def _loss_of(trial: Trial, ranks: tuple[int, ...], rank: int, step: int, tokens: int = 0) -> float | None:
+def _loss_of(
+    trial: Trial, ranks: tuple[int, ...], rank: int, step: int, tokens: int = 0, last: bool = False
+) -> float | None:
     """Of tp peers, who compute the same, those at the place of the rank."""
     place = coordinate(trial.case.dims, rank)["tp"]
     alike = [other for other in ranks if other in trial.ranks and coordinate(trial.case.dims, other)["tp"] == place]
-    seen = [loss for other in alike for loss in losses(trial, other, step)]
+    seen = [loss for other in alike for loss in losses(trial, other, step)[-1 if last else 0 :]]
     count = tokens or sum(number for _, number in seen)
     return math.fsum(total for total, _ in seen) / count if count else None
 
@@ -247,7 +267,7 @@ def _another_number(reported: Reported) -> str:
         return f"{reported.shown[at]:.6g} once, where {reported.right[at]:.6g} is right"
     if ratios and all(times_text(ratio) == times_text(1.0) for ratio in ratios):
         return f"a number that is off by {max(abs(ratio - 1) for ratio in ratios):.1e}"
-    return "another number"
+    return f"a number that is no other of the run ({reported.shown[at]:.6g} in step {at[1]}, {reported.right[at]:.6g} is right)"
 
 
 def _below(trial: Trial) -> str:

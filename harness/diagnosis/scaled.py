@@ -6,6 +6,7 @@ again with them; the laws judge all steps.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -257,20 +258,23 @@ def gradients_not_zeroed(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if step is None or step == 1 or not _holds_the_one_before(trial, step):
         return
     held = f"those of step {step} hold step {step - 1}'s as well"
-    limit = trial.case.training.max_norm
-    for most in dict.fromkeys((limit, None)):
+    every, off = tuple(trial.plan.shapes), tuple(in_order(trial, (fqn for _, fqn in wrong_pairs(trial, step))))
+    limits = dict.fromkeys((trial.case.training.max_norm, None))
+    for fqns, most in itertools.product(dict.fromkeys((every, off)), limits):
         for _, steps, more in spans(trial, step):
             when = f"before step {step} alone" if more else "between steps"
-            cause = Cause("gradients not zeroed", f"gradients are not zeroed {when}: {held}")
-            yield Hypothesis(cause, partial(another_reference, gradients=_adding(steps, most)), 1 + more)
+            where = f" {in_parameters(trial, fqns)}" * (fqns != every)
+            cause = Cause("gradients not zeroed", f"gradients are not zeroed {when}{where}: {held}")
+            adding = partial(another_reference, gradients=_adding(steps, fqns, most))
+            yield Hypothesis(cause, adding, 1 + more + (fqns != every))
 
 
-def _adding(steps: Sequence[int], limit: float | None) -> Callable[[int, Arrays], Arrays]:
-    """In these steps what there was before as well. limit: the norm to which that was clipped in place."""
+def _adding(steps: Sequence[int], fqns: Sequence[str], limit: float | None) -> Callable[[int, Arrays], Arrays]:
+    """In these steps and parameters what there was before as well. limit: the norm to which that was clipped in place."""
     left: Arrays = {}
 
     def gradients(step: int, own: Arrays) -> Arrays:
-        total = {fqn: g + left[fqn] for fqn, g in own.items()} if step in steps else own
+        total = {**own, **{fqn: own[fqn] + left[fqn] for fqn in fqns if fqn in own}} if step in steps else own
         norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in total.values()))
         left.update({fqn: (clip_coefficient(norm, limit) * g).astype(g.dtype) for fqn, g in total.items()})
         return total

@@ -40,7 +40,8 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
             left = {name: result for name, result in again.items() if result.findings} or left
         held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
         place, more = _located(assumed, left, found.tried, held)
-        lines += [("not explained", place.text), *more] if said else more
+        with_that = "with that assumed, " * bool(found.proofs)
+        lines += [("not explained", with_that + place.text), *more] if said else more
         said = said or {place: ()}
     lines += [("not tried", text) for text in found.raised]
     lines += [("not searched further", found.ended)] * bool(found.ended)

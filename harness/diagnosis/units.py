@@ -13,6 +13,7 @@ from harness.checks import reshard
 from harness.checks.placements import disagreements
 from harness.diagnosis.assume import another_feature
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
+from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import on_ranks, some, traffic_lines
 from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
@@ -113,8 +114,9 @@ def unit_of(fqn: str) -> str:
 
 
 def _kept_by(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
-    """In the first forward pass of each model part: what should be, and what is."""
-    steps, wanted = trial.ranks[rank].steps, trial.plan.after_forward[rank]
+    """In the first forward pass of each model part: what should be, and what is, of parameters cut as planned."""
+    steps, cut = trial.ranks[rank].steps, {fqn for other, fqn, _ in wrong_parts(trial) if other == rank}
+    wanted = {fqn: kept for fqn, kept in trial.plan.after_forward[rank].items() if fqn not in cut}
     found: dict[str, tuple[str, str]] = {}
     for record in steps[0].after_forward if steps else ():
         for fqn, held in record.bytes.items():

@@ -78,27 +78,31 @@ def _data_of(trial: Trial) -> Dataset | None:
 
 
 def _of_the_data(trial: Trial, step: int, ranks: list[int], rows: list[np.ndarray]) -> str:
-    from harness.reference.data import sample_order
-
     data, length = _data_of(trial), trial.case.seq_len(step)
     if data is None or any(len(row) != length for row in rows):
         return ""
     ids = {data[index][0][:length].numpy().tobytes(): index for index in range(len(data))}
     if not all(row.astype(np.int64).tobytes() in ids for row in rows):
         return "none of the data set's"
-    for text, seed in _other_seeds(trial, ranks):
-        order = sample_order(trial.case.training, len(data), seed - trial.case.training.seed)
+    for text, order in _other_orders(trial, len(data)):
         if all(_is_share(trial, step, rank, order, ids) for rank in ranks):
             return text
     return "samples of the data set that these steps do not read"
 
 
-def _other_seeds(trial: Trial, ranks: list[int]) -> Iterator[tuple[str, int]]:
-    seed = trial.case.training.seed
-    for by in (*range(1, ORDERS), *range(-ORDERS, 0)):
-        text = f"samples of the data set in the order of seed {seed + by}, or of as many epochs on from {seed}"
-        yield text, seed + by
-    yield "samples of the data set in the order of seed 0", 0
+def _other_orders(trial: Trial, size: int) -> Iterator[tuple[str, list[int]]]:
+    """Of the data set's samples, of which a step takes the next ones and deals them out to the dp ranks."""
+    from harness.reference.data import sample_order
+
+    training, seed, count = trial.case.training, trial.case.training.seed, len(trial.one_rank_per_share())
+    yield "samples in the data set's own order, not shuffled", [*range(size)]
+    usual = np.array(sample_order(training, size, 0)[: size // count * count])
+    blocks = [int(index) for index in usual.reshape(count, -1).T.ravel()]
+    yield "each dp rank reads a block of the shuffled samples, requested every n-th of them", blocks
+    for other in (*range(seed + 1, seed + ORDERS), *range(seed - ORDERS, seed), 0):
+        text = f"samples of the data set in the order of seed {other}"
+        epochs = f", or of as many epochs on from {seed}" * bool(other)
+        yield text + epochs, sample_order(training, size, other - seed)
 
 
 def _is_share(trial: Trial, step: int, rank: int, order: list[int], ids: dict[bytes, int]) -> bool:

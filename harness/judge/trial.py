@@ -57,9 +57,9 @@ class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
     What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
-    trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; reports, by
-    law, what each rank reports of a step. recorded: of a job that was only recorded, alone: of ranks that
-    ran alone; their reference is empty.
+    trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; apart,
+    whether they were assumed to, be it with one copy; reports, by law, what each rank reports of a step. recorded: of a job
+    that was only recorded, alone: of ranks that ran alone; their reference is empty.
     """
 
     case: Case
@@ -74,6 +74,7 @@ class Trial:
     otherwise: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
+    apart: bool = False
     recorded: Recorded | None = None
     alone: Alone | None = None
 
@@ -174,7 +175,7 @@ class Trial:
     @property
     def as_requested(self) -> bool:
         """Whether nothing is assumed."""
-        return self.assumed is AS_REQUESTED and not (self.otherwise or self.reports)
+        return self.assumed is AS_REQUESTED and not (self.otherwise or self.reports or self.apart)
 
     @property
     def first_step(self) -> int:

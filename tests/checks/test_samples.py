@@ -59,6 +59,15 @@ def test_two_ranks_fed_the_same_samples_are_named() -> None:
     )
 
 
+def test_ranks_fed_with_rows_that_are_no_samples_are_not_said_to_receive_the_same() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank, token in ((0, 1), (1, 2)):
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, tokens=np.full_like(batch.tokens, token)),))
+    (first, *_) = findings("samples", trial)
+    assert first.observed == "8 received by nobody (0, 1, 2, 3, ...)"
+
+
 def test_a_tp_peer_fed_other_samples_is_named() -> None:
     trial = feeding(trial_of(tiny_case("fsdp_2_tp_2")), 3, 3, [20, 21, 22, 16])
     assert findings("samples", trial) == (

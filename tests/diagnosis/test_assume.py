@@ -112,6 +112,11 @@ def test_ranks_that_train_apart_have_a_reference_each_and_one_copy_is_everybodys
     assert (changed.reference, changed.references) == ("a", references)
 
 
+def test_what_is_assumed_apart_is_not_as_requested_even_with_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls_of(monkeypatch, assume, "retrain_apart", lambda *of: ("a",))
+    assert RIGHT.as_requested and not assume.apart(RIGHT, {0: 0, 1: 0}, [{}]).as_requested
+
+
 def test_what_is_otherwise_goes_to_the_reference_that_is_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
     of: tuple[Any, ...] = (RIGHT.case.model, RIGHT.case.training, RIGHT.reference)
     alone = calls_of(monkeypatch, counterfactual, "retrain", lambda *of: "one")

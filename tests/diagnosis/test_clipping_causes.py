@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import LOW_CLIP, expect_first
+from diagnosed import LOW_CLIP, expect_first, first_line
 from literal import tiny_case, trained_otherwise, trial_of
 from literal_reference import clip
 
@@ -32,6 +32,48 @@ def test_each_group_of_parameters_clipped_by_its_own_norm(group: str, of: Callab
 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
     expect_first(trial, f"each {group} is clipped by its own norm")
+
+
+def squares(gradients: Arrays) -> dict[str, float]:
+    return {fqn: float(np.sum(g * g)) for fqn, g in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    ("whose", "norm_of"),
+    [
+        ("the largest entry (an infinity norm)", lambda of: max(float(np.abs(g).max()) for g in of.values())),
+        ("the sum of all entries' sizes (norm type 1)", lambda of: sum(float(np.abs(g).sum()) for g in of.values())),
+        ("the sum of the norms of all parameters", lambda of: sum(map(math.sqrt, squares(of).values()))),
+        ("the square of the global norm", lambda of: sum(squares(of).values())),
+        (
+            "the norm of norm weights only",
+            lambda of: math.sqrt(sum(by for fqn, by in squares(of).items() if "norm" in fqn)),
+        ),
+        (
+            "a norm without norm weights",
+            lambda of: math.sqrt(sum(by for fqn, by in squares(of).items() if "norm" not in fqn)),
+        ),
+    ],
+)
+def test_gradients_clipped_by_another_norm_than_the_global_one(whose: str, norm_of: Callable[[Arrays], float]) -> None:
+    low = replace(LOW_CLIP, max_norm=0.01)
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        return {fqn: clip(norm_of(gradients), low) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", low)), given=given)
+    assert first_line(trial).startswith(f"each rank clips by {whose}, not by the global norm: ")
+
+
+def test_gradients_clipped_by_the_norm_of_the_step_before() -> None:
+    norms = {0: 0.0}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        norms[step] = norm
+        return {fqn: clip(norms[step - 1], LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    assert first_line(trial).startswith("each rank clips by the norm of the step before, not by the global norm: ")
 
 
 def test_gradients_clipped_entry_by_entry() -> None:

@@ -252,6 +252,18 @@ def with_labels(trial: Trial, masked: dict[int, tuple[int, ...]]) -> Trial:
     return trial
 
 
+def test_labels_that_are_cut_over_cp_in_another_way_than_tokens_are_named() -> None:
+    trial = cp_trial()
+    for rank in trial.ranks:
+        other = np.array([[0, 1, 2, 3], [4, 5, 6, 7]][rank])
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        rows = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[0]]
+        labels = trial.reference.labels[rows][:, other]
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=labels),))
+    told = "they are cut over cp as if cp_load_balance were False, the tokens as if it were True"
+    assert cause(trial).endswith(f" labels of step 1 are not those of their tokens: {told}")
+
+
 def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
     cut = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
     wider = "masked, where they should be trained on"

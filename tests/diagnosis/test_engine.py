@@ -67,6 +67,16 @@ def test_the_simplest_of_two_that_hold_is_the_cause_and_equally_simple_ones_are_
     assert named(DOUBLED, simple, other) == ["simple", "other"]
 
 
+def test_what_a_law_has_seen_is_said_before_what_explains_as_much() -> None:
+    def seen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        yield Hypothesis(Cause("seen", "seen"), twice_the_gradients, seen=("reported_loss",))
+
+    other, trial = suspect("other", twice_the_gradients), with_step(DOUBLED, 0, 1, reported_loss=9.0)
+    for suspects in ((seen, other), (other, seen)):
+        found = explain(trial, judge(trial), suspects, ())  # type: ignore[arg-type]
+        assert [proof.hypotheses[0].cause.kind for proof in found.proofs] == ["seen"]
+
+
 def test_what_a_suspect_raises_is_on_record_and_keeps_no_other_from_being_tried() -> None:
     def raising(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         raise KeyError("layers.9")

@@ -10,6 +10,8 @@ from literal import tiny_case, trial_of, with_step, with_step_1_gradients
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.localise import first_wrong_input
 from harness.judge.trial import Trial
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
@@ -66,6 +68,33 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
     assert cause(trial) == (
         f": what goes into {inner} matches the reference in mean square, what goes into layers.0.attention.wo does not"
     )
+
+
+def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong() -> None:
+    gives, trial = "layers.0.ffn_norm", wrong_forward({"layers.0.ffn_norm": (16.0, 8.0)})
+    inputs = INPUTS | {gives: 4.0}
+    for rank, squares in ((0, 24.0), (1, 16.0)):
+        activity = trial.ranks[rank].steps[0].activity
+        trial = with_step(trial, rank, 1, activity=replace(activity, inputs={**activity.inputs, gives: (squares, 8.0)}))
+    wrong = replace(trial, reference=replace(trial.reference, inputs=inputs))
+    apart = f"what goes into {gives} does not, and differs among tp ranks [0,1], which are to have one sum"
+    assert first_wrong_input(without_sequence_parallel(wrong)).endswith(apart)
+    assert first_wrong_input(wrong).endswith(f"what goes into {gives} does not")  # each has its part of the sequence
+
+
+def without_sequence_parallel(trial: Trial) -> Trial:
+    return replace(trial, case=replace(trial.case, features=replace(trial.case.features, sequence_parallel=False)))
+
+
+def test_weights_that_are_updated_wrongly_do_not_go_into_the_first_forward_pass() -> None:
+    trial = wrong_forward({"norm": (80.0, 8.0)})
+    moved = {fqn: value + 1 for fqn, value in trial.ranks[0].steps[0].parameters.items()}
+    trial = with_step(trial, 0, 1, parameters=moved)
+    results = judge(trial)
+    assert "update" in broken_laws(results)
+    found = diagnose(trial, results)
+    told = dict(found.evidence).get("not explained", found.cause)
+    assert told.startswith("the forward pass is wrong: the loss of step 1 is off by ")
 
 
 def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:

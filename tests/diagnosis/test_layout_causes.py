@@ -26,6 +26,7 @@ from harness.checks import shard_contents
 from harness.diagnosis.layout import Layout, _fsdp_over_tp, _part_text, other_layouts, other_slices, renamed
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.plan.plan import Kept, Plan
 from harness.plan.slices import slices_of_rank
 from harness.spec.dims import ParallelDims
 
@@ -231,6 +232,21 @@ def test_a_module_that_fsdp_left_out() -> None:
     assert named(trial) == (
         "FSDP is not applied to 1 of 12 parameters (norm.weight): every rank of a group holds them whole"
     )
+
+
+def test_what_fsdp_left_out_is_in_no_unit_and_whole_after_forward() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in (0, 1):
+        trial = with_parameter(trial, rank, NORM, value=trial.reference.weights[NORM])
+    plan = next(other_layouts(trial, broken("shard_contents"))).assume(trial).plan
+    (size,) = trial.plan.shapes[NORM]
+    assert NORM in trial.plan.units[0][-1] and all(NORM not in unit for unit in plan.units[0])
+    assert plan.after_forward[0][NORM] == Kept(2, 8 * size)
+    assert reduced(trial.plan) - reduced(plan) == 8 * size
+
+
+def reduced(plan: Plan) -> int:
+    return sum(flow.bytes for flow in plan.flows[0] if flow.op == "reduce_scatter")
 
 
 def test_a_module_that_tp_left_out() -> None:

@@ -102,13 +102,45 @@ def test_a_displayed_loss_that_is_a_running_mean(kept: float, told: str) -> None
     assert first_line(trial).endswith(f"each rank shows {told}")
 
 
+def test_a_displayed_loss_of_the_last_microbatch_alone() -> None:
+    trial, tokens = accumulating(), ", divided by all valid tokens of the step"
+    last = {(rank, s.step): s.microbatches[-1] for rank, e in trial.ranks.items() for s in e.steps}
+    valid = {s.step: s.valid_tokens for s in trial.reference.steps}
+
+    def told(number) -> str:
+        changed = trial
+        for rank, step in last:
+            changed = with_step(changed, rank, step, reported_loss=number(rank, step))
+        return shown_instead(changed, "reported_loss").removeprefix("each rank shows that of ")
+
+    def total(step: int, what: str) -> float:
+        return sum(getattr(last[rank, step], what) for rank in (0, 1))
+
+    def mean(step: int) -> float:
+        return total(step, "loss_sum") / total(step, "valid_tokens")
+
+    def own(rank: int, step: int) -> float:
+        return last[rank, step].loss_sum / last[rank, step].valid_tokens
+
+    times = f"{tokens}, times the number of microbatches (2)"
+    assert told(lambda rank, step: 2 * total(step, "loss_sum") / valid[step]) == f"the last microbatch alone{times}"
+    assert told(lambda rank, step: total(step, "loss_sum") / valid[step]) == f"the last microbatch alone{tokens}"
+    assert told(lambda rank, step: mean(step)) == "the last microbatch alone"
+    divided = ", divided by the number of microbatches (2)"
+    assert told(lambda rank, step: mean(step) / 2) == f"the last microbatch alone{divided}"
+    assert told(own) == "its own last microbatch alone"
+    assert told(lambda rank, step: own(rank, step) / 2) == f"its own last microbatch alone{divided}"
+    assert told(lambda *at: 2 * last[at].loss_sum / valid[at[1]]) == f"its own last microbatch alone{times}"
+    assert told(lambda rank, step: 3 * mean(step)).startswith("each rank shows a number that is no other of the run (")
+
+
 def test_a_displayed_norm_that_is_each_ranks_own() -> None:
     def own(step) -> float:
         return math.sqrt(sum(float(np.sum(g * g)) for g in step.gradients.values()))
 
     expect_first(
         shows(fsdp_4(), "grad_norm", own),
-        """the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards""",
+        """the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards (not summed over dp_shard)""",
     )
 
 
@@ -219,7 +251,9 @@ def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(wh
     )
     once = with_step(trial, 3, 2, **{what: right[1]})
     assert shown_instead(once, what) == "rank 3 shows that of the step before in step 2"
-    assert shown_instead(shows(trial, what, lambda s: right[1]), what) == "each rank shows another number"
+    other = shown_instead(shows(trial, what, lambda s: right[1]), what)
+    told = f"({right[1]:.6g} in step 2, {right[2]:.6g} is right)"
+    assert other == f"each rank shows a number that is no other of the run {told}"
     assert shown_instead(with_step(trial, 3, 1, **{what: 2.5}), what).startswith("rank 3 shows 2.5 once, where ")
 
 

@@ -14,6 +14,7 @@ from literal import (
     TINY,
     judged,
     tiny_case,
+    trained_otherwise,
     trial_of,
     with_step,
     with_step_1_gradients,
@@ -27,6 +28,7 @@ from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.factors import factor_text, token_factors
 from harness.diagnosis.localise import localise
 from harness.diagnosis.scaled import _by_stage, gradients_not_zeroed, scaled_gradients
+from harness.judge.losses import losses
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -93,6 +95,15 @@ def by_tokens(trial: Trial, factor: Callable[[int, int], float]) -> Trial:
 )
 def test_a_number_of_tokens_is_tested_in_every_step(factor, name) -> None:
     assert first_line(by_tokens(fsdp_4(), factor)).endswith(f"what they should be in every parameter: {name}")
+
+
+def test_tokens_of_one_microbatch_in_the_place_of_all_are_named() -> None:
+    trial = trial_of(tiny_case("ddp_2", accumulation=2))
+    valid = {step.step: step.valid_tokens for step in trial.reference.steps}
+    alone = {step: sum(losses(trial, rank, step)[1][1] for rank in (0, 1)) for step in valid}
+    trial = with_factors(trial, lambda rank, step, fqn: valid[step] / alone[step])
+    told = f"divided by the valid tokens of microbatch 2 alone ({alone[1]:g}, not {valid[1]})"
+    assert told in first_line(trial)
 
 
 def test_a_number_of_tokens_of_one_step_in_all_steps_is_no_number_of_tokens() -> None:
@@ -191,6 +202,29 @@ def test_gradients_that_are_never_zeroed() -> None:
             trial = with_step(trial, rank, step.step, gradients=total)
     told = "gradients are not zeroed between steps: those of step 2 hold step 1's as well"
     assert first_line(with_updates_that_follow(trial)) == told
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_of_some_parameters_that_are_never_zeroed(clipped: bool) -> None:
+    left: dict[str, np.ndarray] = {}
+
+    def gradients(step: int, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        total = {fqn: g + left[fqn] if step > 1 and fqn in (NORM, LAST) else g for fqn, g in own.items()}
+        norm = np.sqrt(sum(np.sum(g**2) for g in total.values()))
+        left.update({fqn: min(1.0, 1.0 / (norm + 1e-6)) * g if clipped else g for fqn, g in total.items()})
+        return total
+
+    told = "gradients are not zeroed between steps in 2 of 12 parameters (norm.weight, output.weight): those of step 2 hold step 1's as well"
+    assert first_line(trained_otherwise(fsdp_4(), gradients=gradients)) == told
+
+
+def test_gradients_of_some_parameters_that_hold_others_of_the_step_before_are_zeroed() -> None:
+    stale = fsdp_4().reference.steps[0].gradients
+
+    def gradients(step: int, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {**own, NORM: own[NORM] + stale[NORM][::-1], LAST: own[LAST] + stale[LAST]} if step > 1 else own
+
+    assert proposed(trained_otherwise(fsdp_4(), gradients=gradients)) == []
 
 
 # ---- several factors

@@ -14,6 +14,7 @@ from harness.diagnosis import COSTLY, SUSPECTS
 from harness.diagnosis.assume import another_case
 from harness.diagnosis.backward import other_gradient_flows
 from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.forward import Tries
 from harness.diagnosis.gathered_logits import and_their_traffic
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
@@ -22,6 +23,7 @@ from harness.reference.altered import altering
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows
 from harness.reference.record import ReferenceRun
+from harness.reference.rounding import low_sums
 from harness.reference.train import train
 from harness.reference.variations import gathered_logits, over_cp, variations
 from harness.spec.case import Case
@@ -251,6 +253,30 @@ def test_labels_that_are_smoothed_are_told_with_the_number_that_was_fitted(ran: 
     (family,) = [one for one in families(case_of().model) if one.of(0.1).name == "label smoothing"]
     trial = ran(case_of(), loss=family.of(0.07).loss)
     assert diagnosed(trial).cause == "labels are smoothed by 0.07, requested 0"
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "dtype"),
+    [
+        (case_of(), [32, 32], "bfloat16"),
+        (case_of(accumulation=2), [16] * 4, "float32"),
+        (case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16)), [64, 64], "bfloat16"),
+    ],
+    ids=["fsdp", "accumulation", "cp"],
+)
+def test_losses_in_a_lower_precision_are_told_with_whether_their_sums_are(
+    ran: Ran, case: Case, sizes: list[int], dtype: str
+) -> None:
+    passes = Tries(ran(case), 1).passes
+    assert [len(at) for at in passes] == sizes and sorted(np.concatenate(passes)) == list(range(sum(sizes)))
+    for how, known in [
+        ("computed", variations(case.model, case.training)),
+        ("computed and summed", low_sums(case.training, passes)),
+    ]:
+        (low,) = [one for one in known if one.observed == f"the loss is {how} in {dtype}"]
+        trial = ran(case, loss=low.loss)
+        assert diagnosed(trial).cause == f"the loss is {how} in {dtype}, requested float64"
+        assert not not_explained(trial)
 
 
 def test_a_loss_that_no_variation_gives_is_located_and_not_named(ran: Ran) -> None:

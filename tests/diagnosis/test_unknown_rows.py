@@ -68,6 +68,22 @@ def test_a_rank_that_shuffles_by_another_seed_is_told_with_it(ran: Ran) -> None:
     assert cause is not None and cause.hint == told and cause.kind == "samples of no step"
 
 
+def test_samples_that_are_not_shuffled_and_blocks_in_place_of_every_nth_are_told(ran: Ran) -> None:
+    case, trial = case_of(), ran(case_of())
+    data = build_dataset(case.training, case.model)
+    order = sample_order(case.training, len(data), 0)
+    for told, of_rank in (
+        ("samples in the data set's own order, not shuffled", lambda rank: [*range(8)][rank::2]),
+        (
+            "each dp rank reads a block of the shuffled samples, requested every n-th of them",
+            lambda rank: order[rank * (len(data) // 2) :][:4],
+        ),
+    ):
+        rows = {rank: np.stack([data[index][0].numpy() for index in of_rank(rank)]) for rank in (0, 1)}
+        cause = wrong_samples(fed(trial, lambda rank, _, rows=rows: rows[rank]))
+        assert cause is not None and cause.hint == told
+
+
 # ---- one row, and one sample of eight tokens and its last label
 
 SAMPLE = np.arange(10, 19)

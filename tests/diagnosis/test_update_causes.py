@@ -142,7 +142,7 @@ def test_each_rank_clips_by_the_norm_of_its_own_shards() -> None:
         trial = with_rank(trial, rank, steps=other.ranks[rank].steps)
     expect_first(
         trial,
-        """each rank clips by the norm of its own shards, not by the global norm: 1.14235 on rank 0, expected 1.62647""",
+        """each rank clips by the norm of its own shards (not summed over dp_shard), not by the global norm: 1.14235 on rank 0, expected 1.62647""",
     )
 
 
@@ -158,6 +158,12 @@ def test_weight_decay_left_out_of_sgd() -> None:
 
 def test_the_librarys_default_of_weight_decay() -> None:
     expect_first(trained_as(replace(ADAMW, weight_decay=0.01)), """weight decay is 0.01, requested 0.1""")
+
+
+def test_weight_decay_that_is_not_multiplied_by_the_learning_rate() -> None:
+    uneven = replace(ADAMW, lr=0.03)
+    told = "weight decay is 3.33333, that over the learning rate, requested 0.1"
+    expect_first(trained_as(replace(uneven, weight_decay=0.1 / 0.03), requested=uneven), told)
 
 
 def test_the_librarys_default_of_beta2() -> None:

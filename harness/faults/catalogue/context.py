@@ -218,3 +218,16 @@ ring_merges_in_float32 = fault(
         "harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
     ),
 )
+
+
+@fault(
+    breaks="labels are cut over cp in order, tokens from both ends (load balance)",
+    bug="K-class: labels are not among the buffers that context parallel cuts",
+    case="cp_2",
+    caught_by="samples loss gradients",
+    named="wrong labels",
+)
+@partial(op.instead, CUT)
+def labels_cut_without_load_balance(original: Any, tokens: Any, labels: Any, mesh: Any, **how: Any) -> Any:
+    mine, _, places = original(tokens, labels, mesh, **how)
+    return mine, labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous(), places

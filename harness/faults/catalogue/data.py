@@ -127,3 +127,16 @@ document_mask_of_the_first_batch_kept = fault(
     named="document mask",
     does=op.change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )
+
+
+@fault(
+    breaks="the batch is fetched once before the loop over microbatches: each microbatch of a step is the first one",
+    bug="D-class: next(batches) stands before the loop over microbatches",
+    case="fsdp_4_accum",
+    caught_by="samples loss gradients",
+    named="microbatches repeated",
+)
+@partial(op.instead, BATCHES)
+def one_batch_for_all_microbatches(original: Any, self: Any, length: int | None = None) -> Any:
+    batches = original(self, length)
+    return [batches[0]] * len(batches)

@@ -258,3 +258,14 @@ displayed_rate_as_configured = fault(
     named="wrong report",
     does=_rate_after_the_step(lambda scheduler: scheduler.base_lrs),
 )
+last_microbatch_reported = fault(
+    breaks="the reported loss is that of the last microbatch, times their number; training is right",
+    bug="L-class: loss.item() * gradient_accumulation_steps stands behind the loop over microbatches",
+    case="hsdp_2x2_accum",
+    caught_by="reported_loss",
+    named="wrong report",
+    does=op.together(
+        op.scale_result(".trainer:whole", 0.0, when=op.nth_call(*range(1, 40, 2))),
+        op.scale_result(".trainer:whole", 2.0, when=op.nth_call(*range(2, 41, 2))),
+    ),
+)

@@ -102,3 +102,11 @@ each_stage_halves_its_gradient = fault(
         when=lambda stage, *_, **__: not stage.is_last,
     ),
 )
+only_the_first_stage_is_zeroed = fault(
+    breaks="gradients of a rank's second stage are not zeroed between steps",
+    bug="of the family of G17 (zero_grad skipped for a config branch): zero_grad of model_parts[0] alone",
+    case="pp_2_zbv",
+    caught_by="gradients grad_norm loss",
+    named="gradients not zeroed",
+    does=op.skip_call("torch.optim:Optimizer.zero_grad", when=op.nth_call(*range(2, 80, 2))),
+)

@@ -154,3 +154,11 @@ rotary_tables_in_bfloat16 = fault(
     named="precision",
     does=op.instead("harness.reference.model:Attention.turn", _by_rounded_tables),
 )
+loss_in_bfloat16 = fault(
+    breaks="logits stay in bfloat16, and so do the softmax, the losses of the tokens and their sum",
+    bug="N-class: logits.float() is left out before the cross entropy",
+    case="bf16_fsdp_2",
+    caught_by="loss gradients reported_loss",
+    named="precision",
+    does=op.instead(".trainer:at_least_float32", lambda _, logits: logits),
+)

@@ -30,8 +30,9 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     scattered = reduced * reductions_per_step(case)
     over_replicas = reduced if features.defer_sync else scattered
-    everything = sum(padded_numel(case, fqn, tp_index) for fqn in parameter_shapes(case.model))
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
+    everything = sum(padded_numel(case, fqn, tp_index) for fqn in held)
     if shards > 1:
         times = features.accumulation * gathered
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)

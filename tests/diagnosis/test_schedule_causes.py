@@ -1,0 +1,97 @@
+"""Which schedule gives the learning rates that were seen, in place of a warm-up of 3 steps and a cosine over 8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from literal import ADAMW, tiny_case, trial_of
+
+from harness.diagnosis.optimizer import schedule_of
+
+WARMUP, STEPS, LAST, PEAK = 3, 8, 0.2, 0.01
+EIGHT_STEPS = replace(ADAMW, lr=PEAK, steps=STEPS, warmup_steps=WARMUP, final_lr_fraction=LAST)
+TRIAL = trial_of(tiny_case("single"))
+TRIAL = replace(TRIAL, case=replace(TRIAL.case, training=EIGHT_STEPS))
+
+
+def cosine(done: float, last: float = LAST) -> float:
+    return last + (1 - last) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def requested(step: int, warmup: int = WARMUP, steps: int = STEPS, last: float = LAST) -> float:
+    return step / warmup if step <= warmup else cosine((step - warmup) / (steps - warmup), last)
+
+
+def after_the_warm_up(step: int, then: float) -> float:
+    return step / WARMUP if step <= WARMUP else then
+
+
+RULES: dict[str, Callable[[int], float]] = {
+    "that of the step before, in every step": lambda step: requested(step - 1),
+    "that of the next step, in every step": lambda step: requested(step + 1),
+    "each step takes 2 steps of the schedule": lambda step: requested(2 * step - 1),
+    "each step takes 5 steps of the schedule": lambda step: requested(5 * step - 4),
+    "that of the step before since step 2": lambda step: requested(step - (step >= 2)),
+    "that of the step before since step 7": lambda step: requested(step - (step >= 7)),
+    "as without a schedule": lambda step: 1.0,
+    "constant behind the warm-up": lambda step: after_the_warm_up(step, 1.0),
+    "a line falls behind the warm-up, in place of a cosine": lambda step: after_the_warm_up(
+        step, 1 - (1 - LAST) * (step - WARMUP) / (STEPS - WARMUP)
+    ),
+    "the cosine counts the steps of the warm-up as well": lambda step: after_the_warm_up(step, cosine(step / STEPS)),
+    "the cosine takes as many steps as there are, behind the warm-up": lambda step: after_the_warm_up(
+        step, cosine((step - WARMUP) / STEPS)
+    ),
+    "the cosine also multiplies the warm-up": lambda step: min(1.0, step / WARMUP) * cosine(step / STEPS),
+    "as with warmup_steps 2, not 3": lambda step: requested(step, warmup=2),
+    "as with warmup_steps 4, not 3": lambda step: requested(step, warmup=4),
+    "as with warmup_steps 6, not 3": lambda step: requested(step, warmup=6),
+    "as with warmup_steps 1, not 3": lambda step: requested(step, warmup=1),
+    "as with final_lr_fraction 0, not 0.2": lambda step: requested(step, last=0.0),
+    "as with final_lr_fraction 0.01, not 0.2": lambda step: requested(step, last=0.01),
+    "as with final_lr_fraction 0.1, not 0.2": lambda step: requested(step, last=0.1),
+    "as with final_lr_fraction 0.5, not 0.2": lambda step: requested(step, last=0.5),
+    "as with steps 7, not 8": lambda step: requested(step, steps=7),
+    "as with steps 9, not 8": lambda step: requested(step, steps=9),
+    "as with steps 16, not 8": lambda step: requested(step, steps=16),
+    "as with steps 4, not 8": lambda step: requested(step, steps=4),
+    "as with lr 0.001, not 0.01": lambda step: 0.1 * requested(step),
+    "as with lr 0.005, not 0.01": lambda step: 0.5 * requested(step),
+    "as with lr 0.02, not 0.01": lambda step: 2.0 * requested(step),
+    "as with lr 0.1, not 0.01": lambda step: 10.0 * requested(step),
+}
+
+
+def named(rates: dict[int, float]) -> str:
+    """Rank 0 has these rates, rank 1 the right ones."""
+    shown = {(0, step): rate for step, rate in rates.items()}
+    wrong = {at: lr for at, lr in shown.items() if not math.isclose(lr, PEAK * requested(at[1]), rel_tol=1e-9)}
+    return schedule_of(TRIAL, wrong, shown | {(1, step): PEAK * requested(step) for step in rates})
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_schedule_is_named_by_the_rates_that_it_gives(rule: str) -> None:
+    assert named({step: PEAK * RULES[rule](step) for step in range(1, STEPS + 1)}) == f": {rule}"
+
+
+def test_rates_of_no_schedule_are_not_named() -> None:
+    assert named({step: PEAK / (2 * step + 3) for step in range(1, STEPS + 1)}) == ""
+    assert named({1: PEAK, 2: PEAK}) == ": as without a schedule"
+    assert named({1: PEAK, 2: PEAK * (1 + 1e-6)}) == ""
+
+
+def test_a_schedule_gives_the_rates_that_are_right_as_well() -> None:
+    assert named({1: PEAK, 2: PEAK, 3: PEAK / 2}) == ""
+    assert named({1: PEAK / 3, 2: 2 * PEAK / 3, 4: PEAK, 5: PEAK}) == ": constant behind the warm-up"
+
+
+def test_one_wrong_rate_is_a_schedules_only_between_right_ones() -> None:
+    short = replace(EIGHT_STEPS, steps=3, warmup_steps=2, final_lr_fraction=0.1)
+    trial = replace(TRIAL, case=replace(TRIAL.case, training=short))
+    shown = {(0, 1): PEAK / 2, (0, 2): PEAK / 10, (0, 3): PEAK / 10}
+    assert schedule_of(trial, {(0, 2): PEAK / 10}, shown) == ": each step takes 2 steps of the schedule"
+    assert named({1: PEAK}) == ""
+    assert named({1: PEAK / 3, 2: PEAK / 3}) == ""
