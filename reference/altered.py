@@ -19,6 +19,7 @@ Alteration = Callable[[nn.Module], None]
 KINDS = {
     "attention": ".attention",
     "inner": ".inner_attention",
+    "wo": ".attention.wo",
     "feed_forward": ".feed_forward",
     "norm": "norm",
     "embedding": "tok_embeddings",

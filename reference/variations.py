@@ -32,6 +32,7 @@ def variations(model: ModelConfig, training: TrainingConfig, degrees: Iterable[i
         *lower_precisions(training),
     ]
     found += [one for count in counts for one in _normaliser(count)]
+    found += [one for count in counts for one in _summed_again(count)]
     found += [*of_blocks(model, counts), *_ends(model), *(other_documents() if training.document_mask else ())]
     return found + (other_dropout(model) if model.dropout else [])
 
@@ -317,6 +318,18 @@ def _feed_forward() -> list[Variation]:
 
 def _gated(act: Change) -> Alteration:
     return OF_ITSELF(lambda _, m, x: m.w2(act(m.w1(x)) * m.w3(x)))
+
+
+def _summed_again(count: int) -> list[Variation]:
+    """What the last matrix of attention or feed-forward gives, as where tp sums it once more. An all-reduce whose backward
+    passes on what it is given changes forward alone."""
+    found = []
+    for part, name in (("wo", "attention"), ("feed_forward", "feed-forward")):
+        text = f"what {name} adds is counted {count} times"
+        in_forward = given(lambda x: x + (count - 1) * x.detach())
+        rows = [(text, given(lambda x: count * x)), (f"{text}, and once in backward", in_forward)]
+        found += alike("part counted", part, "once", rows)
+    return found
 
 
 # ---- embedding and logits

@@ -24,6 +24,7 @@ from harness.diagnosis.forward import masks_drawn_again, other_forward
 from harness.diagnosis.gathered_logits import gathered_logits
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
+from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
@@ -32,7 +33,7 @@ from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
 from harness.diagnosis.telling import broken_later, told, what_weaker_tests_say
-from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_units, units_disagree
+from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_flat_units, other_units, units_disagree
 from harness.diagnosis.weights import changed_weights, other_weights
 from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
@@ -54,6 +55,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     scaled_gradients,
     gradients_not_zeroed,
+    mixed_slices,
     nothing_cut,
 )
 COSTLY: tuple[Suspects, ...] = (
@@ -76,6 +78,7 @@ FACTS: tuple[Facts, ...] = (
     as_seen(other_positions),
     as_seen(changed_weights),
     rounding,
+    other_flat_units,
     other_slices,
     not_gathered,
     shifted_gradients,

@@ -16,7 +16,7 @@ from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import Rows, own_labels, received, repeated_microbatches, shift_of, trained_on
-from harness.diagnosis.unknown_rows import described
+from harness.diagnosis.unknown_rows import dealt_otherwise, described
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
@@ -226,6 +226,8 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
         far = f"{abs(off)} step{'s' * (abs(off) > 1)} {'ahead' if off < 0 else 'behind'}"
         far += ", in the order of the epoch before" * (off == STEPS_PER_EPOCH and trial.case.training.data is None)
         return Cause("data position", f"step {step} trains on samples of step {steps}: the data are {far}")
+    if how := dealt_otherwise(trial, step):
+        return Cause("samples dealt otherwise", how, hint=f"in step {step} some are those of step {steps}")
     received_of = {rank: sum(id_ in foreign.get(rank, ()) for id_ in shares[rank]) for rank in shares}
     count = f"{sum(received_of.values())} of {len(wanted)} samples are"
     return Cause("data position", f"in step {step} {count} those of step {steps}{where}")
@@ -267,6 +269,8 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
         hint = ": trained on, where they should be masked"
+    elif _of_other_samples(trial, step):
+        hint = ": they are those of other samples of the step"
     text = f"tokens are right, {len(labels)} labels of step {step} are not those of their tokens{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
 
@@ -279,11 +283,31 @@ def _which(trial: Trial, step: int, wrong: Wrong) -> str:
         return ""
     if len({own for _, _, own in labels}) == 1:
         return f"all of them are token {labels[0][2]}, "
+    if (beyond := _beyond(trial, step, min(own for _, _, own in labels), max(own for _, _, own in labels))) != "":
+        return beyond
     if places == {length - 1} or places == {0}:
         return f"the {'last' if length - 1 in places else 'first'} of each row is "
     if places == set(range(min(places), max(places) + 1)) and len(places) < length:
         return f"those at position{'s' * (len(places) > 1)} {positions_text(np.array(sorted(places)))} are "
     return ""
+
+
+def _beyond(trial: Trial, step: int, least: int, largest: int) -> str:
+    """Where exactly the labels above, or below, some token are masked: `least` and `largest` of those."""
+    rows = received(trial, step)
+    kept = rows.labels[rows.labels >= 0] if rows is not None else np.array([])
+    if not kept.size or not (least > kept.max() or largest < kept.min()):
+        return ""
+    return f"all from token {least} on are " if least > kept.max() else f"all up to token {largest} are "
+
+
+def _of_other_samples(trial: Trial, step: int) -> bool:
+    """Whether each row of labels is that of a sample of the step, and no row's own."""
+    if (rows := received(trial, step)) is None or not rows.whole:
+        return False
+    own = own_labels(trial, rows.tokens)
+    known = {row.tobytes() for row in own}
+    return all(row.tobytes() in known for row in rows.labels) and not (rows.labels == own).all(axis=1).any()
 
 
 def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST = 8  # hypotheses that are put to the test where losses have noise, and several come close
 BEFORE = {  # the kinds of modules between one whose input is right and this one
-    **{"inner_attention": ["attention"], "wo": ["attention", "inner"], "attention_dropout": ["inner", "block"]},
+    **{"inner_attention": ["attention"], "wo": ["attention", "inner"], "attention_dropout": ["inner", "block", "wo"]},
     **{"ffn_norm": ["inner", "block"], "wq": ["norm"], "attention": ["norm"], "feed_forward": ["norm"], "w1": ["norm"]},
     **{"w2": ["feed_forward"], "ffn_dropout": ["feed_forward"], "output": ["norm"], "layers.0": ["embedding"]},
     **{"norm": ["feed_forward", "block"], "attention_norm": ["feed_forward", "block", "embedding"]},

@@ -12,7 +12,7 @@ from functools import partial
 from harness.checks import reshard
 from harness.checks.placements import disagreements
 from harness.diagnosis.assume import another_feature
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import on_ranks, some, traffic_lines
 from harness.judge.result import Cause, Verdict
@@ -25,7 +25,7 @@ from harness.plan.observed_units import claimed_units, modules_text
 def other_units(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Another policy for the units requested; else the units and what is kept of them as the wrappers claim it."""
     lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
-    if "reshard" in broken:
+    if "reshard" in broken and not (trial.case.wrapper == "fsdp1" and _wrong_units(trial)):
         for policy in _other_policies(trial):
             if verdict_of(another_feature(trial, reshard_after_forward=policy), "reshard") is Verdict.PASS:
                 cause = Cause("another policy after forward", f"{_kept_text(trial)}, {policy} is observed")
@@ -56,11 +56,11 @@ def _as_claimed(trial: Trial) -> Trial:
 def _units_text(trial: Trial) -> str:
     """How the units claimed by the first rank that has others differ from those requested; else what is kept of them."""
     wrapper = trial.case.wrapper
-    wanted = {rank: [frozenset(unit) for unit in trial.plan.units[rank]] for rank in trial.ranks}
-    wrong = [rank for rank in sorted(trial.ranks) if units_seen(trial, rank) != set(wanted[rank])]
+    wrong = _wrong_units(trial)
     if not wrong:
         return _with_the_root(trial) or _kept_text(trial)
-    seen, requested, ranks = units_seen(trial, wrong[0]), wanted[wrong[0]], on_ranks(trial, wrong)
+    requested = [frozenset(unit) for unit in trial.plan.units[wrong[0]]]
+    seen, ranks = units_seen(trial, wrong[0]), on_ranks(trial, wrong)
     counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(requested)}{ranks}"
     if len(seen) == 1 < len(requested):
         return f"the whole model is one {wrapper} unit, no block is one of its own{ranks}: {counts}"
@@ -69,6 +69,13 @@ def _units_text(trial: Trial) -> str:
     odd = next((unit for unit in seen if unit not in requested), frozenset())
     together = modules_text(fqn for fqn in trial.plan.shapes if fqn in odd)
     return f"{wrapper} units are others than requested: {together} are gathered together, {counts}"
+
+
+def _wrong_units(trial: Trial) -> list[int]:
+    """The ranks that claim others than planned."""
+    return [
+        rank for rank in sorted(trial.ranks) if units_seen(trial, rank) != set(map(frozenset, trial.plan.units[rank]))
+    ]
 
 
 def _with_the_root(trial: Trial) -> str:
@@ -137,6 +144,13 @@ def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
         units_seen(trial, r) - {*map(frozenset, trial.plan.units[r])} for r in trial.ranks
     ):
         yield stated(broken, "placements", "other units", _units_text(trial))
+
+
+def other_flat_units(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """FSDP1 cuts a vector of all that a unit has, so that what ranks hold follows from the units."""
+    if "placements" in broken and trial.case.wrapper == "fsdp1" and _wrong_units(trial):
+        laws = ("shard_contents", "reshard", "traffic", "memory")
+        yield stated(broken, "placements", "other units", _units_text(trial), *laws, more=NOT_TESTED)
 
 
 def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:

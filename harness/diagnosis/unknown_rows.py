@@ -1,14 +1,17 @@
-"""Rows of tokens that are no sample of the recipe's steps: which part of one they are, or which samples of the data set."""
+"""Rows of tokens that are no sample of the step: which part of one they are, or which samples of the data set, dealt how."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.diagnosis.words import fed_with
-from harness.judge.received_samples import rows_received
+from harness.judge.received_samples import rows_received, shares_of_samples
 from harness.judge.trial import Trial
 
 if TYPE_CHECKING:
@@ -84,32 +87,59 @@ def _of_the_data(trial: Trial, step: int, ranks: list[int], rows: list[np.ndarra
     ids = {data[index][0][:length].numpy().tobytes(): index for index in range(len(data))}
     if not all(row.astype(np.int64).tobytes() in ids for row in rows):
         return "none of the data set's"
-    for text, order in _other_orders(trial, len(data)):
-        if all(_is_share(trial, step, rank, order, ids) for rank in ranks):
+    received = rows_received(trial, step)
+    drawn = {rank: [ids.get(row.astype(np.int64).tobytes()) for row in received.get(rank, [])] for rank in ranks}
+    return _dealt(trial, step, drawn, len(data)) or "samples of the data set that these steps do not read"
+
+
+def dealt_otherwise(trial: Trial, step: int) -> str:
+    """By which other order, or in which other way, the step's samples were dealt to the dp ranks; empty where none is known."""
+    drawn, data = shares_of_samples(trial, step), _data_of(trial)
+    return _dealt(trial, step, drawn, len(data)) if data is not None else ""
+
+
+def _dealt(trial: Trial, step: int, drawn: Mapping[int, Sequence[int | None]], size: int) -> str:
+    """drawn: by rank, what it received of a data set of this size."""
+    shares, own = trial.one_rank_per_share(), trial.case.training.global_batch // len(trial.one_rank_per_share())
+    place = {rank: shares.index(_fed_as(trial, rank)) for rank in drawn}
+    for text, deal in _other_deals(trial, size):
+        if all(list(ids) == deal(place[rank])[(step - 1) * own : step * own] for rank, ids in drawn.items()):
             return text
-    return "samples of the data set that these steps do not read"
+    return ""
 
 
-def _other_orders(trial: Trial, size: int) -> Iterator[tuple[str, list[int]]]:
-    """Of the data set's samples, of which a step takes the next ones and deals them out to the dp ranks."""
+def _fed_as(trial: Trial, rank: int) -> int:
+    """Of the ranks that receive the same, the one that stands for them."""
+    feeder = trial.feeder(rank)
+    shares = trial.one_rank_per_share()
+    return next(share for share in shares if feeder == share or rank in fed_with(trial.plan, [share]))
+
+
+def _other_deals(trial: Trial, size: int) -> Iterator[tuple[str, Callable[[int], list[int]]]]:
+    """What each share of an epoch is: of the data set's samples, in another order or dealt out otherwise."""
     from harness.reference.data import sample_order
 
     training, seed, count = trial.case.training, trial.case.training.seed, len(trial.one_rank_per_share())
-    yield "samples in the data set's own order, not shuffled", [*range(size)]
-    usual = np.array(sample_order(training, size, 0)[: size // count * count])
-    blocks = [int(index) for index in usual.reshape(count, -1).T.ravel()]
-    yield "each dp rank reads a block of the shuffled samples, requested every n-th of them", blocks
+    usual = sample_order(training, size, 0)
+    yield "samples in the data set's own order, not shuffled", lambda share: [*range(size)][share::count]
+    block = size // count
+    text = "each dp rank reads a block of the shuffled samples, requested every n-th of them"
+    yield text, lambda share: usual[share * block : (share + 1) * block]
+    products = {math.prod(some) for n in range(1, 6) for some in itertools.combinations(trial.case.dims.degrees, n)}
+    for stride in sorted(products - {1, count}):
+        whole = " (one is for each rank of the world)" * (stride == trial.case.dims.world_size)
+        text = f"each dp rank reads every {_nth(stride)} of the shuffled samples{whole}, requested every {_nth(count)}"
+        yield text, partial(_every, usual, stride)
     for other in (*range(seed + 1, seed + ORDERS), *range(seed - ORDERS, seed), 0):
         text = f"samples of the data set in the order of seed {other}"
         epochs = f", or of as many epochs on from {seed}" * bool(other)
-        yield text + epochs, sample_order(training, size, other - seed)
+        yield text + epochs, partial(_every, sample_order(training, size, other - seed), count)
 
 
-def _is_share(trial: Trial, step: int, rank: int, order: list[int], ids: dict[bytes, int]) -> bool:
-    """Whether what a rank received are all of the step's share of that order: strided as a sampler deals it out."""
-    shares = trial.one_rank_per_share()
-    feeder = trial.feeder(rank)
-    group = next(share for share in shares if feeder == share or rank in fed_with(trial.plan, [share]))
-    batch = trial.case.training.global_batch
-    found = [ids.get(row.astype(np.int64).tobytes()) for row in rows_received(trial, step).get(rank, [])]
-    return found == order[(step - 1) * batch : step * batch][shares.index(group) :: len(shares)]
+def _every(order: list[int], stride: int, share: int) -> list[int]:
+    """As a sampler deals them out."""
+    return order[share::stride]
+
+
+def _nth(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from literal import (
 
 from harness.checks import shard_contents
 from harness.diagnosis.layout import Layout, _fsdp_over_tp, _part_text, other_layouts, other_slices, renamed
+from harness.evidence.records import AfterForward
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.plan import Kept, Plan
@@ -316,6 +318,25 @@ def test_flattened_slices_are_told_in_elements() -> None:
     assert found is not None and found.lines[0][1].endswith(
         "expected 1/2 of its elements [0:2], observed 1/2 of its elements [2:4]"
     )
+
+
+def test_fsdp1_without_units_is_told_as_that_and_not_as_another_policy() -> None:
+    trial = trial_of(tiny_case(dims(shard=4), wrapper="fsdp1"))
+    everything = tuple(trial.plan.shapes)
+    for rank, evidence in trial.ranks.items():
+        (*_, wrapper) = evidence.structure.values()
+        steps = tuple(
+            replace(step, after_forward=tuple(_all_gathered(trial, record) for record in step.after_forward))
+            for step in evidence.steps
+        )
+        trial = with_rank(trial, rank, structure={"": replace(wrapper, parameters=everything)}, steps=steps)
+    assert first_line(trial) == (
+        "the whole model is one fsdp1 unit, no block is one of its own: parameters are gathered in 1 piece, requested 2"
+    )
+
+
+def _all_gathered(trial: Trial, record: AfterForward) -> AfterForward:
+    return replace(record, bytes={fqn: 8 * math.prod(shape) for fqn, shape in trial.plan.shapes.items()})
 
 
 def test_a_layout_is_not_looked_for_where_a_rank_left_no_evidence() -> None:

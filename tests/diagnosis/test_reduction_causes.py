@@ -7,10 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from diagnosed import (
     DDP_2,
     LAST,
     diagnosis_text,
+    dims,
     expect,
     expect_first,
     first_line,
@@ -23,6 +25,7 @@ from literal import (
     judged,
     sum_of_samples,
     tiny_case,
+    trained_otherwise,
     trial_of,
     with_collectives,
     with_every_rank,
@@ -30,8 +33,12 @@ from literal import (
     with_step_1_gradients,
 )
 
+from harness.checks import judge
 from harness.diagnosis.backward import _less_than_planned, _other_groups
+from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.replicas import exchanged_tensors
+from harness.diagnosis.words import Arrays
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.slices import numel
@@ -206,3 +213,46 @@ def test_noise_on_one_replica_is_no_exchange() -> None:
         lambda rank, fqn: reference_gradient(trial, fqn) + (np.cos(reference_gradient(trial, fqn)) if rank == 1 else 0),
     )
     assert not list(exchanged_tensors(wrong, {"gradients": judged("gradients", wrong)}))
+
+
+# ---- over tp
+
+
+def reduced_over_tp(trial: Trial, factor: float, since: int = 1) -> Trial:
+    """Each of two tp ranks has this multiple of the sum of both's slices, of what tp cuts."""
+
+    def change(step: int, gradients: Arrays) -> Arrays:
+        changed = dict(gradients)
+        for fqn, whole in gradients.items() if step >= since else ():
+            one, two = (trial.plan.slices[rank][fqn] for rank in (0, 1))
+            cut = next((axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
+            if cut is not None:
+                halves = np.split(whole, 2, axis=cut)
+                changed[fqn] = np.concatenate([factor * (halves[0] + halves[1])] * 2, axis=cut)
+        return changed
+
+    return trained_otherwise(trial, gradients=change)
+
+
+@pytest.mark.parametrize(("factor", "each"), [(0.5, "the mean"), (1.0, "the sum"), (0.25, "0.25 times the sum")])
+def test_gradients_that_are_reduced_over_tp_too_are_named_with_what_each_rank_has(factor: float, each: str) -> None:
+    trial = reduced_over_tp(trial_of(tiny_case(dims(shard=2, tp=2))), factor)
+    told = f"gradients are reduced over tp as well, whose ranks hold different slices: each has {each} of all in "
+    assert first_line(trial).startswith(told)
+    assert "2 of 2 broken laws hold" in diagnosis_text(trial)
+
+
+def test_from_the_step_on_in_which_gradients_are_reduced_over_tp_they_are_named_so() -> None:
+    assert "reduced over tp as well" in first_line(reduced_over_tp(trial_of(tiny_case(dims(tp=2))), 0.5, since=2))
+
+
+def test_gradients_of_one_tp_rank_alone_or_at_random_are_no_mixed_slices() -> None:
+    right = trial_of(tiny_case(dims(shard=2, tp=2)))
+    noise = np.random.default_rng(1)
+    for changed in (
+        with_rank(right, 1, steps=reduced_over_tp(right, 0.5).ranks[1].steps),
+        with_step_1_gradients(right, lambda _, fqn: noise.standard_normal(reference_gradient(right, fqn).shape)),
+    ):
+        found = explain(changed, judge(changed), (mixed_slices,), ())
+        assert not any(proof.explained for proof in found.proofs)
+    assert not list(mixed_slices(right, broken_laws(judge(right))))

@@ -106,10 +106,27 @@ def test_labels_of_another_sample() -> None:
     for rank in range(4):
         batch = trial.ranks[rank].steps[0].microbatches[0]
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=batch.labels[::-1]),))
-    expect_first(
-        trial,
-        """wrong labels: tokens are right, 14 labels of step 1 are not those of their tokens""",
-    )
+    told = "wrong labels: tokens are right, 14 labels of step 1 are not those of their tokens"
+    assert first_line(trial) == f"{told}: they are those of other samples of the step"
+    one_row_right = trial.ranks[0].steps[0].microbatches[0]
+    labels = one_row_right.labels.copy()
+    labels[0] = labels[1]
+    half = with_step(trial, 0, 1, microbatches=(replace(one_row_right, labels=labels),))
+    assert "those of other samples" not in first_line(half)
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_a_part_of_the_vocabulary_whose_labels_are_masked_is_told(above: bool) -> None:
+    trial = fsdp_4()
+    every = np.concatenate([e.steps[0].microbatches[0].labels.ravel() for e in trial.ranks.values()])
+    edge = int(np.unique(every[every >= 0])[1])
+    for rank in range(4):
+        (batch,) = trial.ranks[rank].steps[0].microbatches
+        beyond = batch.labels >= edge if above else batch.labels <= edge
+        masked = replace(batch, labels=np.where(beyond, -100, batch.labels))
+        trial = with_step(trial, rank, 1, microbatches=(masked,))
+    which = f"all {'from' if above else 'up to'} token {edge}{' on' if above else ''} are masked"
+    assert f"labels of step 1 are not those of their tokens: {which}" in first_line(trial)
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -132,6 +132,10 @@ def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:
             ["layers.0.feed_forward"],
             "the feed-forward's activation is GELU, requested SiLU",
         ),
+        *(
+            (f"what {part} adds is counted 2 times, and once in backward", [module], "{name}, requested once")
+            for part, module in (("attention", "layers.0.attention.wo"), ("feed-forward", "layers.0.feed_forward"))
+        ),
         (
             "query head i reads K/V head i mod 2",
             ["layers.0.attention.inner_attention"],
@@ -143,7 +147,7 @@ def test_a_model_that_computes_something_else_is_told_by_what_and_where(
     ran: Ran, name: str, modules: list[str], told: str
 ) -> None:
     trial = ran(case_of(), **altered(name, *modules))
-    assert diagnosed(trial).cause == told
+    assert diagnosed(trial).cause == told.format(name=name)
     assert not not_explained(trial)
 
 

@@ -11,9 +11,10 @@ from literal import with_step
 from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
 from harness.diagnosis.data import wrong_samples
-from harness.diagnosis.unknown_rows import described, of_sample
+from harness.diagnosis.unknown_rows import dealt_otherwise, described, of_sample
 from harness.judge.trial import Trial
 from harness.reference.data import build_dataset, sample_order
+from harness.spec.dims import ParallelDims
 
 Rows = np.ndarray
 
@@ -82,6 +83,22 @@ def test_samples_that_are_not_shuffled_and_blocks_in_place_of_every_nth_are_told
         rows = {rank: np.stack([data[index][0].numpy() for index in of_rank(rank)]) for rank in (0, 1)}
         cause = wrong_samples(fed(trial, lambda rank, _, rows=rows: rows[rank]))
         assert cause is not None and cause.hint == told
+
+
+def test_a_sampler_that_deals_out_to_more_ranks_than_read_is_told_where_steps_are_mixed_up_and_where_rows_are_unknown(
+    ran: Ran,
+) -> None:
+    trial = ran(case_of(ParallelDims(dp_shard=2, tp=2)))
+    data = build_dataset(trial.case.training, trial.case.model)
+    order = sample_order(trial.case.training, len(data), 0)
+    own = trial.case.training.global_batch // 2
+    told = "each dp rank reads every 4th of the shuffled samples (one is for each rank of the world), requested every second"
+    for step, kind in ((1, "samples dealt otherwise"), (trial.case.training.steps, "samples of no step")):
+        ids = {rank: order[rank::4][(step - 1) * own : step * own] for rank in (0, 1)}
+        rows = {rank: np.stack([data[index][0].numpy() for index in of_rank]) for rank, of_rank in ids.items()}
+        cause = wrong_samples(fed(trial, lambda rank, _, rows=rows: rows[rank // 2], step))
+        assert cause is not None and cause.kind == kind and told in cause.text
+    assert dealt_otherwise(trial, 1) == ""
 
 
 # ---- one row, and one sample of eight tokens and its last label

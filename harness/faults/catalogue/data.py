@@ -140,3 +140,23 @@ document_mask_of_the_first_batch_kept = fault(
 def one_batch_for_all_microbatches(original: Any, self: Any, length: int | None = None) -> Any:
     batches = original(self, length)
     return [batches[0]] * len(batches)
+
+
+sampler_of_the_world = fault(
+    breaks="the sampler deals the samples out to all ranks of the world, tp's among them, and is read by dp ranks",
+    bug="D-class: num_replicas is the world's size",
+    case="fsdp_2_tp_2",
+    caught_by="samples loss gradients",
+    named="samples dealt otherwise",
+    does=op.change_argument(".data:DistributedSampler.__init__", num_replicas=lambda count: 2 * count),  # tp is 2
+)
+labels_of_other_samples = fault(
+    breaks="labels are shuffled apart from tokens: each sample has those of another one",
+    bug="D-class: tokens and labels are two lists, of which one is sorted",
+    case="fsdp_2",
+    caught_by="samples loss gradients",
+    named="wrong labels",
+    does=op.change_argument(
+        ".trainer:loss_of", part=lambda part: part._replace(labels=part.labels.roll(len(part.labels) // 2, 0))
+    ),
+)

@@ -59,6 +59,23 @@ def _has_shares(parameter: Any) -> bool:
     return any(placement.is_partial() for placement in getattr(parameter.grad, "placements", ()))
 
 
+def _summed_again(given: Any) -> Any:
+    import torch.distributed as dist
+
+    total = given.detach().clone()
+    dist.all_reduce(total)
+    return given + (total - given.detach())
+
+
+def _averaged_over_tp(parameters: Any) -> None:
+    import torch.distributed as dist
+
+    for parameter in parameters:
+        mesh = parameter.device_mesh
+        dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("tp"))
+        parameter.grad.to_local().div_(mesh["tp"].size())
+
+
 gradient_of_the_head_labelled_whole = fault(
     breaks="the gradient that comes out of the output projection is a share on each tp rank and labelled whole",
     bug="T03 pytorch/torchtitan #3412 (ChunkedCELoss), #1878, #4054",
@@ -100,6 +117,22 @@ residual_summed_over_tp = fault(
     does=op.after_call(  # tp is 2
         APPLY, lambda model, *_: model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])
     ),
+)
+feed_forward_summed_again_over_tp = fault(
+    breaks="what tp has summed of the feed-forward is summed once more, by an all-reduce that passes gradients on",
+    bug="E-class: a sum in the module and in its parallel plan",
+    case="tp_2_no_sp",
+    caught_by="loss gradients traffic",
+    named="part counted",
+    does=op.change_result("harness.reference.model:FeedForward.forward", lambda given: _summed_again(given)),
+)
+gradients_averaged_over_the_world = fault(
+    breaks="gradients are averaged over all ranks, over those of tp as well, which hold other slices",
+    bug="E-class: DDP around what tp has cut, over the default group",
+    case="fsdp_2_tp_2",
+    caught_by="gradients grad_norm traffic",
+    named="slices mixed",
+    does=op.after_call(".parallelize:settle_gradients", lambda parameters: _averaged_over_tp(parameters)),
 )
 gathered_logits_reduced_in_backward = fault(
     breaks="backward of the gathered logits sums over tp a gradient that every rank has whole, so it is tp times too large",

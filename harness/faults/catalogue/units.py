@@ -177,6 +177,14 @@ shard_grad_op_for_full_shard = fault(
     named="another policy after forward",
     does=op.change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).SHARD_GRAD_OP),
 )
+fsdp1_without_units = fault(
+    breaks="FSDP1's policy wraps nothing: the whole model is one flat vector, gathered at once",
+    bug="E-class: auto_wrap_policy names a class of which the model has no module",
+    case="fsdp1_4",
+    caught_by="placements shard_contents reshard traffic",
+    named="other units",
+    does=op.override_argument(".parallelize:CustomPolicy", lambda_fn=lambda module: False),
+)
 fsdp1_hybrid_runs_as_full_shard = fault(
     breaks="FSDP1 gets all data-parallel ranks as one group, so HYBRID_SHARD is FULL_SHARD over them",
     bug="M01 pytorch/torchtitan #711, with FSDP1",
