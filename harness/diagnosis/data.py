@@ -13,7 +13,8 @@ import numpy as np
 from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, wrong_labels
 from harness.diagnosis.assume import another_case, another_feature
-from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.differences import OF_GRADIENTS
+from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import Rows, own_labels, received, repeated_microbatches, shift_of, trained_on
 from harness.diagnosis.unknown_rows import dealt_otherwise, described
@@ -42,8 +43,9 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     first = broken["samples"].findings[:2]
     lines: Lines = tuple(("samples", f"{one.where}: {one.observed}") for one in first if one.observed)
     if cause.kind == "peers differ" and "tp" in cause.observed:
-        lines += (("not tried", "tp peers compute parts of different samples: no reference tells what follows"),)
-    if cause.kind == "CP not applied":
+        what = "tp peers compute parts of different samples, and no reference tells what follows"
+        yield Hypothesis(cause, None, 1, (*lines, no_reference(what)), (*seen, *OF_GRADIENTS))
+    elif cause.kind == "CP not applied":
         yield Hypothesis(cause, _whole_sequences, 1, lines, seen)
     elif cause.kind == "another load balance":
         other = not trial.case.features.cp_load_balance

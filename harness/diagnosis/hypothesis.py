@@ -48,6 +48,10 @@ class Fact:
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
 
 
+def no_reference(why: str) -> tuple[str, str]:
+    return "not tested", f"whether all wrong numbers follow from this: {why}"
+
+
 def stated(broken: Broken, law: str, kind: str, text: str, *laws: str, more: Iterable[tuple[str, str]] = ()) -> Fact:
     """What a law saw, with its first finding. laws: others that this is the whole content of."""
     return Fact(Cause(kind, text), (law, *laws), (finding_line(law, broken[law]), *more))

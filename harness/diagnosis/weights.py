@@ -9,7 +9,8 @@ import numpy as np
 
 from harness.checks import update
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.differences import OF_GRADIENTS
+from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.words import Pair, finding_line, in_parameters, where_text
 from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
@@ -24,10 +25,10 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "initial_weights" not in broken or (found := _wrong_weights(trial)) is None:
         return
     (cause, lines), weights = found, observed_weights(trial)
-    if weights is None:
-        what = "ranks that hold the same slice start from different numbers: no reference tells what follows"
-        lines += (("not tried", what),)
     seen = ("initial_weights", "shard_contents", *["determinism"] * (cause.hint == ANEW))
+    if weights is None:
+        what = "ranks that hold the same slice start from different numbers, and no reference tells what follows"
+        lines, seen = (*lines, no_reference(what)), (*seen, *OF_GRADIENTS)
     yield Hypothesis(cause, partial(another_reference, weights=weights) if weights else None, 1, lines, seen)
 
 

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import expect, expect_first, first_line, fsdp_4, received, with_scaled_samples
+from diagnosed import (
+    diagnosis_text,
+    expect,
+    expect_first,
+    first_line,
+    fsdp_4,
+    received,
+    reference_gradient,
+    with_scaled_samples,
+)
 from literal import (
     EIGHT,
     judged,
@@ -99,6 +108,14 @@ def test_tp_peers_fed_different_samples() -> None:
     expect_first(
         received(trial, 1, 1, [4, 5, 6, 7]), """tp peers receive different samples: rank 1 not what rank 0 receives"""
     )
+
+
+def test_of_what_follows_from_different_samples_of_tp_peers_nothing_is_said_but_that_it_was_not_tested() -> None:
+    trial = received(trial_of(tiny_case("fsdp_2_tp_2")), 1, 1, [4, 5, 6, 7])
+    text = diagnosis_text(with_step_1_gradients(trial, lambda _, fqn: 1 + reference_gradient(trial, fqn) ** 2))
+    why = "tp peers compute parts of different samples, and no reference tells what follows"
+    assert f"not tested: whether all wrong numbers follow from this: {why}" in text
+    assert "not explained" not in text and "tried" not in text
 
 
 def test_labels_of_another_sample() -> None:

@@ -56,6 +56,18 @@ training does not start from the seed weights in every parameter
     )
 
 
+def test_of_what_follows_from_other_weights_on_one_replica_nothing_is_said_but_that_it_was_not_tested() -> None:
+    trial = with_parameter(trial_of(tiny_case("ddp_2")), 1, NORM, value=np.full(4, 3.0))
+    for rank in trial.ranks:
+        trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient: gradient + 1)
+    text = diagnosis_text(trial)
+    assert text.startswith(
+        "training does not start from the seed weights in 1 of 12 parameters (norm.weight) on rank 1"
+    )
+    assert "not tested: whether all wrong numbers follow from this: ranks that hold the same slice start" in text
+    assert "not explained" not in text
+
+
 def test_weights_that_each_run_draws_anew() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
     other = with_weights(trial, lambda value: value + 2)
