@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, wrong_pairs
 from harness.diagnosis.factors import times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.words import Arrays, Pair, in_order, in_parameters, traffic_lines
+from harness.diagnosis.words import Arrays, Pair, in_order, in_parameters
 from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.tolerance import relative_difference
@@ -34,9 +35,16 @@ def mixed_slices(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     times = {1.0: "the sum", 1 / tp: "the mean"}.get(round(factor, 9), f"{times_text(factor)} the sum")
     text = f"gradients are reduced over tp as well, whose ranks hold different slices: each has {times} of all"
     cause = Cause("slices mixed", text, in_parameters(trial, fqns))
-    lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
     change = partial(_mixed, trial=trial, fqns=fqns, factor=factor, since=step)
-    yield Hypothesis(cause, partial(another_reference, gradients=change), 1, lines)
+    yield Hypothesis(cause, partial(another_reference, gradients=change)).and_then(_moved_besides)
+
+
+def _moved_besides(trial: Trial) -> Trial:
+    """All gradients once, when backward is over."""
+    records = {rank: evidence.steps[0].gradients.values() for rank, evidence in trial.ranks.items() if evidence.steps}
+    besides = {rank: sum(gradient.nbytes for gradient in seen) for rank, seen in records.items()}
+    most = {rank: trial.plan.outside_bytes[rank] + besides.get(rank, 0) for rank in trial.ranks}
+    return replace(trial, plan=replace(trial.plan, outside_bytes=most))
 
 
 def _times(trial: Trial, at: Pair, step: int) -> float | None:
