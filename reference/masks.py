@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .altered import OF_ITSELF, Alter, Alteration, Variation, alike, put_instead
-from .config import ModelConfig
+from .config import ModelConfig, TrainingConfig
 from .data import SEPARATOR, documents
+from .model import mask_seed
 
 
 def other_dropout(model: ModelConfig) -> list[Variation]:
@@ -27,6 +28,35 @@ def other_dropout(model: ModelConfig) -> list[Variation]:
         ("dropout does not divide by 1 - p", _undivided),
     ]
     return alike("dropout", "model", f"{usual:g}", rows)
+
+
+def masks_of_other_steps(training: TrainingConfig, instead: Callable[[int], int]) -> Alteration:
+    """Each step's are those of the step that `instead` gives."""
+    table = {mask_seed(training.seed, n): mask_seed(training.seed, instead(n)) for n in range(1, training.steps + 1)}
+
+    def forward(original: Any, model: nn.Module, *inputs: Any, **named: Any) -> Tensor:
+        own: Any = model.mask_seed
+        model.mask_seed = table.get(own, own)
+        try:
+            return original(*inputs, **named)
+        finally:
+            model.mask_seed = own
+
+    return OF_ITSELF(forward)
+
+
+def dropout_of_other_steps(training: TrainingConfig, first: int) -> list[Variation]:
+    """first: the step at which this launch began."""
+    rows: list[tuple[str, Callable[[int], int]]] = [
+        ("dropout masks are those of step 1 in every step", lambda step: 1),
+        ("dropout masks are those of the step before", lambda step: step - 1),
+        ("dropout masks are those of the step after", lambda step: step + 1),
+    ]
+    if first > 1:
+        anew = "dropout masks begin anew after resuming: those of step 1, and so on"
+        rows.insert(0, (anew, lambda step: step - first + 1))
+    found = ((text, masks_of_other_steps(training, instead)) for text, instead in rows)
+    return alike("dropout masks", "model", "each step's own", found)
 
 
 def _dropouts(model: nn.Module, name: str = "") -> list[nn.Module]:

@@ -221,11 +221,16 @@ class Llama(nn.Module):
         return self.output(x, self.tok_embeddings.weight)
 
 
+def mask_seed(seed: int, step: int) -> int:
+    """Of a step's dropout masks, from the recipe's seed."""
+    return zlib.crc32(f"{seed} {step}".encode())
+
+
 def seed_masks(model: nn.Module, seed: int, step: int) -> None:
     """Other masks in every step. `model` may be wrapped."""
     for module in model.modules():
         if isinstance(module, Llama):
-            module.mask_seed = zlib.crc32(f"{seed} {step}".encode())
+            module.mask_seed = mask_seed(seed, step)
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:

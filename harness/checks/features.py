@@ -156,6 +156,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
 
 
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
+RECOMPUTED, DTYPE = "matmuls recomputed in backward", "matmuls' dtype"
 
 
 def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
@@ -165,7 +166,7 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     expect = partial(_expect, rank, step=step.step)
     forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
-    yield expect("matmuls' dtype", wanted, " and ".join(sorted(forward | backward)) or "none")
+    yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or "none")
     again = products_again(trial, rank, step)
     if again is None:
         yield expect("matmuls in forward", "equally many in every block", forward.total())
@@ -176,7 +177,7 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         )  # the loss's, at once, later, or again
         right = seen in {again + times * beside for times in (0, 2, 3)}
         if right or seen >= 0:
-            yield expect("matmuls recomputed in backward", again, again if right else seen)
+            yield expect(RECOMPUTED, again, again if right else seen)
         else:
             yield expect(LACKING, 2 * forward.total() + again, backward.total())
 

@@ -19,7 +19,7 @@ from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
 from harness.diagnosis.data import other_samples
 from harness.diagnosis.engine import explain
-from harness.diagnosis.features import odd_traces, other_actions, other_features
+from harness.diagnosis.features import computed_in_another_dtype, odd_traces, other_actions, other_features
 from harness.diagnosis.forward import masks_drawn_again, other_forward
 from harness.diagnosis.gathered_logits import gathered_logits
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
@@ -77,6 +77,7 @@ FACTS: tuple[Facts, ...] = (
     as_seen(other_samples),
     as_seen(other_positions),
     as_seen(changed_weights),
+    computed_in_another_dtype,
     rounding,
     other_flat_units,
     other_slices,

@@ -172,6 +172,9 @@ def _units(trial: Trial) -> dict[str, Key]:
     found: dict[str, Key] = {}
     if dims.dp > 1:
         found["dp rank" if dims.cp > 1 else "rank"] = lambda piece: piece.rank
+    if dims.dp_replicate > 1 and dims.dp_shard > 1:
+        found["replica"] = lambda piece: coordinate(dims, piece.rank)["dp_replicate"]
+        found["place in a replica"] = lambda piece: coordinate(dims, piece.rank)["dp_shard"]
     if dims.cp > 1:
         found["cp rank"] = lambda piece: piece.place
     if dims.dp > 1 and dims.cp > 1:

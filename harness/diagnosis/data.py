@@ -17,7 +17,7 @@ from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import Rows, own_labels, received, repeated_microbatches, shift_of, trained_on
-from harness.diagnosis.unknown_rows import dealt_otherwise, described
+from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
@@ -37,7 +37,8 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "samples" not in broken or (cause := wrong_samples(trial)) is None:
         return
     by_step = {step: rows for step in trial.case.steps if (rows := received(trial, step)) is not None}
-    share = {} if all(rows.whole for rows in by_step.values()) else _counted(trial, by_step)
+    counted = _counted(trial, by_step)
+    share = counted if any(part != 1 for part in counted.values()) else {}
     seen = ("samples", *["reported_loss"] * _divided_by_all(trial, share))
     seen += ("positions",) * (wrong_positions(trial) is None)
     first = broken["samples"].findings[:2]
@@ -192,6 +193,8 @@ def _no_samples(trial: Trial, step: int) -> Cause | None:
     where = on_ranks(trial, strange) or " on all ranks"
     text = f"received tokens of no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
     known = described(trial, step, strange)
+    if len(strange) == len(ranks) and (place := begun_elsewhere(trial, step, strange)):
+        return Cause("data position", f"the data position is wrong{_when(trial, step)}: {place}")
     if _share_rows(trial):
         own = "dp ranks draw overlapping samples, each by an order of its own"
         return Cause("samples overlap", f"{own}: {text}", hint=known)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from harness.checks import features
 from harness.diagnosis.assume import another_case, another_recipe
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, stated, verdict_of
+from harness.diagnosis.differences import OF_GRADIENTS
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
 from harness.judge.order import as_planned
 from harness.judge.result import Cause, Finding, Verdict
@@ -141,7 +143,15 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """The first that is seen, in the order in which one follows from another."""
     if "features" not in broken:
         return
-    looks = [_wrapper, _compile, _quantization, _reduction, _buckets, _checkpointing, _compiled_again, _hooks, _beside]
+    looks: list[Callable[[Trial], str | None]] = [
+        _wrapper,
+        _compile,
+        _quantization,
+        _reduction,
+        _buckets,
+        _checkpointing,
+    ]
+    looks += [partial(_matmuls_again, broken), _compiled_again, _hooks, _beside]
     looks += [_fallback, *([] if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else [attended_too_often])]
     if text := next((text for look in looks if (text := look(trial))), None):
         others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
@@ -261,6 +271,31 @@ def _checkpointing(trial: Trial) -> str | None:
     seen, meant = (some(sorted(blocks[wrong[0]]), 4) or "none" for blocks in (found, wanted))
     where = f"activation checkpointing {kind} is in the wrong place{on_ranks(trial, wrong)}"
     return f"{where}: recomputed are {seen}, requested {meant}"
+
+
+def _of(broken: Broken, what: str) -> list[Finding]:
+    return [one for one in broken["features"].findings if one.where.endswith(what)]
+
+
+def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
+    """In blocks that are recomputed as requested."""
+    kind, found = trial.case.features.activation_checkpointing, _of(broken, features.RECOMPUTED)
+    if kind == "none" or not found:
+        return None
+    first = found[0]
+    kept = ": all their results are kept" if first.observed == "0" else ""
+    which = f"{first.observed} matmuls are computed again in backward (rank {first.rank}, step {first.step})"
+    return f"activation checkpointing {kind} is requested, {which}, {first.expected} should be{kept}"
+
+
+def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What memory, traffic and numbers show then follows from that."""
+    found = _of(broken, features.DTYPE) if "features" in broken else []
+    if found:
+        text = f"matmuls are computed in {found[0].observed}, requested {found[0].expected}"
+        ranks = {one.rank for one in found if one.rank is not None}
+        laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
+        yield stated(broken, "features", "another feature", text + on_ranks(trial, ranks), *laws, more=NOT_TESTED)
 
 
 def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:

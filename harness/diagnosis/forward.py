@@ -255,13 +255,15 @@ class Tries:
     @cached_property
     def _variations(self) -> list[Variation]:
         from harness.reference import variations
-        from harness.reference.masks import mask_of_step
+        from harness.reference.masks import dropout_of_other_steps, mask_of_step
         from harness.reference.rounding import low_sums
 
         case, tokens = self.trial.case, self.trial.reference.tokens
         degrees = {len(groups[0]) for groups in self.trial.plan.groups.values()}
         found = variations.variations(case.model, case.training, degrees)
         found += low_sums(case.training, self.passes)
+        if case.model.dropout:
+            found += dropout_of_other_steps(case.training, self.trial.first_step)
         if case.training.document_mask:
             for step in range(1, self.step):
                 ids = self.trial.reference.samples[step - 1]

@@ -37,6 +37,7 @@ READ: dict[str, Read] = {
     "grad_norm": lambda step: step.grad_norm,
     "reported_rate": lambda step: step.reported_lr,
 }
+WRONG = {"loss", "gradients", "update"}  # laws that what is reported may follow from
 EXACT = 1e-8  # a number is another one's, not only close to it
 
 
@@ -59,6 +60,14 @@ class Reported:
         if len(self.ranks) == self.world:
             return "each rank shows"
         return f"{rank_words(self.ranks)} show{'s' * (len(self.ranks) == 1)}"
+
+    @property
+    def ratios(self) -> list[float]:
+        return [self.shown[at] / self.right[at] for at in self.odd if self.right[at]]
+
+    @property
+    def about_right(self) -> bool:
+        return bool(self.ratios) and all(times_text(ratio) == times_text(1.0) for ratio in self.ratios)
 
     def is_all(self, number: Number) -> bool:
         """Whether that number is what is odd, wherever there is one."""
@@ -86,7 +95,7 @@ def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What is silent, and what is no other number of the run."""
+    """What is silent, and what is no other number of the run; where training is wrong too, that may follow from its numbers."""
     for law, what in SHOWN.items():
         if law not in broken:
             continue
@@ -94,13 +103,13 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
             yield stated(broken, law, "report lacking", _silent(trial, what, READ[law]))
         elif law == "reported_loss" and (text := _below(trial)):
             yield stated(broken, law, "wrong report", f"{_what(trial, 'largest loss', broken)}: {text}")
-        elif reported := reported_of(trial, law):
+        elif (reported := reported_of(trial, law)) and (not WRONG & set(broken) or reported.about_right):
             text = f"{_what(trial, SHOWN[law], broken)}: {reported.who} {_another_number(reported)}"
             yield stated(broken, law, "wrong report", text)
 
 
 def _what(trial: Trial, what: str, broken: Broken) -> str:
-    alone = trial.as_requested and not {"loss", "gradients", "update"} & set(broken)
+    alone = trial.as_requested and not WRONG & set(broken)
     alone = alone and verdict_of(trial, "gradients") is not Verdict.FAIL
     return f"the reported {what} is wrong{', the training itself is right' * alone}"
 
@@ -170,6 +179,9 @@ def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
 
 
 def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:
+    if trial.case.dims.pp > 1:
+        text, last = "0, for their stages compute no loss: it is not passed on over pp", trial.last_stages()
+        yield text, lambda rank, step: None if rank in last else 0.0
     if len(trial.ranks) > 1 and trial.case.dims.cp == 1:
         yield "the loss of its own samples", partial(_loss_over, trial, (), False)
     for missing, along in axes_left_out(trial, ("dp_replicate", "dp_shard", "cp")):
@@ -212,6 +224,7 @@ def _of_other_steps(trial: Trial, law: str) -> Iterator[tuple[str, Number]]:
         yield text, partial(_ahead, trial, law, ahead)
     if law != "reported_rate":
         yield "the mean of all steps so far", partial(_running, trial, law, 0.0)
+        yield "the sum of all steps so far", partial(_running_sum, trial, law)
         for kept in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99):
             yield f"a running mean that keeps {kept:g} of the one before", partial(_running, trial, law, kept)
 
@@ -228,6 +241,11 @@ def _running(trial: Trial, law: str, kept: float, rank: int, step: int) -> float
         return None
     shares = [1 / (number + 1) for number in range(len(known))] if not kept else [1.0, *[1 - kept] * (len(known) - 1)]
     return functools.reduce(lambda mean, of: mean + of[1] * (of[0] - mean), zip(known, shares, strict=True), 0.0)
+
+
+def _running_sum(trial: Trial, law: str, rank: int, step: int) -> float | None:
+    mean = _running(trial, law, 0.0, rank, step)
+    return None if mean is None else mean * (step - trial.first_step + 1)
 
 
 def _of_the_last(
@@ -253,6 +271,8 @@ def _loss_of(
     place = coordinate(trial.case.dims, rank)["tp"]
     alike = [other for other in ranks if other in trial.ranks and coordinate(trial.case.dims, other)["tp"] == place]
     seen = [loss for other in alike for loss in losses(trial, other, step)[-1 if last else 0 :]]
+    if not seen:  # a stage that computes none
+        return None
     count = tokens or sum(number for _, number in seen)
     return math.fsum(total for total, _ in seen) / count if count else None
 
@@ -262,11 +282,10 @@ def _loss_of(
 
 def _another_number(reported: Reported) -> str:
     at = reported.odd[0]
-    ratios = [reported.shown[at] / reported.right[at] for at in reported.odd if reported.right[at]]
     if len(reported.odd) == 1:
         return f"{reported.shown[at]:.6g} once, where {reported.right[at]:.6g} is right"
-    if ratios and all(times_text(ratio) == times_text(1.0) for ratio in ratios):
-        return f"a number that is off by {max(abs(ratio - 1) for ratio in ratios):.1e}"
+    if reported.about_right:
+        return f"a number that is off by {max(abs(ratio - 1) for ratio in reported.ratios):.1e}"
     return f"a number that is no other of the run ({reported.shown[at]:.6g} in step {at[1]}, {reported.right[at]:.6g} is right)"
 
 

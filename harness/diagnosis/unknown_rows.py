@@ -84,12 +84,17 @@ def _of_the_data(trial: Trial, step: int, ranks: list[int], rows: list[np.ndarra
     data, length = _data_of(trial), trial.case.seq_len(step)
     if data is None or any(len(row) != length for row in rows):
         return ""
-    ids = {data[index][0][:length].numpy().tobytes(): index for index in range(len(data))}
-    if not all(row.astype(np.int64).tobytes() in ids for row in rows):
+    drawn = _drawn(trial, step, ranks, data)
+    if any(id_ is None for ids in drawn.values() for id_ in ids):
         return "none of the data set's"
-    received = rows_received(trial, step)
-    drawn = {rank: [ids.get(row.astype(np.int64).tobytes()) for row in received.get(rank, [])] for rank in ranks}
     return _dealt(trial, step, drawn, len(data)) or "samples of the data set that these steps do not read"
+
+
+def _drawn(trial: Trial, step: int, ranks: list[int], data: Dataset) -> dict[int, list[int | None]]:
+    """By rank, which of the data set's samples its rows are; None for a row that is none."""
+    length, received = trial.case.seq_len(step), rows_received(trial, step)
+    ids = {data[index][0][:length].numpy().tobytes(): index for index in range(len(data))}
+    return {rank: [ids.get(row.astype(np.int64).tobytes()) for row in received.get(rank, [])] for rank in ranks}
 
 
 def dealt_otherwise(trial: Trial, step: int) -> str:
@@ -106,6 +111,25 @@ def _dealt(trial: Trial, step: int, drawn: Mapping[int, Sequence[int | None]], s
         if all(list(ids) == deal(place[rank])[(step - 1) * own : step * own] for rank, ids in drawn.items()):
             return text
     return ""
+
+
+def begun_elsewhere(trial: Trial, step: int, ranks: list[int]) -> str:
+    """Where each of these dp ranks reads on in its share of the shuffled samples, if it is at another place than requested."""
+    from harness.reference.data import sample_order
+
+    if trial.case.dims.cp > 1 or (data := _data_of(trial)) is None:
+        return ""
+    drawn, shares = _drawn(trial, step, ranks, data), trial.one_rank_per_share()
+    usual, count = sample_order(trial.case.training, len(data), 0), len(shares)
+    wanted, places = (step - 1) * trial.case.training.global_batch // count, set()
+    for rank, ids in drawn.items():
+        share = _every(usual, count, shares.index(_fed_as(trial, rank)))
+        begun = next((at for at in range(len(share)) if share[at : at + len(ids)] == ids), None)
+        places.add(begun if ids else None)
+    (begun, *others) = places or {None}
+    if others or begun is None or begun == wanted:
+        return ""
+    return f"each dp rank reads on from sample {begun} of its share (counted from 0), requested {wanted}"
 
 
 def _fed_as(trial: Trial, rank: int) -> int:

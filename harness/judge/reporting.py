@@ -51,9 +51,9 @@ def below(mean: float, largest: float | None) -> float:
 
 
 def due(trial: Trial, rank: int) -> list[int]:
-    """The steps of which a rank that reports at all must report."""
-    evidence = trial.ranks[rank]
-    return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0]
+    """The steps of which a rank that reports at all must report; of one that nobody requested nothing is owed."""
+    evidence, requested = trial.ranks[rank], trial.case.steps
+    return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0 and step.step in requested]
 
 
 def silences(trial: Trial, what: str, read: Read) -> list[Finding]:

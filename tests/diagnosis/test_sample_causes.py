@@ -48,7 +48,7 @@ ranks [0-3] received the same samples, dp ranks must partition the global batch;
   assuming this: 3 of 4 broken laws hold, and none that held breaks
   samples: step 1: 2 received more than once (0, 1); 6 received by nobody (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same
   not explained: with that assumed, the loss of step 1 is off by 1.4e-01, its gradients match within the bound of 2.5e-14
-  tried: 3 hypotheses, none explains this
+  tried: 6 hypotheses, none explains this
   loss: step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)""",
     )
 
@@ -68,7 +68,7 @@ dp ranks draw overlapping samples: some are received twice and some by nobody
   assuming this: 1 of 2 broken laws hold, and none that held breaks
   samples: step 1: 1 received more than once (5); 1 received by nobody (7)
   not explained: with that assumed, the loss of step 1 is off by 9.7e-02, its gradients match within the bound of 2.5e-14
-  tried: 1 hypothesis, none explains this
+  tried: 2 hypotheses, none explains this
   loss: step 1: expected 2.53460829689014, observed 2.781272991204308 (off by 9.73e-02)
   gradients: equal to the reference exactly""",
     )
