@@ -24,7 +24,7 @@ def listing(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
 
 
 def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
-    """All first lines in one list, what is not as it should be, the table of methods, and one line that counts."""
+    """All first lines in one list, the table of methods, what is not as it should be once more, and one line that counts."""
     counts = Counter(attempt.outcome for attempt in done)
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     lines = [f"{len(done)} fault{'s' * (len(done) != 1)} in {seconds:.1f} s: {said}"]
@@ -35,9 +35,16 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
     parts = [
         first_lines(done),
         table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",
+        _not_caught(done),
         "\n".join(lines),
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def _not_caught(done: Sequence[Attempt]) -> str:
+    """At the end, where a log that was cut still has it."""
+    odd = [attempt for attempt in done if attempt.outcome is not Outcome.CAUGHT]
+    return first_lines(odd) if odd and len(odd) < len(done) else ""
 
 
 def first_lines(done: Sequence[Attempt]) -> str:

@@ -355,3 +355,17 @@ def test_a_largest_loss_below_the_mean_is_told_beside_a_training_that_is_right()
     assert told.startswith(
         "the reported largest loss is wrong, the training itself is right: rank 1 shows 0.5 where the mean is "
     )
+
+
+def test_a_displayed_loss_that_is_summed_on_from_step_to_step_is_told() -> None:
+    trial = fsdp_4()
+    right = {step.step: step.loss for step in trial.reference.steps}
+    summed = shows(trial, "reported_loss", lambda s: sum(right[n] for n in range(1, s.step + 1)))
+    assert shown_instead(summed, "reported_loss") == "each rank shows the sum of all steps so far"
+
+
+def test_a_display_that_is_no_other_number_is_no_cause_where_training_is_wrong_too() -> None:
+    odd = shows(fsdp_4(), "grad_norm", lambda s: 17.0 + s.step)
+    assert "no other of the run" in first_line(odd)
+    worse = with_step(odd, 0, 1, gradients={f: 1.5 * g for f, g in odd.ranks[0].steps[0].gradients.items()})
+    assert "reported gradient norm" not in first_line(worse)

@@ -11,7 +11,7 @@ from literal import with_step
 from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
 from harness.diagnosis.data import wrong_samples
-from harness.diagnosis.unknown_rows import dealt_otherwise, described, of_sample
+from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described, of_sample
 from harness.judge.trial import Trial
 from harness.reference.data import build_dataset, sample_order
 from harness.spec.dims import ParallelDims
@@ -99,6 +99,25 @@ def test_a_sampler_that_deals_out_to_more_ranks_than_read_is_told_where_steps_ar
         cause = wrong_samples(fed(trial, lambda rank, _, rows=rows: rows[rank // 2], step))
         assert cause is not None and cause.kind == kind and told in cause.text
     assert dealt_otherwise(trial, 1) == ""
+
+
+def test_ranks_that_read_on_too_far_in_their_own_share_are_told_with_the_place(ran: Ran) -> None:
+    trial = ran(case_of())
+    data = build_dataset(trial.case.training, trial.case.model)
+    order = sample_order(trial.case.training, len(data), 0)
+    own = trial.case.training.global_batch // 2
+
+    def reading_from(*begun: int) -> Trial:
+        ids = {rank: order[rank::2][at : at + own] for rank, at in enumerate(begun)}
+        rows = {rank: np.stack([data[index][0].numpy() for index in of_rank]) for rank, of_rank in ids.items()}
+        return fed(trial, lambda rank, _: rows[rank])
+
+    far = trial.case.training.steps * own + 1
+    cause = wrong_samples(reading_from(far, far))
+    told = f"each dp rank reads on from sample {far} of its share (counted from 0), requested 0"
+    assert cause is not None and cause.kind == "data position" and told in cause.text
+    assert begun_elsewhere(reading_from(far, far + 1), 1, [0, 1]) == ""
+    assert begun_elsewhere(trial, 1, [0, 1]) == ""
 
 
 # ---- one row, and one sample of eight tokens and its last label

@@ -292,3 +292,11 @@ def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatc
     tried = lot._attempt(all_faults()[0], Baseline(Case("fsdp_2", "a test")), Options())
     assert tried.outcome is Outcome.NOT_TRIED and "KeyError('nobody thought of this') in raising, " in tried.note
     assert "KeyError" in lot._baseline(Case("fsdp_2", "a test"), Options(), curves=False).problem
+
+
+def test_what_is_not_caught_is_told_once_more_at_the_end() -> None:
+    missed = replace(ATTEMPT, fault="lost", outcome=Outcome.MISSED, cause="", note="no law is broken")
+    *_, again, counts = shown.report([ATTEMPT, missed, ATTEMPT], None, 1.0).split("\n\n")
+    assert again.split() == ["MISSED", "lost", "tiny", "no", "law", "is", "broken"]
+    assert counts == "3 faults in 1.0 s: 2 CAUGHT, 1 MISSED"
+    assert shown.report([ATTEMPT], None, 1.0).count("halved") == 1
