@@ -280,7 +280,7 @@ def _of(broken: Broken, what: str) -> list[Finding]:
 def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
     """In blocks that are recomputed as requested."""
     kind, found = trial.case.features.activation_checkpointing, _of(broken, features.RECOMPUTED)
-    if kind == "none" or not found:
+    if kind == "none" or not found or any("recomputations of" in one.where for one in broken["features"].findings):
         return None
     first = found[0]
     kept = ": all their results are kept" if first.observed == "0" else ""
