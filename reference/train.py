@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
+from .kernels import kind_of_cpu
 from .model import at_least_float32, initial_weights, llama_from, seed_masks
 from .noise import Order, Reordered, measure, orders
 from .precision import DTYPES, Worker, float32_matmuls
@@ -58,11 +59,17 @@ def train(
     return ReferenceRun(
         weights=start,
         steps=trained,
-        environment={"torch": torch.__version__, "device": device, "threads": str(torch.get_num_threads())},
+        environment=_environment(device),
         noise=spread,
         **_of_samples(dataset, samples),
         inputs=inputs,
     )
+
+
+def _environment(device: str) -> dict[str, str]:
+    """What numbers depend on besides the recipe."""
+    threads = str(torch.get_num_threads())
+    return {"torch": torch.__version__, "device": device, "cpu": kind_of_cpu(), "threads": threads}
 
 
 def _of_samples(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[str, Any]:

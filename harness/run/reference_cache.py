@@ -14,6 +14,7 @@ from harness.evidence.format import version_of
 from harness.evidence.store import EvidenceError
 from harness.judge import golden
 from harness.launch import Job, launch, machine
+from harness.reference.kernels import kind_of_cpu
 from harness.reference.record import ReferenceRun
 from harness.run.locks import only_one
 from harness.run.options import Options
@@ -32,7 +33,7 @@ def hard_link(source: Path, target: Path) -> None:
 
 
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
-    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of GPU.
+    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of processor.
 
     noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
@@ -47,9 +48,10 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
-    """Goldens hold the noise of the recipes of files on CPU; another recipe, seed or device has its own, measured once."""
-    known = options.device == "cpu" and (case.file or _golden_knows(case, options))
-    return () if case.exact or known else (_noise_key(case, options),)
+    """A golden holds the noise of its recipe on the kind of CPU that made it; another recipe, seed or device has its own,
+    measured once."""
+    known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
+    return () if known else (_noise_key(case, options),)
 
 
 def _noise_key(case: Case, options: Options) -> str:
@@ -57,12 +59,15 @@ def _noise_key(case: Case, options: Options) -> str:
 
 
 def _golden_knows(case: Case, options: Options) -> bool:
-    """A recipe of no file may be that of one all the same."""
+    """A recipe of no file may be that of one all the same. A file's is left to the law `golden`, which says what to do."""
     try:
-        noise = golden.load(case).noise.get(_noise_key(case, options))
+        accepted = golden.load(case)
     except golden.GoldenError:
+        return bool(case.file)
+    if accepted.environment.get("cpu") != kind_of_cpu():
         return False
-    return noise is not None and set(noise.distance) == set(case.model.parameter_shapes())
+    noise = accepted.noise.get(_noise_key(case, options))
+    return bool(case.file) or (noise is not None and set(noise.distance) == set(case.model.parameter_shapes()))
 
 
 def _reference_key(case: Case) -> str:
@@ -70,7 +75,7 @@ def _reference_key(case: Case) -> str:
     for source in sorted((ROOT / "harness" / "reference").glob("*.py")):
         digest.update(source.read_bytes())
     digest.update(version_of(ReferenceRun).encode())
-    digest.update(package_versions().encode())
+    digest.update(f"{package_versions()} {kind_of_cpu()}".encode())
     if case.training.data is not None and Path(case.training.data).exists():
         stat = Path(case.training.data).stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())

@@ -10,6 +10,7 @@ import pytest
 from harness import ROOT, cli
 from harness.judge import golden
 from harness.reference.config import TrainingConfig
+from harness.run import reference_cache
 from harness.run.options import Options
 from harness.run.reference_cache import _unknown_noise
 from harness.run.supported import other_dtype, unsupported
@@ -56,12 +57,27 @@ def test_a_trainer_that_cannot_compute_in_a_cases_dtype_is_told_the_option_that_
     assert other_dtype(case, load("llama3")) is None
 
 
-def test_noise_is_measured_where_no_golden_has_it() -> None:
+def test_noise_is_measured_where_no_golden_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda: "x86_64 GenuineIntel avx2 avx512f")
     known, own = find_case("float32_ddp", CASES), in_dtype(find_case("ddp_2", CASES), "float32")
     assert _unknown_noise(replace(known, file=""), Options()) == ()
     assert _unknown_noise(own, Options()) == ("float32 shares",)
     assert _unknown_noise(known, Options(device="cuda")) == ("float32 shares",)
     assert golden.load(known).noise["float32 shares"].distance
+
+
+def test_noise_measured_on_one_kind_of_cpu_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda: "x86_64 AuthenticAMD avx2")
+    assert _unknown_noise(find_case("float32_ddp", CASES), Options()) == ("float32 shares",)
+    assert _unknown_noise(find_case("ddp_2", CASES), Options()) == ()
+
+
+def test_a_reference_kept_in_one_folder_is_not_used_on_another_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for kind in ("x86_64 GenuineIntel avx2 avx512f", "x86_64 AuthenticAMD avx2"):
+        monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda kind=kind: kind)
+        keys.add(reference_cache._reference_key(find_case("ddp_2", CASES)))
+    assert len(keys) == 2
 
 
 def test_a_trainer_in_float32_keeps_all_laws_of_a_float64_case_that_is_turned(
