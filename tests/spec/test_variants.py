@@ -73,11 +73,9 @@ def test_noise_measured_on_one_kind_of_cpu_is_not_anothers(monkeypatch: pytest.M
 
 
 def test_a_reference_kept_in_one_folder_is_not_used_on_another_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = set()
-    for kind in ("x86_64 GenuineIntel avx2 avx512f", "x86_64 AuthenticAMD avx2"):
-        monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda kind=kind: kind)
-        keys.add(reference_cache._reference_key(find_case("ddp_2", CASES)))
-    assert len(keys) == 2
+    here = reference_cache._reference_key(find_case("ddp_2", CASES))
+    monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda: "another")
+    assert reference_cache._reference_key(find_case("ddp_2", CASES)) != here
 
 
 def test_a_trainer_in_float32_keeps_all_laws_of_a_float64_case_that_is_turned(
