@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -23,7 +24,8 @@ def kind_of_cpu() -> str:
     Noise that was measured on one kind is another's on the next.
     """
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.exists() else ""
-    told = dict(map(str.strip, line.split(":", 1)) for line in reversed(text.splitlines()) if ":" in line)
-    has = told.get("flags", "").split()
-    held = (f"{name}={os.environ[name]}" for name in OVERRIDES if os.environ.get(name))
-    return " ".join((platform.machine(), *told.get("vendor_id", "").split(), *(f for f in FLAGS if f in has), *held))
+    maker = re.findall(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)[:1]
+    has = re.findall(r"^flags\s*:(.*)", text, re.MULTILINE)[:1]
+    flags = [flag for flag in FLAGS if flag in " ".join(has).split()]
+    held = [f"{name}={os.environ[name]}" for name in OVERRIDES if os.environ.get(name)]
+    return " ".join([platform.machine(), *maker, *flags, *held])
