@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness.checks import update
+from harness.checks.reported_rate import CLOSE
 from harness.diagnosis import assume
 from harness.diagnosis.algorithms import (
     by_recipes,
@@ -67,7 +68,8 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     rate = wrong[ranks[0], first]
     like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
     rule = schedule_of(trial, wrong, shown) or f", the schedule's of step {' or '.join(like)}" * bool(like)
-    text = f"learning rate of step {first} is {rate:.6g}{rule}{on_ranks(trial, ranks)}"
+    hidden = _requested_rates_reported(trial, usual)
+    text = f"learning rate of step {first} is {rate:.6g}{' (reported as requested)' * hidden}{rule}{on_ranks(trial, ranks)}"
 
     def of_ranks(ranks: Sequence[int]) -> dict[str, Any]:
         return {"rate": lambda step, fqn: shown.get((ranks[0], step), usual[step])}
@@ -75,7 +77,19 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     assumed = AssumedOptimizer(rate=lambda rank, step, fqn: shown.get((rank, step), usual[step]))
     differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
     cause = Cause("learning rate", text, "", f"{usual[first]:.6g}")
-    yield Hypothesis(cause, lambda trial: optimizer_of_ranks(trial, assumed, of_ranks, differ=differ))
+    reports = {"reported_rate": lambda rank, step: usual[step]} if hidden else {}
+
+    def instead(trial: Trial) -> Trial:
+        other = optimizer_of_ranks(trial, assumed, of_ranks, differ=differ)
+        return replace(other, reports={**other.reports, **reports})
+
+    yield Hypothesis(cause, instead)
+
+
+def _requested_rates_reported(trial: Trial, usual: Mapping[int, float]) -> bool:
+    """Whatever the optimizer took: its ranks report the schedule's."""
+    shown = [(step.reported_lr, usual[step.step]) for _, step, _ in trial.steps() if step.reported_lr is not None]
+    return bool(shown) and all(math.isclose(*both, rel_tol=CLOSE) for both in shown)
 
 
 # ---- some parameters, or all, from some step on

@@ -160,7 +160,7 @@ def missing_parameters(trial: Trial) -> str:
             where = _holders(trial, wanted - held)
             return f"rank {rank} does not hold {some(sorted(wanted - held))}{where}, requested {len(wanted)} parameters"
         if held - wanted:
-            return f"rank {rank} holds {some(sorted(held - wanted))}, which the model does not have"
+            return f"rank {rank} holds {some(sorted(held - wanted))}, {_owners(trial, held - wanted)}"
     return _untrained(trial)
 
 
@@ -190,3 +190,10 @@ def _holders(trial: Trial, fqns: set[str]) -> str:
     """Of a pipeline: who has them in its place."""
     there = [rank for rank, evidence in trial.ranks.items() if fqns <= {tensor.fqn for tensor in evidence.parameters}]
     return f", which {rank_words(there)} hold{'s' * (len(there) == 1)}" if there and trial.case.dims.pp > 1 else ""
+
+
+def _owners(trial: Trial, fqns: set[str]) -> str:
+    owners = [rank for rank, slices in sorted(trial.plan.slices.items()) if fqns <= set(slices)]
+    return (
+        f"which belong{'s' * (len(fqns) == 1)} to {rank_words(owners)}" if owners else "which the model does not have"
+    )

@@ -31,7 +31,8 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     }  # what did not run explains the most
     said = before | {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
     lines = [line for of_one in said.values() for line in of_one]
-    lines += [("or else", "; ".join(one.cause.text for one in proof.hypotheses)) for proof in found.proofs[1:]]
+    texts = ["; ".join(one.cause.text for one in proof.hypotheses) for proof in found.proofs]
+    lines += [("or else", text) for text in dict.fromkeys(texts[1:]) if text != texts[0]]
     left = {result.check: result for result in results if result.check in found.left and result.findings}
     if left:
         assumed = found.proofs[0].assumed if found.proofs else trial

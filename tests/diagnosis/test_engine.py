@@ -204,6 +204,12 @@ def test_a_law_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assume
     assert (proof.explained, proof.left) == (((law,), ()) if holds else ((), (law,)))
 
 
+def test_two_proofs_that_read_alike_are_said_once() -> None:
+    found = diagnose(DOUBLED, judge(DOUBLED), (suspect("doubled", twice_the_gradients),) * 2, (), ())
+    assert found is not None
+    assert (found.cause, "or else" in dict(found.evidence)) == ("doubled", False)
+
+
 # ---- what is computed and judged is bounded
 
 

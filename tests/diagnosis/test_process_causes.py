@@ -231,6 +231,13 @@ def test_a_parameter_of_no_model_is_named() -> None:
     assert first_line(trial) == "rank 2 holds a.buffer, which the model does not have"
 
 
+def test_a_parameter_of_another_stage_is_told_with_its_owner() -> None:
+    trial = fsdp_4()
+    without = {fqn: cut for fqn, cut in trial.plan.slices[2].items() if fqn != NORM}
+    trial = replace(trial, plan=replace(trial.plan, slices={**trial.plan.slices, 2: without}))
+    assert first_line(trial) == f"rank 2 holds {NORM}, which belongs to ranks [0,1,3]"
+
+
 # ---- processes
 
 

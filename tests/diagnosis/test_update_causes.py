@@ -209,11 +209,11 @@ def test_another_learning_rate_than_the_optimizer_shows() -> None:
     )
 
 
-def with_rates(*rates: float) -> Trial:
-    """What the optimizer shows, and steps by."""
+def with_rates(*rates: float, reported: tuple[float, ...] = ()) -> Trial:
+    """What the optimizer shows, and steps by; and what it reports, where that is something else."""
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2")), rate=lambda step, fqn: rates[step - 1])
     for rank, (step, lr) in itertools.product(trial.ranks, enumerate(rates, start=1)):
-        trial = with_step(trial, rank, step, lr=lr, reported_lr=lr)
+        trial = with_step(trial, rank, step, lr=lr, reported_lr=(reported or rates)[step - 1])
     return trial
 
 
@@ -222,6 +222,14 @@ def test_a_schedule_that_is_a_step_early() -> None:
         with_rates(0.01, 0.0075, 0.0075),
         """learning rate of step 1 is 0.01, the schedule's of step 2, requested 0.005""",
     )
+
+
+def test_requested_rates_that_are_reported_are_no_mistake_beside_those_that_are_taken() -> None:
+    requested = tuple(step.lr for step in trial_of(tiny_case("fsdp_2")).reference.steps)
+    told = "learning rate of step 1 is 0.01234 (reported as requested), requested 0.005"
+    expect_first(with_rates(0.01234, 0.01, 0.0075, reported=requested), told)
+    other = with_rates(0.01234, 0.01, 0.0075, reported=(0.005, 0.02, 0.02))
+    assert first_line(other).startswith("learning rate of step 1 is 0.01234, requested 0.005; the reported")
 
 
 def test_a_learning_rate_of_no_schedule() -> None:
@@ -378,4 +386,4 @@ def test_a_rate_of_one_replica_is_told_with_the_ranks_that_have_it() -> None:
     late = trained_otherwise(trial, [1], rate=lambda step, fqn: 0.1234 if step == 2 else rates[step - 1])
     late = with_step(late, 1, 2, lr=0.1234)
     proposed = [one.cause.text for one in wrong_optimizer(late, {"update": judged("update", late)})]
-    assert proposed[0] == "learning rate of step 2 is 0.1234 on rank 1, requested 0.05"
+    assert proposed[0] == "learning rate of step 2 is 0.1234 (reported as requested) on rank 1, requested 0.05"
