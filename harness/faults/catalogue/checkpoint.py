@@ -54,6 +54,29 @@ data_position_starts_anew = fault(
 )
 
 
+def _reads_on_undivided(batches: Any, samples: int) -> None:
+    batches.loader.sampler.start = samples
+    batches.iterator = iter(batches.loader)
+
+
+data_position_not_divided = fault(
+    breaks="a rank skips as many samples of its own share as all ranks together have read",
+    bug="of the family of S01 pytorch/torchtitan #275: what is restored is not what it is taken for",
+    case="ddp_4_to_fsdp_2",
+    caught_by="resume samples loss gradients",
+    named="data position",
+    does=op.after_call(".data:Microbatches.seek", _reads_on_undivided, when=lambda batches, samples: samples > 0),
+)
+dropout_masks_begin_anew = fault(
+    breaks="masks are drawn from the number of steps of this process, so a resumed job draws those of its first steps again",
+    bug="of the family of S01 pytorch/torchtitan #275: an item of the state has no effect after resuming",
+    case="dropout_fsdp_2_to_ddp_2",
+    caught_by="loss gradients",
+    named="dropout masks",
+    does=op.change_argument(".trainer:seed_masks", step=lambda step: step - 1, when=lambda model, seed, step: step > 1),
+)
+
+
 @fault(
     breaks="optimizer state is matched by position, so two parameters of one shape have each other's",
     bug="S10 pytorch/torchtitan #3356: flat order of groups is not that of named_parameters",

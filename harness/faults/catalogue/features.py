@@ -15,6 +15,14 @@ def _prefer_recompute(*_: Any, **__: Any) -> Any:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _keep_all(_: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    from harness.trainers.llama3.recompute import KEPT
+
+    return CheckpointPolicy.MUST_SAVE if str(operator) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 attention_computed_twice = fault(
     breaks="attention is computed twice, the first time for nothing",
     bug="A-class: work that is done again and that no number shows",
@@ -48,6 +56,14 @@ selective_checkpointing_keeps_nothing = fault(
     does=op.instead(
         ".recompute:create_selective_checkpoint_contexts", lambda original, policy: original(_prefer_recompute)
     ),
+)
+selective_checkpointing_keeps_every_matmul = fault(
+    breaks="selective checkpointing keeps the result of every matmul, not of every second one",
+    bug="of the family of A04 pytorch/torchtitan #820: the operators kept are not those meant",
+    case="fsdp_2_ac_op",
+    caught_by="features",
+    named="odd traces",
+    does=op.instead(".recompute:create_selective_checkpoint_contexts", lambda original, policy: original(_keep_all)),
 )
 random_state_not_restored = fault(
     breaks="recomputation draws its random numbers anew instead of restoring the generator's state",

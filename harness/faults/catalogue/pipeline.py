@@ -18,6 +18,14 @@ loss_normalised_after_backward = fault(
     named="gradients scaled",
     does=op.override_argument(".trainer:scaled", valid_tokens=1),
 )
+loss_not_passed_on = fault(
+    breaks="the loss is not passed on from the last stage, so that the first one reports 0",
+    bug="E-class: a sum that each rank reports of its own",
+    case="pp_2",
+    caught_by="reported_loss",
+    named="wrong report",
+    does=op.instead(".trainer:reported_loss", lambda original, total, mesh, tokens: original(total, None, tokens)),
+)
 norm_of_each_stage = fault(
     breaks="the gradient norm is not summed over the stages: each clips by its own",
     bug="C01 pytorch/torchtitan #649, #596",

@@ -24,6 +24,23 @@ def _allow_tf32(*_: Any) -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
 
+def _bfloat16_policy(_: Any) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecision
+
+    return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+fsdp1_computes_in_bfloat16 = fault(
+    breaks="FSDP1 is given a mixed-precision policy that nobody requested",
+    bug="E-class: a policy is the default of a helper, not the recipe's",
+    case="fsdp1_4",
+    caught_by="features gradients loss",
+    named="another feature",
+    does=op.change_argument(
+        "torch.distributed.fsdp:FullyShardedDataParallel.__init__", mixed_precision=_bfloat16_policy
+    ),
+)
 reduced_in_bfloat16 = fault(
     breaks="gradients are reduced in bfloat16 where float32 was requested",
     bug="N01 pytorch #190626, N05 deepspeedai/DeepSpeed #5170: a reduction before the cast to the dtype requested",
