@@ -136,6 +136,16 @@ class HabitualStarted(Started):
         """By a function that was imported before anybody could look."""
         self.clip = lambda max_norm: clip_grad_norm_(self.model.parameters(), max_norm)  # type: ignore[method-assign]
 
+    def measures_each_microbatch(self) -> None:
+        """The norm of what has been accumulated, for a display; by clipping to infinity, as torch 2.5 knew no other way."""
+        backward = self.backward
+
+        def measured(loss: Any) -> None:
+            backward(loss)
+            clip_grad_norm_(self.model.parameters(), float("inf"))
+
+        self.backward = measured  # type: ignore[method-assign]
+
     def scales_the_loss(self) -> None:
         """And divides gradients by that, before they are clipped."""
         original, clip = self.backward, self.clip

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from harness.checks import judge
 from harness.diagnosis.backward import other_gradient_flows, rounding, wrong_backward
-from harness.diagnosis.clipping import wrong_clipping
+from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
 from harness.diagnosis.data import other_samples
@@ -60,6 +60,7 @@ SUSPECTS: tuple[Suspects, ...] = (
 )
 COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
+    clipped_while_adding_up,
     exchanged_tensors,
     masks_drawn_again,
     gathered_logits,

@@ -1,4 +1,4 @@
-"""Gradients are not clipped by their global norm: by another norm, on some ranks, or not at all."""
+"""Gradients are not clipped once a step by their global norm: by another norm, too often, on some ranks, or not at all."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.checks import update
+from harness.diagnosis import assume
 from harness.diagnosis.algorithms import Replayed, first_moves, kinds_of_parameters
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.mixture import Piece, Pieces
 from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.words import Arrays, where_text
@@ -24,6 +26,9 @@ from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
+
+if TYPE_CHECKING:
+    from harness.reference.counterfactual import Batch
 
 Coefficient = Callable[[int, int, str], Any]  # rank, step, fqn
 
@@ -164,3 +169,50 @@ def _left_out(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
         text = f"clipping is not applied to {where} (coefficient {clip:.4g}){hint}"
         cause = Cause("clipping left out", text)
         yield Clipping(cause, partial(but_for, norms), lambda rank, step, norms=norms: norms[step])  # type: ignore[misc]
+
+
+# ---- more than once a step
+
+Chain = tuple[Piece, ...]
+
+
+def _receiver(piece: Piece) -> tuple[int, int]:
+    return piece.rank, piece.place
+
+
+def clipped_while_adding_up(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """After every microbatch, what has been added up until then: reduced already, or what each data rank has of its own."""
+    pieces = Pieces(trial)
+    if "gradients" not in broken or trial.case.training.max_norm is None or trial.case.passes == 1 or not pieces.known:
+        return
+    all_pieces: tuple[Chain, ...] = (pieces.all,)
+    of_ranks = tuple(tuple(group) for _, group in itertools.groupby(sorted(pieces.all, key=_receiver), key=_receiver))
+    alone = "; before they are reduced, each rank's by the norm of its own"
+    for hint, chains in {"": all_pieces, **({alone: of_ranks} if len(of_ranks) > 1 else {})}.items():
+        text = f"gradients are clipped after every microbatch, as they add up, not once a step{hint}"
+        yield Hypothesis(Cause("clipped in every microbatch", text), partial(_clipping_chains, pieces, chains))
+
+
+def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], trial: Trial) -> Trial:
+    """Each chain holds its own pieces, microbatch after microbatch, and as much larger as they are averaged over chains."""
+    passes, limit, size = trial.case.passes, trial.case.training.max_norm, trial.case.local_batch
+
+    def shares(step: int, batch: Batch) -> list[np.ndarray]:
+        return [
+            np.asarray(sum(pieces.mask(piece, step) for piece in chain if piece.row // size == number))
+            for chain in chains
+            for number in range(passes)
+        ]
+
+    def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
+        sums = []
+        for first in range(0, len(gradients), passes):
+            held = gradients[first]
+            for more in gradients[first + 1 : first + passes]:
+                by = clip_coefficient(len(chains) * own_norm(held), limit)
+                held = {fqn: more[fqn] + held[fqn].dtype.type(by) * held[fqn] for fqn in held}
+            sums.append(held)
+        return [{fqn: np.asarray(sum(held[fqn] for held in sums)) for fqn in sums[0]}]
+
+    owners = (0,) * (len(chains) * passes)
+    return assume.apart(trial, dict.fromkeys(trial.ranks, 0), [{}], owners=owners, shares=shares, reduce=reduce)

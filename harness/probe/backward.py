@@ -25,13 +25,13 @@ ENGINE = "_engine_run_backward"
 
 
 class BackwardRecorder:
-    """gradients: the present ones, by fqn. needed: until torch's own clipping was seen."""
+    """gradients: the present ones, by fqn. needed: until torch's own clipping was seen. ended: how many passes have."""
 
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._clock, self._gradients = clock, gradients
         self._copies: dict[str, torch.Tensor] = {}
         self._engine: Any = None
-        self.needed = True
+        self.needed, self.ended = True, 0
 
     def install(self) -> None:
         self._engine = original = getattr(torch.autograd, ENGINE, None)
@@ -43,11 +43,11 @@ class BackwardRecorder:
             outermost = torch._C._current_graph_task_id() == -1
             found = original(*args, **kwargs)
             if outermost and kwargs.get("accumulate_grad", True) and not self._clock.in_schedule:
-                self.copy()
+                self._end()
             return found
 
         setattr(torch.autograd, ENGINE, seen)
-        self._clock.schedule_ended = self.copy
+        self._clock.schedule_ended = self._end
 
     def remove(self) -> None:
         if self._engine is not None:
@@ -55,7 +55,8 @@ class BackwardRecorder:
         self._engine = None
         self.drop()
 
-    def copy(self) -> None:
+    def _end(self) -> None:
+        self.ended += 1
         if self.needed:
             self._copies = {fqn: local(gradient).clone() for fqn, gradient in self._gradients().items()}
 

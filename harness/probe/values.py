@@ -1,8 +1,9 @@
 """Gradients before clipping, parameters after each step, learning rate, memory: read at torch's own seams.
 
 Gradients are copied at the first sign that somebody is about to use them: a call of torch's clipping functions, or an
-optimizer step, for which backward.py knows what they were before. Whatever a trainer does to them after that, clipping
-included, is judged by what it does to the parameters.
+optimizer step, for which backward.py knows what they were before; and again where more of backward followed a call of those
+functions, for many measure the norm after each microbatch. Whatever a trainer does to them after that, clipping included, is
+judged by what it does to the parameters.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class StepValues:
     scaled: float | None = None
     before: Before | None = None
     late: bool = False
+    clipped_after: int | None = None
 
     def compare(self) -> None:
         """Gradients with what they were."""
@@ -172,8 +174,10 @@ class ValueRecorder:
         if clipped_next:
             self._backward.needed = False
             self._backward.drop()
-        if step.gradients or not self.parts:
+        grown = step.clipped_after is not None and step.clipped_after < self._backward.ended
+        if (step.gradients and not grown) or not self.parts:
             return
+        step.clipped_after = self._backward.ended if clipped_next else None
         step.gradients, step.before = all_copied(self._gradients().items()), self._backward.taken()
         if can_be_read(step.gradients) and can_be_read(step.before.gradients):
             step.compare()

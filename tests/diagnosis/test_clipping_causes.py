@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import LOW_CLIP, expect_first, first_line
-from literal import tiny_case, trained_otherwise, trial_of
+from diagnosed import LOW_CLIP, expect_first, first_line, with_scaled_samples
+from literal import sum_of_samples, tiny_case, trained_otherwise, trial_of
 from literal_reference import clip
 
 Arrays = dict[str, np.ndarray]
@@ -84,3 +84,22 @@ def test_gradients_clipped_entry_by_entry() -> None:
 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", low)), given=given)
     expect_first(trial, "gradients are clipped entry by entry, to 0.01, not by their norm")
+
+
+@pytest.mark.parametrize(
+    ("chains", "whose"),
+    [
+        (1, ""),
+        (2, "; before they are reduced, each rank's by the norm of its own"),
+    ],
+)
+def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int, whose: str) -> None:
+    trial = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
+    firsts, weights = [[0, 1, 4, 5]] if chains == 1 else [[0, 1], [4, 5]], {}
+    for own in firsts:  # the samples of first microbatches; of those that are averaged, each is as much larger
+        only = dict.fromkeys(range(8), 0.0) | dict.fromkeys(own, float(chains))
+        norm = math.sqrt(sum(squares({fqn: sum_of_samples(trial, fqn, only) for fqn in trial.plan.shapes}).values()))
+        assert norm > LOW_CLIP.max_norm
+        weights |= dict.fromkeys(own, clip(norm, LOW_CLIP))
+    told = f"gradients are clipped after every microbatch, as they add up, not once a step{whose}"
+    expect_first(with_scaled_samples(trial, weights), told)

@@ -55,6 +55,7 @@ def judged(name: str, habits: str, folder: Path) -> Judgement:
         "loss_by_rows+validates_in_inference_mode",
         "loss_of_valid_tokens+logs_the_loss+clips_by_name+scales_the_loss",
         "loss_by_nll+clips_itself",
+        "measures_each_microbatch",
     ],
 )
 def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> None:

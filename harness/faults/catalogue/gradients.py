@@ -381,11 +381,19 @@ replicated_parameters_clipped_on_tp_rank_0_only = fault(
     named="clipping left out",
     does=op.change_argument(CLIP, parameters=_without_norms_on_later_tp_ranks),
 )
-overflow_goes_into_the_weights = fault(
-    breaks="a gradient that overflowed is not noticed before the optimizer uses it",
-    bug="C11 pytorch/torchtitan #4226",
-    case="fsdp_2",
-    caught_by="gradients update",
-    named="not finite",
-    does=op.scale_result(".trainer:scaled", float("inf")),
+
+
+@fault(
+    breaks="gradients are clipped after every microbatch, as they add up, not once a step",
+    bug="E-class: a norm of a part of the batch",
+    case="ddp_2_accum",
+    caught_by="gradients",
+    named="clipped in every microbatch",
 )
+@partial(op.instead, SYNC)
+@contextmanager
+def clipped_in_every_microbatch(original: Any, model: Any, *rest: Any, **last: bool) -> Any:
+    with original(model, *rest, **last):
+        yield
+    if not last["last"]:
+        op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()

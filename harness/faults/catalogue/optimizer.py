@@ -205,3 +205,13 @@ def average_left_in_after_the_last_step(original: Any, trainer: Any, *args: Any,
     original(trainer, *args, **options)
     for weight, before in zip(held(trainer), begun, strict=True):
         weight.lerp_(before, 0.5)
+
+
+overflow_goes_into_the_weights = fault(
+    breaks="a gradient that overflowed is not noticed before the optimizer uses it",
+    bug="C11 pytorch/torchtitan #4226",
+    case="fsdp_2",
+    caught_by="gradients update",
+    named="not finite",
+    does=op.scale_result(".trainer:scaled", float("inf")),
+)
