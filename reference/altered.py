@@ -58,7 +58,7 @@ def altering(variation: Variation, modules: Sequence[str], since: int, rows: np.
     def alter(model: nn.Module, step: int) -> None:
         if step != since:
             return
-        other = model if rows is None else _copy(model)
+        other = model if rows is None else copy_of(model)
         for name in modules:
             variation.alter(other.get_submodule(name))
         if rows is not None:
@@ -67,7 +67,7 @@ def altering(variation: Variation, modules: Sequence[str], since: int, rows: np.
     return alter
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_of(model: nn.Module) -> nn.Module:
     """Other modules, the same parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .altered import OF_ITSELF, Alteration, Rows, Variation, alike, given
+from .altered import OF_ITSELF, Alteration, Rows, Variation, alike, copy_of, given, put_instead
 from .blocks import Added, block_of
 
 PARTS = {"attention": "attention", "feed_forward": "feed-forward", "norm": "the norm", "inner": "softmax attention"}
@@ -91,3 +91,21 @@ def _of_streams() -> Rows:
 
     yield "no gradient goes along the residual stream where attention is added", block_of(first)
     yield "no gradient goes along the residual stream where feed-forward is added", block_of(second)
+
+
+def recomputed(variation: Variation) -> Variation:
+    """Blocks that are checkpointed: forward is as requested; in backward they are computed again, each from the input that
+    was kept, and then as `variation` has it, of a block or of its attention."""
+
+    def alter(block: nn.Module) -> None:
+        other = copy_of(block)
+        variation.alter(other if variation.part == "block" else other.get_submodule("attention"))
+
+        def forward(original: Any, *args: Any) -> Tensor:
+            again = other(*args)
+            return original(*args).detach() + (again - again.detach())
+
+        put_instead(block, forward)
+
+    text = f"recomputation in backward is not what forward computed: {variation.observed}"
+    return Variation("recomputed otherwise", text, variation.expected, "block", alter)

@@ -1,12 +1,14 @@
-"""Other masks: those of dropout, and those that documents make."""
+"""Other masks: those of dropout, those that documents make, and that of a vocabulary whose rows lie on several ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +29,21 @@ def other_dropout(model: ModelConfig) -> list[Variation]:
         *((f"no dropout took place after {name}, nor was it drawn", _left_out(only)) for name, only in parts.items()),
         ("dropout does not divide by 1 - p", _undivided),
     ]
-    return alike("dropout", "model", f"{usual:g}", rows)
+    return [*alike("dropout", "model", f"{usual:g}", rows), *_dropout_of_sums()]
+
+
+def _dropout_of_sums() -> list[Variation]:
+    places = {"attention": (True, False), "feed-forward": (False, True), "attention and feed-forward": (True, True)}
+    text, expected = "dropout is applied to the sum with the residual stream after {}", "to what is added to it"
+    rows = ((text.format(name), OF_ITSELF(partial(_dropped_sum, *of))) for name, of in places.items())
+    return alike("dropout", "block", expected, rows)
+
+
+def _dropped_sum(first: bool, second: bool, _: Any, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+    added, drop = block.attention(block.attention_norm(x), *rest), block.attention_dropout
+    x = drop(x + added) if first else x + drop(added)
+    added, drop = block.feed_forward(block.ffn_norm(x)), block.ffn_dropout
+    return drop(x + added) if second else x + drop(added)
 
 
 def masks_of_other_steps(training: TrainingConfig, instead: Callable[[int], int]) -> Alteration:
@@ -138,3 +154,27 @@ def mask_of_step(tokens: np.ndarray, step: int) -> Variation:
     kept = documents(torch.from_numpy(np.ascontiguousarray(tokens)))
     alter = _mask_of(lambda _, own: kept if own.shape == kept.shape else own)
     return Variation("document mask", f"the document mask of step {step} is used", "the step's own", "model", alter)
+
+
+# ---- the rows of an embedding that lie on several ranks
+
+
+def unmasked_embedding(ranks: int) -> list[Variation]:
+    """Each rank looks up all tokens in its rows and the results are summed: tokens of other ranks' rows must give zeros."""
+
+    def summed(clamped: bool, _: Any, embedding: nn.Module, tokens: Tensor) -> Tensor:
+        size = -(-len(embedding.weight) // ranks)
+        found: list[Tensor] = []
+        for rows in embedding.weight.split(size):
+            first = size * len(found)
+            at = tokens - first
+            held = (at >= 0) & (at < len(rows))
+            found.append(F.embedding(at.clamp(0, len(rows) - 1) if clamped else torch.where(held, at, 0), rows))
+        return torch.stack(found).sum(0)
+
+    text = "tokens of other ranks' rows are not masked in the embedding cut over tp: each rank adds its {} for them"
+    rows = (
+        (text.format("nearest row"), OF_ITSELF(partial(summed, True))),
+        (text.format("first row"), OF_ITSELF(partial(summed, False))),
+    )
+    return alike("embedding not masked", "embedding", "zeros", rows)

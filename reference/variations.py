@@ -231,36 +231,45 @@ def _not_transposed(original: Any, _: nn.Module, *inputs: Any) -> Tensor:
     return found.reshape(batch, length, heads, width).transpose(1, 2)
 
 
-def over_cp(order: np.ndarray, rank: np.ndarray) -> list[Variation]:
-    """Of context parallel. order: the positions as ranks hold them, one rank after the other; rank: which, by position."""
-    place = np.argsort(order)
-    earlier, same = place[None, :] <= place[:, None], rank[None, :] == rank[:, None]
-    causal = np.tril(np.ones(same.shape, bool))
-    masks = {"attention sees the tokens of its own cp rank only": causal & same}
-    turned = {"rotary positions restart at 0 on each cp rank": place - np.where(same, place, len(place)).min(1)}
-    if not np.array_equal(earlier, causal):
-        masks["attention masks tokens in the order in which cp ranks hold them"] = earlier
-        turned["rotary positions count tokens in the order in which cp ranks hold them"] = place
-    seen = ((text, _where_it_fits(torch.from_numpy(mask))) for text, mask in masks.items())
-    counted = ((text, _counted_as(torch.from_numpy(positions))) for text, positions in turned.items())
+def over_cp(*held: tuple[np.ndarray, np.ndarray]) -> list[Variation]:
+    """Of context parallel. held: for each length of a sequence, the positions as ranks hold them, one rank after the other;
+    and, by position, which rank."""
+    masks: dict[str, dict[int, Tensor]] = {}
+    turned: dict[str, dict[int, Tensor]] = {}
+    for order, rank in held:
+        size, place = len(order), np.argsort(order)
+        earlier, same = place[None, :] <= place[:, None], rank[None, :] == rank[:, None]
+        causal = np.tril(np.ones(same.shape, bool))
+        seen = {"attention sees the tokens of its own cp rank only": causal & same}
+        counted = {"rotary positions restart at 0 on each cp rank": place - np.where(same, place, size).min(1)}
+        if not np.array_equal(earlier, causal):
+            seen["attention masks tokens in the order in which cp ranks hold them"] = earlier
+            counted["rotary positions count tokens in the order in which cp ranks hold them"] = place
+        for of_length, by_length in ((seen, masks), (counted, turned)):
+            for text, table in of_length.items():
+                by_length.setdefault(text, {})[size] = torch.from_numpy(table)
     return [
-        *alike("attention over cp", "inner", "itself and all earlier tokens", seen),
-        *alike("rotary positions", "attention", "those in the sequence", counted),
+        *alike("attention over cp", "inner", "itself and all earlier tokens", _rows(_where_it_fits, masks)),
+        *alike("rotary positions", "attention", "those in the sequence", _rows(_counted_as, turned)),
     ]
 
 
-def _counted_as(positions: Tensor) -> Alteration:
+def _rows(alter: Callable[[dict[int, Tensor]], Alteration], tables: dict[str, dict[int, Tensor]]) -> Rows:
+    return ((text, alter(by_length)) for text, by_length in tables.items())
+
+
+def _counted_as(positions: dict[int, Tensor]) -> Alteration:
     def alter(attention: nn.Module) -> None:
         before = attention.angles
-        attention.angles = lambda usual, like: before(positions if len(usual) == len(positions) else usual, like)
+        attention.angles = lambda usual, like: before(positions.get(len(usual), usual), like)
 
     return alter
 
 
-def _where_it_fits(mask: Tensor) -> Alteration:
+def _where_it_fits(masks: dict[int, Tensor]) -> Alteration:
     def forward(original: Any, _: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        fits = q.shape[-2] == len(mask)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask) if fits else original(q, k, v, *rest)
+        mask = masks.get(q.shape[-2])
+        return original(q, k, v, *rest) if mask is None else F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     return OF_ITSELF(forward)
 

@@ -231,6 +231,7 @@ def _less_than_planned(trial: Trial, step: int) -> str:
 
 
 BEFORE = {"samples", "positions", "initial_weights", "resume"}
+OF_POSITIONS = {"rotary positions", "rotary left out"}  # what recomputation may be given otherwise than forward was
 
 
 def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -242,11 +243,14 @@ def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not tries.rows or all(factor_of(trial, *at, step) is not None for at in wrong):
         return
     from harness.reference.altered import altering
-    from harness.reference.gradient_flow import gradient_flows
+    from harness.reference.gradient_flow import gradient_flows, recomputed
 
     near = partial(_near, deepest=max(depth(fqn)[0] for _, fqn in wrong))
     counts = sorted({2, *(len(groups[0]) for groups in trial.plan.groups.values())} - {1})
-    for variation in gradient_flows(counts):
+    found = gradient_flows(counts)
+    if trial.case.features.activation_checkpointing != "none":
+        found += map(recomputed, (one for one in tries.variations({"attention"}) if one.name in OF_POSITIONS))
+    for variation in found:
         for modules in filter(near, tries.modules(variation.part)):
             altered = altering(variation, modules, step)
             if _gives(trial, step, tries.bench.gradients(altered), wrong):

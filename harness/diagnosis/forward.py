@@ -255,13 +255,14 @@ class Tries:
     @cached_property
     def _variations(self) -> list[Variation]:
         from harness.reference import variations
-        from harness.reference.masks import dropout_of_other_steps, mask_of_step
+        from harness.reference.masks import dropout_of_other_steps, mask_of_step, unmasked_embedding
         from harness.reference.rounding import low_sums
 
         case, tokens = self.trial.case, self.trial.reference.tokens
         degrees = {len(groups[0]) for groups in self.trial.plan.groups.values()}
         found = variations.variations(case.model, case.training, degrees)
         found += low_sums(case.training, self.passes)
+        found += unmasked_embedding(case.dims.tp) if case.dims.tp > 1 else []
         if case.model.dropout:
             found += dropout_of_other_steps(case.training, self.trial.first_step)
         if case.training.document_mask:
@@ -270,12 +271,16 @@ class Tries:
                 at = [self.trial.reference.sample_ids.index(id_) for id_ in ids]
                 found.append(mask_of_step(tokens[at, : case.seq_len(step)], step))
         if case.dims.cp > 1:
-            held = [positions(case, rank, case.seq_len(self.step)) for rank in self.trial.plan.peers(0, "cp")]
-            owner = np.empty(case.seq_len(self.step), int)
-            for rank, at_rank in enumerate(held):
-                owner[at_rank] = rank
-            found += variations.over_cp(np.concatenate(held), owner)
+            found += variations.over_cp(*map(self._over_cp, dict.fromkeys(map(case.seq_len, case.steps))))
         return found
+
+    def _over_cp(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The positions that the ranks of a cp group hold, one after the other; and, by position, which rank."""
+        held = [positions(self.trial.case, rank, length) for rank in self.trial.plan.peers(0, "cp")]
+        owner = np.empty(length, int)
+        for rank, at_rank in enumerate(held):
+            owner[at_rank] = rank
+        return np.concatenate(held), owner
 
     def modules(self, part: str) -> list[list[str]]:
         """All modules of this kind, and each alone."""

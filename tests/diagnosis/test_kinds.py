@@ -12,7 +12,8 @@ import numpy as np
 from harness.faults import all_faults
 from harness.reference.config import PRESETS, RopeScaling, TrainingConfig
 from harness.reference.fitted import families
-from harness.reference.gradient_flow import gradient_flows
+from harness.reference.gradient_flow import gradient_flows, recomputed
+from harness.reference.masks import unmasked_embedding
 from harness.reference.variations import gathered_logits, over_cp, variations
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,8 @@ def kinds_of_models() -> set[str]:
     """Of all ways in which a model may compute something else."""
     model = replace(PRESETS["debug"], rope_scaling=RopeScaling(), dropout=0.1, n_layers=3, vocab_size=259)
     every = variations(model, replace(TrainingConfig(), document_mask=True), (2, 4))
-    every += [family.of(0.5) for family in families(model)] + over_cp(np.array([0, 2, 1]), np.array([0, 1, 0]))
+    every += [family.of(0.5) for family in families(model)] + over_cp((np.array([0, 2, 1]), np.array([0, 1, 0])))
+    every += [*unmasked_embedding(2), recomputed(every[0])]
     return {variation.name for variation in [*every, gathered_logits(2), *gradient_flows((2,))]}
 
 

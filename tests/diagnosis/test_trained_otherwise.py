@@ -19,9 +19,10 @@ from harness.diagnosis.gathered_logits import and_their_traffic
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
-from harness.reference.altered import altering
+from harness.reference.altered import Variation, altering
 from harness.reference.fitted import families
-from harness.reference.gradient_flow import gradient_flows
+from harness.reference.gradient_flow import gradient_flows, recomputed
+from harness.reference.masks import other_dropout, unmasked_embedding
 from harness.reference.record import ReferenceRun
 from harness.reference.rounding import low_sums
 from harness.reference.train import train
@@ -192,14 +193,57 @@ def test_the_last_layers_that_are_on_no_rank_are_told_as_a_model_of_fewer(ran: R
 )
 def test_angles_of_other_positions_than_a_cp_rank_holds_are_told(ran: Ran, balanced: bool, told: str) -> None:
     case = case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16), cp_load_balance=balanced)
+    trial = without_positions(ran(case, altered=altering(turned_over_cp(case, told), ["layers.0.attention"], 1)))
+    assert diagnosed(trial).cause == f"{told}, requested those in the sequence"
+    assert not not_explained(trial)
+
+
+def turned_over_cp(case: Case, told: str) -> Variation:
+    """The one of cp that says this."""
     held = [positions(case, rank, 16) for rank in (0, 1)]
     owner = np.array([0 if at in held[0] else 1 for at in range(16)])
-    (variation,) = [one for one in over_cp(np.concatenate(held), owner) if one.observed == told]
-    trial = with_every_rank(
-        ran(case, altered=altering(variation, ["layers.0.attention"], 1)),
+    (variation,) = [one for one in over_cp((np.concatenate(held), owner)) if one.observed == told]
+    return variation
+
+
+def without_positions(trial: Trial) -> Trial:
+    """The evidence lacks what attention was given."""
+    return with_every_rank(
+        trial,
         lambda t, rank: with_rank(t, rank, steps=tuple(replace(s, positions=()) for s in t.ranks[rank].steps)),
     )
-    assert diagnosed(trial).cause == f"{told}, requested those in the sequence"
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_positions_that_recomputation_is_not_given_are_named_where_blocks_are_recomputed(
+    ran: Ran, checkpointing: str
+) -> None:
+    told = "rotary positions restart at 0 on each cp rank"
+    case = case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16), activation_checkpointing=checkpointing)
+    again = recomputed(turned_over_cp(case, told))
+    trial = without_positions(ran(case, altered=altering(again, ["layers.0"], 1)))
+    assert (diagnosed(trial).kinds[0] == "recomputed otherwise") == (checkpointing == "full")
+    if checkpointing == "full":
+        assert diagnosed(trial).cause == f"{again.observed}, requested those in the sequence"
+        assert not not_explained(trial)
+
+
+@pytest.mark.parametrize("row", ["nearest", "first"])
+def test_rows_of_an_embedding_that_other_tp_ranks_hold_are_masked_or_named(ran: Ran, row: str) -> None:
+    case = case_of(ParallelDims(tp=2))
+    (variation,) = [one for one in unmasked_embedding(2) if f"its {row} row" in one.observed]
+    trial = ran(case, altered=altering(variation, ["tok_embeddings"], 1))
+    assert diagnosed(trial).cause == f"{variation.observed}, requested zeros"
+    assert not not_explained(trial)
+
+
+@pytest.mark.parametrize("place", ["attention", "feed-forward", "attention and feed-forward"])
+def test_dropout_of_the_sum_with_the_residual_stream_is_told_by_its_place(ran: Ran, place: str) -> None:
+    case = case_of(model=replace(MODEL, dropout=0.25))
+    told = f"dropout is applied to the sum with the residual stream after {place}"
+    (variation,) = [one for one in other_dropout(case.model) if one.observed == told]
+    trial = ran(case, altered=altering(variation, ["layers.0"], 1))
+    assert diagnosed(trial).cause == f"{told}, requested to what is added to it"
     assert not not_explained(trial)
 
 

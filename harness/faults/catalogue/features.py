@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault, replace
@@ -73,6 +74,29 @@ random_state_not_restored = fault(
     named="random state not restored",
     does=op.override_argument(".recompute:checkpoint_wrapper", preserve_rng_state=False),
 )
+positions_not_passed_to_recomputation = fault(
+    breaks="blocks are computed again in backward without the positions that forward gave them: each cp rank counts from 0",
+    bug="E-class: arguments by keyword that a checkpointing wrapper keeps for forward alone",
+    case="cp_2_variable_length_contiguous",
+    caught_by="gradients",
+    named="recomputed otherwise",
+    does=op.override_argument("harness.reference.model:TransformerBlock.forward", positions=None, when=op.in_backward),
+)
+
+
+@fault(
+    breaks="dropout is applied to the sum with the residual stream, not to what is added to it",
+    bug="E-class: a block rewritten with its additions moved into dropout",
+    case="fsdp_2_dropout_ac_full",
+    caught_by="loss gradients reported_loss",
+    named="dropout",
+)
+@partial(op.instead, "harness.reference.model:TransformerBlock.forward")
+def dropout_of_the_residual_stream(_: Any, block: Any, x: Any, *rest: Any) -> Any:
+    x = block.attention_dropout(x + block.attention(block.attention_norm(x), *rest))
+    return block.ffn_dropout(x + block.feed_forward(block.ffn_norm(x)))
+
+
 compile_not_applied = fault(
     breaks="compile is requested and no block is compiled",
     bug="O03 pytorch/torchtitan #3455: a pass that was requested is silently skipped",

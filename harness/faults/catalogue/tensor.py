@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault
@@ -126,6 +127,25 @@ feed_forward_summed_again_over_tp = fault(
     named="part counted",
     does=op.change_result("harness.reference.model:FeedForward.forward", lambda given: _summed_again(given)),
 )
+
+
+@fault(
+    breaks="each tp rank looks up its nearest row for tokens whose rows others hold, in place of zeros",
+    bug="E-class: an embedding cut over the vocabulary, without the mask of what is out of a rank's range",
+    case="tp_2",
+    caught_by="loss gradients reported_loss",
+    named="embedding not masked",
+)
+@partial(op.instead, "torch.nn:Embedding.forward")
+def rows_of_other_ranks_not_masked(original: Any, embedding: Any, tokens: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh, rows = embedding.weight.device_mesh, embedding.weight.to_local()
+    tokens = tokens.to_local() if isinstance(tokens, DTensor) else tokens
+    at = (tokens - mesh.get_local_rank() * len(rows)).clamp(0, len(rows) - 1)
+    return DTensor.from_local(rows[at], mesh, [Partial()], run_check=False)
+
+
 gradients_averaged_over_the_world = fault(
     breaks="gradients are averaged over all ranks, over those of tp as well, which hold other slices",
     bug="E-class: DDP around what tp has cut, over the default group",
