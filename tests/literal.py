@@ -92,7 +92,7 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
 WORDS = {"contents", "shard groups", "replicate groups", "tp groups", "weights", "why", "stack", "not to blame", "also"}
 ALL_IN_ONE_LINE = (  # nothing more is known where these are said
     "did not|do not|does not|has no|holds|trained|launched|left no evidence|too slow|raised|vanished|NaN"
-    "|another shape|different bytes|memory held|wrappers or placements"
+    "|another shape|different bytes|memory held|wrappers or placements|outside forward and backward"
 )
 
 

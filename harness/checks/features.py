@@ -1,13 +1,12 @@
 """Every feature requested left traces that it took place, and what was not requested left none.
 
-Recomputation is a block's forward call inside backward, and the matmuls that are done once more than a forward
-and a backward pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind,
-precision by the dtype of matmuls and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload
-there is the wrapper's word; where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once.
-Fused attention is done once a layer and pass, in context parallel once for each part that a rank may look at, and beside it
-there are no batched matmuls but that of a table of angles. Matmuls outside of passes, beyond those allowed, are a
-second pass that nobody requested, hooks on tensors saved for backward are recomputation's only, and blocks are
-compiled once for each length.
+Recomputation is a block's forward call inside backward, and the matmuls that are done once more than a forward and a backward
+pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind, precision by the dtype of
+matmuls and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload there is the wrapper's word;
+where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once. Fused attention is done once a
+layer and pass, in context parallel once for each part that a rank may look at, and beside it there are no batched matmuls but
+that of a table of angles. Matmuls outside of passes, beyond those allowed, are a second pass that nobody requested, hooks on
+tensors saved for backward are recomputation's only, and blocks are compiled once for each length.
 """
 
 from __future__ import annotations
@@ -344,10 +343,11 @@ def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int])
     wanted: dict[QuantizedMatmul, int] = {}
     for fqn in trial.plan.quantized:
         format, backward = QUANTIZED_PRODUCTS[case.training.quantize or ""]
-        layer = int(fqn.split(".")[1])
+        in_block = fqn.startswith("layers.")
+        layer = int(fqn.split(".")[1]) if in_block else case.model.n_layers - 1  # the output's stage has the last one
         if layer in layers:
             in_backward = QuantizedMatmul("backward", fqn, format)
-            repeated = layer in again and seen.get(in_backward) == (backward + 1) * case.passes
+            repeated = in_block and layer in again and seen.get(in_backward) == (backward + 1) * case.passes
             wanted[QuantizedMatmul("forward", fqn, format)] = case.passes
             wanted[in_backward] = (backward + repeated) * case.passes
     return wanted

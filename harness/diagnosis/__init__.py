@@ -19,7 +19,13 @@ from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
 from harness.diagnosis.data import other_samples
 from harness.diagnosis.engine import explain
-from harness.diagnosis.features import computed_in_another_dtype, odd_traces, other_actions, other_features
+from harness.diagnosis.features import (
+    computed_in_another_dtype,
+    odd_traces,
+    other_actions,
+    other_features,
+    quantized_otherwise,
+)
 from harness.diagnosis.forward import masks_drawn_again, other_forward
 from harness.diagnosis.gathered_logits import gathered_logits
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
@@ -32,7 +38,7 @@ from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
-from harness.diagnosis.telling import broken_later, told, what_weaker_tests_say
+from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_flat_units, other_units, units_disagree
 from harness.diagnosis.weights import changed_weights, other_weights
 from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
@@ -44,6 +50,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     not_trained,
     other_layouts,
     other_features,
+    quantized_otherwise,
     other_units,
     resumed_otherwise,
     changed_weights,
@@ -109,20 +116,21 @@ def diagnose(
     costly: Sequence[Suspects] = COSTLY,
 ) -> Diagnosis | None:
     """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
-    that one only keeps too much, which does not explain what is resumed wrongly."""
+    that one only keeps or moves too much, which does not explain what is resumed wrongly."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
     before = judge(trial.saved[-1]) if failed and trial.saved else []
     if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
-        only_keeps = {result.check for result in before if result.verdict is Verdict.FAIL} == {"memory"}
-        if not (only_keeps and "resume" in {result.check for result in failed}):
-            return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_later(trial, failed, before)))
+        harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= {"memory", "traffic"}
+        if not (harmless and "resume" in {result.check for result in failed}):
+            return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_elsewhere(trial, failed, before)))
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
     found = told(trial, results, explain(trial, results, suspects, facts, costly))
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
-    return dataclasses.replace(found, evidence=(*found.evidence, *what_weaker_tests_say(results)))
+    others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
+    return dataclasses.replace(found, evidence=(*found.evidence, *others, *what_weaker_tests_say(results)))
 
 
 __all__ = ["COSTLY", "FACTS", "SUSPECTS", "Diagnosis", "diagnose"]

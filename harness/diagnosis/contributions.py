@@ -10,16 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.diagnosis.assume import apart
 from harness.diagnosis.backward import silent_axes
 from harness.diagnosis.differences import factor_of, first_wrong_step, spans, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Mixture, Piece, Pieces, Weights, assuming, mixture_of
 from harness.diagnosis.reports import Number, assuming_reports, reported_of
-from harness.diagnosis.words import groups_text, in_parameters, rank_words, traffic_lines
+from harness.diagnosis.words import Arrays, groups_text, in_parameters, rank_words, traffic_lines
 from harness.evidence.text import ranks_text
 from harness.judge.losses import losses
 from harness.judge.result import Cause, Lines
@@ -28,6 +30,9 @@ from harness.plan.grid import coordinate, groups
 from harness.plan.slices import numel
 from harness.plan.traffic.flow import Flow
 from harness.spec.dims import AXES
+
+if TYPE_CHECKING:
+    from harness.reference.counterfactual import Batch
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 Key = Callable[[Piece], object]
@@ -91,6 +96,39 @@ def _of_all_ranks(
             if reported and rule.mean and not when and reported.is_all(rule.mean):
                 one = one.and_then(partial(assuming_reports, reported=reported, number=rule.mean))
             yield one
+    if mixture.step == trial.first_step and len(mixture.fqns) == len(trial.plan.shapes):
+        yield from _one_step_late(trial, pieces, mixture, seen)
+
+
+def _one_step_late(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Hypothesis]:
+    """Microbatches whose gradients are not in the first step: they stay on the ranks and are reduced with the next step's."""
+    numbers, passes = np.array([piece.row // trial.case.local_batch for piece in pieces.all]), trial.case.passes
+    counted = pieces.tokens(trial.first_step) > 0
+    lost = [
+        n
+        for n in range(passes)
+        if np.any(counted & (numbers == n)) and np.allclose(seen[counted & (numbers == n)], 0, atol=mixture.close)
+    ]
+    if not lost or len(lost) == passes:
+        return
+    late = np.isin(numbers, lost)
+
+    def shares(step: int, batch: Batch) -> list[np.ndarray]:
+        return [np.asarray(sum(pieces.mask(pieces.all[i], step) for i in np.flatnonzero(of))) for of in (~late, late)]
+
+    def assume(trial: Trial) -> Trial:
+        before: dict[int, Arrays] = {}
+
+        def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
+            own, before[step] = gradients
+            return [own if step - 1 not in before else {fqn: own[fqn] + before[step - 1][fqn] for fqn in own}]
+
+        return apart(trial, dict.fromkeys(trial.ranks, 0), [{}], owners=(0, 0), shares=shares, reduce=reduce)
+
+    which, come = ("microbatch", "comes") if len(lost) == 1 else ("microbatches", "come")
+    text = f"the gradient of {which} {', '.join(str(n + 1) for n in lost)} of {passes} {come} one step late"
+    told = f"{text}: it is not reduced in its own step, but with the next one's"
+    yield Hypothesis(Cause("unequal contributions", told), assume, 2)
 
 
 def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from harness.checks import memory, settings
 from harness.checks.traffic import waits
@@ -11,8 +12,9 @@ from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
-from harness.judge.traffic import INSIDE
+from harness.judge.traffic import INSIDE, axis_text, observed_outside
 from harness.judge.trial import Trial
+from harness.plan.slices import BYTES
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
 
@@ -109,9 +111,20 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Numbers are right, the way to them is not: what a law of structure first found, of which no plan is known."""
     for law, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
         if law in broken:
-            line = finding_line(law, broken[law])[1]
+            line = finding_line(law, broken[law])[1] + _mostly(trial, broken[law].findings[0])
             lines = tuple(traffic_lines(trial)) if law == "traffic" else ()
             yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines)
+
+
+def _mostly(trial: Trial, finding: Finding) -> str:
+    """Of what is moved outside forward and backward, the collective that moves most."""
+    if finding.name != "outside forward and backward" or finding.rank is None or finding.step is None:
+        return ""
+    outside = observed_outside(trial.ranks[finding.rank], finding.step)
+    (ranks, op, _), moved = max(outside.items(), key=lambda item: item[1])
+    whole = sum(map(prod, trial.plan.shapes.values())) * BYTES[trial.case.training.dtype]
+    as_many = ", as many as all parameters or their gradients have" * (moved == whole)
+    return f", {bytes_text(moved)} of it by {op} over {axis_text(trial, ranks)}{as_many}"
 
 
 # ---- replicas, repeats, the golden

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from harness.checks import features
-from harness.diagnosis.assume import another_case, another_recipe
+from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
@@ -136,6 +136,24 @@ def _schedule_text(requested: Case, ran: Case) -> str:
     return "; ".join(found)
 
 
+def quantized_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Other modules in 8 bits than the recipe has; judged by the bounds of the one requested."""
+    text = _quantization(trial) if "features" in broken else None
+    ran, wanted, recipe = _in_8_bits(trial), set(trial.plan.quantized), trial.case.training.quantize
+    if text is None or recipe is None or not ran:
+        return
+    from harness.reference.precision import also_quantized
+
+    altered = also_quantized(recipe, sorted(ran.keys() - wanted), sorted(wanted - ran.keys()))
+
+    def assume(trial: Trial) -> Trial:
+        return replace(
+            another_reference(trial, altered=altered), plan=replace(trial.plan, quantized=tuple(sorted(ran)))
+        )
+
+    yield Hypothesis(Cause("odd traces", text), assume)
+
+
 # ---- what its traces tell
 
 
@@ -172,9 +190,7 @@ def _first(findings: Iterator[Finding | None]) -> Finding | None:
 
 def _quantization(trial: Trial) -> str | None:
     """Modules that ran in 8 bits and should not, or that should and did not."""
-    recipe, wanted = trial.case.training.quantize, set(trial.plan.quantized)
-    keys = {key for evidence in trial.ranks.values() for step in evidence.steps for key in step.activity.quantized}
-    ran = {key.fqn: key.format for key in sorted(keys)}
+    recipe, wanted, ran = trial.case.training.quantize, set(trial.plan.quantized), _in_8_bits(trial)
     if trial.case.features.compile or set(ran) == wanted:
         return None
     if not ran:
@@ -182,6 +198,12 @@ def _quantization(trial: Trial) -> str | None:
     if foreign := sorted(set(ran) - wanted):
         return f"{ran[foreign[0]]} matmuls of {some(foreign)}, which nobody requested"
     return f"{recipe} is requested, no matmul of {some(sorted(wanted - set(ran)))} ran in that format"
+
+
+def _in_8_bits(trial: Trial) -> dict[str, str]:
+    """The format of each module's matmuls, of those that ran in one."""
+    keys = {key for evidence in trial.ranks.values() for step in evidence.steps for key in step.activity.quantized}
+    return {key.fqn: key.format for key in sorted(keys)}
 
 
 def _buckets(trial: Trial) -> str | None:
@@ -292,10 +314,18 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What memory, traffic and numbers show then follows from that."""
     found = _of(broken, features.DTYPE) if "features" in broken else []
     if found:
-        text = f"matmuls are computed in {found[0].observed}, requested {found[0].expected}"
+        text = f"matmuls are computed in {found[0].observed}{_few(trial, found[0])}, requested {found[0].expected}"
         ranks = {one.rank for one in found if one.rank is not None}
         laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
         yield stated(broken, "features", "another feature", text + on_ranks(trial, ranks), *laws, more=NOT_TESTED)
+
+
+def _few(trial: Trial, finding: Finding) -> str:
+    """How many of a step's matmuls in forward are not in the dtype requested, where that is not all."""
+    seen = next((step for rank, step in trial.own_steps() if (rank, step.step) == (finding.rank, finding.step)), None)
+    found = features.matmuls(seen, "forward") if seen is not None else {}
+    other, whole = sum(n for dtype, n in found.items() if dtype != finding.expected), sum(found.values())
+    return f" ({other} of {whole} in forward)" if 0 < other < whole else ""
 
 
 def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:

@@ -101,7 +101,8 @@ def _elsewhere(trial: Trial, wrong: Wrong) -> Cause | None:
         return Cause("resumed elsewhere", f"{text}, parameters are the seed's")
     for step, state in _moments(trial):
         if _is_all(trial, state):
-            hint = "an older one was read, or a stale one written"
+            older, later = "an older one was read, or a stale one written", "it was written after training had gone on"
+            hint = later if step > requested else older
             observed = f"resumed from the state after step {step}"
             return Cause("resumed elsewhere", observed, "", f"the checkpoint of step {requested}", hint)
     return None

@@ -12,10 +12,10 @@ from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
 from harness.judge.trial import Trial, launch_label
 
 
-def broken_later(trial: Trial, failed: Sequence[Result], before: Sequence[Result]) -> Lines:
-    """Laws that the launch after the one that is diagnosed breaks, and that one does not: maybe another mistake."""
-    earlier = {result.check for result in before if result.verdict is Verdict.FAIL}
-    others = [result for result in failed if result.check not in earlier and result.findings]
+def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:
+    """Laws that a launch breaks, and the one that is diagnosed does not: maybe another mistake. told: of that one."""
+    known = {result.check for result in told if result.verdict is Verdict.FAIL}
+    others = [one for one in results if one.verdict is Verdict.FAIL and one.check not in known and one.findings]
     lines = [finding_line(result.check, result) for result in others]
     where = launch_label(trial) or "the last launch: "
     return tuple(("also broken", f"{where}{law}: {text}") for law, text in lines)

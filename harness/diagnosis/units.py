@@ -12,6 +12,7 @@ from functools import partial
 from harness.checks import reshard
 from harness.checks.placements import disagreements
 from harness.diagnosis.assume import another_feature
+from harness.diagnosis.differences import consequences, first_wrong_step, wrong_pairs
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import on_ranks, some, traffic_lines
@@ -59,6 +60,12 @@ def _units_text(trial: Trial) -> str:
     wrong = _wrong_units(trial)
     if not wrong:
         return _with_the_root(trial) or _kept_text(trial)
+    if left_out := _in_no_unit(trial, wrong[0]):
+        which = f"{len(left_out)} of {len(trial.plan.shapes)} parameters ({some(left_out)})"
+        ranks = on_ranks(trial, wrong)
+        return (
+            f"{wrapper} leaves out {which}{ranks}: in no unit, they are neither sharded nor are their gradients reduced"
+        )
     requested = [frozenset(unit) for unit in trial.plan.units[wrong[0]]]
     seen, ranks = units_seen(trial, wrong[0]), on_ranks(trial, wrong)
     counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(requested)}{ranks}"
@@ -76,6 +83,13 @@ def _wrong_units(trial: Trial) -> list[int]:
     return [
         rank for rank in sorted(trial.ranks) if units_seen(trial, rank) != set(map(frozenset, trial.plan.units[rank]))
     ]
+
+
+def _in_no_unit(trial: Trial, rank: int) -> list[str]:
+    """Parameters that no unit of FSDP1's has, though some units are claimed."""
+    seen = frozenset[str]().union(*units_seen(trial, rank))
+    planned = [fqn for fqn in trial.plan.shapes if any(fqn in unit for unit in trial.plan.units[rank])]
+    return [fqn for fqn in planned if fqn not in seen] if seen and trial.case.wrapper == "fsdp1" else []
 
 
 def _with_the_root(trial: Trial) -> str:
@@ -149,8 +163,16 @@ def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def other_flat_units(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """FSDP1 cuts a vector of all that a unit has, so that what ranks hold follows from the units."""
     if "placements" in broken and trial.case.wrapper == "fsdp1" and _wrong_units(trial):
-        laws = ("shard_contents", "reshard", "traffic", "memory")
+        laws = ("shard_contents", "reshard", "traffic", "memory", *_of_what_is_left_out(trial, broken))
         yield stated(broken, "placements", "other units", _units_text(trial), *laws, more=NOT_TESTED)
+
+
+def _of_what_is_left_out(trial: Trial, broken: Broken) -> tuple[str, ...]:
+    """Laws of gradients, if no others are wrong at first than those of parameters that are in no unit."""
+    step = first_wrong_step(trial) if "gradients" in broken else None
+    wrong = [] if step is None else wrong_pairs(trial, step)
+    of_no_unit = bool(wrong) and all(fqn in _in_no_unit(trial, rank) for rank, fqn in wrong)
+    return consequences(trial, step) if step is not None and of_no_unit else ()
 
 
 def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from harness.evidence.records import Microbatch
@@ -54,15 +55,23 @@ class SampleRecorder:
         self._tokens: list[_Fed] = []
         self._positions: list[_Fed] = []
         self._hooks: list[Any] = []
+        self._alone = False
 
     def install(self) -> None:
         self.losses.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
-        """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front."""
+        """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front.
+
+        Who calls the model inside DDP makes a pass too: for evaluation that is usual, in training nothing is reduced then.
+        """
         for part in parts:
             self._hooks.append(part.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
             self._hooks.append(part.register_forward_hook(self._leave, always_call=True))
+            inside = part.module if isinstance(part, DistributedDataParallel) else None
+            if inside is not None and inside._compiled_call_impl is None:  # compiled code would hold the hook
+                self._hooks.append(inside.register_forward_pre_hook(self._enter_alone, with_kwargs=True, prepend=True))
+                self._hooks.append(inside.register_forward_hook(self._leave_alone, always_call=True))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -84,6 +93,16 @@ class SampleRecorder:
 
     def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
         leave_pass(self._clock, output)
+
+    def _enter_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._alone = not self._clock.forward_depth and self._clock.phase() != "backward"
+        if self._alone:
+            self._enter(module, args, kwargs)
+
+    def _leave_alone(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._alone:
+            self._leave(module, args, output)
+            self._alone = False
 
     def tensors(self) -> list[torch.Tensor]:
         """The probe's own, kept till the end."""

@@ -20,6 +20,9 @@ from literal import (
 )
 
 from harness.checks.features import QUANTIZED_PRODUCTS
+from harness.diagnosis import assume
+from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.features import quantized_otherwise
 from harness.evidence.records import Attention, Call, Matmul, QuantizedMatmul
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
@@ -57,6 +60,26 @@ def test_a_module_that_was_converted_too_is_named() -> None:
     trial = quantized("float8_rowwise", {QuantizedMatmul("forward", "output", "float8_rowwise"): 1})
     assert found(trial) == [Finding("rank 1, step 2, float8_rowwise matmuls of output in forward", "0", "1")]
     assert cause(trial) == "float8_rowwise matmuls of output, which nobody requested"
+
+
+@pytest.mark.parametrize(("left_out", "converted"), [((), ("output",)), (("layers.0.attention.wo",), ("output",))])
+def test_other_modules_that_were_converted_on_every_rank_are_assumed(
+    monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...], converted: tuple[str, ...]
+) -> None:
+    trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize="float8_rowwise")))
+    ran = {*trial.plan.quantized, *converted} - {*left_out}
+    seen = {QuantizedMatmul("forward", fqn, "float8_rowwise"): 1 for fqn in ran}
+    seen |= {QuantizedMatmul("backward", fqn, "float8_rowwise"): 2 for fqn in ran}
+    for rank in trial.ranks:
+        for step in (1, 2, 3):
+            trial = with_activity(trial, rank, step, quantized=seen)
+    monkeypatch.setattr(assume, "retrain", lambda model, training, reference, **_: reference)
+    (proposed,) = quantized_otherwise(trial, broken_laws([judged("features", trial)]))
+    assert proposed.cause.text == "float8_rowwise matmuls of output, which nobody requested"
+    assert proposed.assume is not None
+    assumed = proposed.assume(trial)
+    assert judged("features", assumed).verdict is Verdict.PASS
+    assert set(assumed.plan.quantized) == ran
 
 
 def test_a_conversion_that_did_not_take_place_is_named() -> None:

@@ -335,6 +335,20 @@ def test_fsdp1_without_units_is_told_as_that_and_not_as_another_policy() -> None
     )
 
 
+def test_parameters_that_fsdp1_ignores_are_told_as_left_out_and_not_as_finer_units() -> None:
+    trial = trial_of(tiny_case(dims(shard=4), wrapper="fsdp1"))
+    for rank, evidence in trial.ranks.items():
+        structure = {
+            fqn: replace(wrapper, parameters=tuple(name for name in wrapper.parameters if "norm" not in name))
+            for fqn, wrapper in evidence.structure.items()
+        }
+        trial = with_rank(trial, rank, structure=structure)
+    assert first_line(trial) == (
+        "fsdp1 leaves out 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): in no"
+        " unit, they are neither sharded nor are their gradients reduced"
+    )
+
+
 def _all_gathered(trial: Trial, record: AfterForward) -> AfterForward:
     return replace(record, bytes={fqn: 8 * math.prod(shape) for fqn, shape in trial.plan.shapes.items()})
 

@@ -43,6 +43,7 @@ from harness.checks.update import observed_norm
 from harness.diagnosis.costs import of_no_plan, of_two_runs
 from harness.diagnosis.engine import explain
 from harness.diagnosis.reports import odd_reports, wrong_reports
+from harness.evidence.records import Collective
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
@@ -297,6 +298,18 @@ def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
 def test_a_structure_that_no_feature_explains_is_told_by_its_law(law: str, told: str) -> None:
     assert seen_text(of_no_plan, fsdp_4(), law) == f"{told}: here: expected this, observed that"
     assert not seen_text(of_no_plan, fsdp_4(), law, "gradients")
+
+
+def test_what_is_gathered_between_backward_and_the_optimizer_is_told_by_its_collective() -> None:
+    trial, whole = fsdp_4(), 8 * sum(math.prod(shape) for shape in fsdp_4().plan.shapes.values())
+    for rank in trial.ranks:
+        outside = Collective("all_gather", (0, 1, 2, 3), "0", "float64", whole, "other", 1, 99)
+        trial = with_rank(trial, rank, collectives=(*trial.ranks[rank].collectives, outside))
+    told = "by all_gather over dp_shard [0-3], as many as all parameters or their gradients have"
+    assert first_line(trial).startswith(
+        "bytes moved are not the plan's: rank 0, step 1, outside forward and backward: "
+    )
+    assert first_line(trial).endswith(told)
 
 
 # ---- the rest

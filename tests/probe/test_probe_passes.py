@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from harness.evidence.records import Call, Microbatch
@@ -75,6 +77,37 @@ def test_a_validation_pass_belongs_to_no_step(probe: Probe, mode: type) -> None:
     assert one.activity.calls == {Call("forward", ""): 2, Call("forward", "0"): 2, Call("forward", "1"): 2}
     assert len(one.after_forward) == 2
     assert (one.changed, two.changed) == ({}, {})
+
+
+@pytest.fixture
+def ddp(tmp_path: Path) -> Iterator[DistributedDataParallel]:
+    """Around the usual model, of a group of one."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield DistributedDataParallel(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_pass_of_the_model_inside_ddp_is_one_and_one_through_ddp_is_counted_once(
+    ddp: DistributedDataParallel, inside: bool
+) -> None:
+    watch = Probe(0, 1)
+    watch.install()
+    watch.attach([ddp])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for token in (1, 2):
+        with torch.no_grad():
+            ddp.module(torch.zeros(2, 4, dtype=torch.int64))
+        logits = (ddp.module if inside else ddp)(torch.full((2, 4), token))
+        cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.trained()
+    steps = watch.evidence({}).steps
+    watch.remove()
+    assert [[int(part.tokens[0, 0]) for part in step.microbatches] for step in steps] == [[1], [2]]
+    assert all(part.valid_tokens == 6 for step in steps for part in step.microbatches)
 
 
 def test_a_model_may_train_in_eval_mode(probe: Probe) -> None:

@@ -115,6 +115,36 @@ schedule_starts_anew = fault(
     named="schedule starts anew",
     does=op.skip_call(".checkpoint:continue_schedule"),
 )
+_unwritten: list[Any] = []
+
+
+def _save_without_copying(_: Any, parts: Any, counters: Any, folder: Any) -> Any:
+    from harness.trainers.llama3 import checkpoint
+
+    target = folder / f"step_{counters.step:06d}"
+    _unwritten.append((checkpoint.state_of(parts, counters), target))
+    return target
+
+
+def _write_what_is_pending(*_: Any, **__: Any) -> None:
+    from torch.distributed import checkpoint
+
+    while _unwritten:
+        state, target = _unwritten.pop()
+        checkpoint.save(state, checkpoint_id=target)
+
+
+written_after_the_next_step = fault(
+    breaks="tensors of a checkpoint are not copied, and are written when the next step has changed them",
+    bug="E-class: an asynchronous save without a staged copy",
+    case="fsdp_2_trained_on_to_fsdp_2",
+    caught_by="resume update",
+    named="resumed elsewhere",
+    does=op.together(
+        op.instead(".checkpoint:save", _save_without_copying),
+        op.after_call(".trainer:Trainer.train_step", _write_what_is_pending, when=lambda *_: bool(_unwritten)),
+    ),
+)
 checkpoint_ignored = fault(
     breaks="a checkpoint that cannot be used is passed over in silence, and training starts from scratch",
     bug="of the family of S01: a resume that only logs a warning where there is no checkpoint",

@@ -91,6 +91,28 @@ freed_on_paper_only = fault(
     named="another policy after forward",
     does=op.skip_call("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.free_unsharded_param"),
 )
+module_inside_ddp_called = fault(
+    breaks="the model inside DDP is called in training, so that its reducer is never armed and nothing is reduced",
+    bug="E-class: model.module(..) taken over from an evaluation loop",
+    case="ddp_4",
+    caught_by="gradients traffic replica_agreement",
+    named="gradients not reduced",
+    does=op.change_argument(".trainer:loss_of", model=lambda model: getattr(model, "module", model)),
+)
+
+
+@fault(
+    breaks="norm weights are given to FSDP1 as states to ignore: whole on every rank, each with a gradient of its own",
+    bug="E-class: parameters ignored to keep them in another dtype, whose gradients nobody reduces",
+    case="fsdp1_4",
+    caught_by="placements gradients replica_agreement",
+    named="other units",
+)
+@partial(op.instead, "torch.distributed.fsdp:FullyShardedDataParallel.__init__")
+def norms_ignored_by_fsdp1(original: Any, self: Any, module: Any, *args: Any, **rest: Any) -> None:
+    norms = [parameter for name, parameter in module.named_parameters() if name.endswith("norm.weight")]
+    original(self, module, *args, **{"ignored_states": norms, **rest})
+
 
 # ---- what is retained besides
 
