@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +40,7 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     counted = _counted(trial, by_step)
     share = counted if any(part != 1 for part in counted.values()) else {}
     seen = ("samples", *["reported_loss"] * _divided_by_all(trial, share))
-    seen += ("positions",) * (wrong_positions(trial) is None)
+    seen += ("positions",) * (wrong_positions(trial) is None) + ("features",) * (cause.kind == "odd traces")
     first = broken["samples"].findings[:2]
     lines: Lines = tuple(("samples", f"{one.where}: {one.observed}") for one in first if one.observed)
     if cause.kind == "peers differ" and "tp" in cause.observed:
@@ -171,7 +171,16 @@ def _microbatches_again(trial: Trial, step: int) -> Cause | None:
     wanted = set(trial.reference.samples[step - 1])
     if lost := wanted.difference(*shares.values()):
         text += f", {len(lost)} of {len(wanted)} samples are received by nobody"
+    elif _without_loss(trial, step, ranks[0], [late - 1 for several in again.values() for late in several]):
+        return Cause("odd traces", f"the model runs besides its training passes: {text}, and no loss is computed of it")
     return Cause("microbatches repeated", text)
+
+
+def _without_loss(trial: Trial, step: int, rank: int, numbers: Sequence[int]) -> bool:
+    """Of these passes, while of others there is one."""
+    passes = [part for one in trial.ranks[rank].steps if one.step == step for part in one.microbatches]
+    unseen = {number for number, part in enumerate(passes) if part.loss_sum is None}
+    return unseen == {*numbers} and len(unseen) < len(passes)
 
 
 def _twice(trial: Trial, step: int) -> Cause | None:

@@ -254,6 +254,18 @@ def test_microbatches_that_are_an_earlier_one_again_are_named() -> None:
     assert first_line(fed(right, 1, 2, [12, 13], [12, 13])) == told
 
 
+def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass_besides_training() -> None:
+    trial = trial_of(tiny_case("single"))
+    for record in trial.ranks[0].steps:
+        (own,) = record.microbatches
+        again = replace(own, loss_sum=None, labels=None, valid_tokens=None)
+        trial = with_step(trial, 0, record.step, microbatches=(own, again))
+    assert first_line(trial) == (
+        "the model runs besides its training passes: in each step microbatch 2 is microbatch 1 again on every rank, and no"
+        " loss is computed of it"
+    )
+
+
 def test_several_microbatches_that_are_earlier_ones_again_are_named_together() -> None:
     trial = trial_of(tiny_case("single", accumulation=4))
     told = "in step 1 microbatches 2-4 are microbatch 1 again on every rank, 6 of 8 samples are received by nobody"
