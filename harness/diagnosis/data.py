@@ -279,6 +279,8 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
     elif _cut_as_if_balanced_otherwise(trial, step):
         balance = trial.case.features.cp_load_balance
         hint = f": they are cut over cp as if cp_load_balance were {not balance}, the tokens as if it were {balance}"
+    elif side := _mask_moved(trial, step):
+        hint = f": what is masked lies one position {side}"
     elif all(label < 0 for _, label, _ in labels):  # a mask that is too wide or too narrow leaves all others alone
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
@@ -287,6 +289,17 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         hint = ": they are those of other samples of the step"
     text = f"tokens are right, {len(labels)} labels of step {step} are not those of their tokens{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
+
+
+def _mask_moved(trial: Trial, step: int) -> str:
+    """Whether all rows' labels are masked as those beside them should be. What moves in from outside may be either."""
+    if (rows := received(trial, step)) is None or not rows.whole:
+        return ""
+    masked, own = rows.labels < 0, own_labels(trial, rows.tokens) < 0
+    if not (own[:, 1:] != own[:, :-1]).any():
+        return ""
+    sides = {"late": (masked[:, 1:], own[:, :-1]), "early": (masked[:, :-1], own[:, 1:])}
+    return next((side for side, (seen, wanted) in sides.items() if np.array_equal(seen, wanted)), "")
 
 
 def _which(trial: Trial, step: int, wrong: Wrong) -> str:

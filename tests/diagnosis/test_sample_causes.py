@@ -146,6 +146,18 @@ def test_a_part_of_the_vocabulary_whose_labels_are_masked_is_told(above: bool) -
     assert f"labels of step 1 are not those of their tokens: {which}" in first_line(trial)
 
 
+@pytest.mark.parametrize("side", ["late", "early"])
+def test_a_mask_of_labels_one_position_beside_its_place_is_told_with_the_side(side: str) -> None:
+    right = trial = fsdp_4()
+    for rank in range(4):
+        (batch,) = right.ranks[rank].steps[0].microbatches
+        masked, places = batch.labels < 0, np.arange(batch.labels.shape[1])
+        beside = masked[:, np.maximum(places - 1, 0) if side == "late" else np.minimum(places + 1, places[-1])]
+        moved = np.where(beside, -100, np.where(masked, 3, batch.labels))
+        trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=moved),))
+    assert first_line(trial).endswith(f"are not those of their tokens: what is masked lies one position {side}")
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
     trial = fsdp_4()
