@@ -18,6 +18,7 @@ from torch import nn
 
 from harness.evidence.records import Activity, Attention, Call, Matmul
 from harness.probe.clock import Account, Clock
+from harness.probe.hooks import Hook
 from harness.probe.host_copies import Copy, copied, read
 from harness.probe.structure import local, plain_fqn
 from harness.probe.without_memory import is_computed, is_without_memory
@@ -74,7 +75,7 @@ class ActivityRecorder:
         """A wrapper and what it wraps have one name; the inner one is hooked, as recomputation calls it alone."""
         for part in parts:
             for fqn, module in {plain_fqn(name): module for name, module in part.named_modules()}.items():
-                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._called, fqn)))
+                self._hooks.append(module.register_forward_pre_hook(Hook(functools.partial(self._called, fqn))))
 
     def remove(self) -> None:
         for hook in self._hooks:

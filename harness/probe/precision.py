@@ -18,6 +18,7 @@ from torch import nn
 
 from harness.evidence.records import QuantizedMatmul
 from harness.probe.clock import Account, Clock
+from harness.probe.hooks import Hook
 from harness.probe.structure import plain_fqn
 
 FUNCTIONS = (
@@ -48,7 +49,7 @@ class QuantizedRecorder:
             for part in parts:
                 for name, module in part.named_modules():
                     hook = functools.partial(self._called, plain_fqn(name))
-                    self._undo.append(module.register_forward_pre_hook(hook).remove)
+                    self._undo.append(module.register_forward_pre_hook(Hook(hook)).remove)
 
     def remove(self) -> None:
         for undo in reversed(self._undo):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence.records import AfterEvaluation, AfterForward
 from harness.probe.clock import Account, Clock
+from harness.probe.hooks import Hook
 from harness.probe.shards import shards_of
 from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
 from harness.probe.without_memory import place
@@ -41,7 +42,7 @@ class GatheredRecorder:
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
-        self._hooks = [part.register_forward_hook(self._note) for part in parts]
+        self._hooks = [part.register_forward_hook(Hook(self._note)) for part in parts]
         _installed.append(self)
 
     def remove(self) -> None:

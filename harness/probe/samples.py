@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.evidence.records import Microbatch
 from harness.probe.clock import Account, Clock
+from harness.probe.hooks import Hook
 from harness.probe.losses import LossRecorder, microbatch
 from harness.probe.structure import as_numpy, local
 
@@ -66,12 +67,14 @@ class SampleRecorder:
         Who calls the model inside DDP makes a pass too: for evaluation that is usual, in training nothing is reduced then.
         """
         for part in parts:
-            self._hooks.append(part.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            self._hooks.append(part.register_forward_hook(self._leave, always_call=True))
+            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter), with_kwargs=True, prepend=True))
+            self._hooks.append(part.register_forward_hook(Hook(self._leave), always_call=True))
             inside = part.module if isinstance(part, DistributedDataParallel) else None
             if inside is not None and inside._compiled_call_impl is None:  # compiled code would hold the hook
-                self._hooks.append(inside.register_forward_pre_hook(self._enter_alone, with_kwargs=True, prepend=True))
-                self._hooks.append(inside.register_forward_hook(self._leave_alone, always_call=True))
+                self._hooks.append(
+                    inside.register_forward_pre_hook(Hook(self._enter_alone), with_kwargs=True, prepend=True)
+                )
+                self._hooks.append(inside.register_forward_hook(Hook(self._leave_alone), always_call=True))
 
     def remove(self) -> None:
         for hook in self._hooks:

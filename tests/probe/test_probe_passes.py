@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,34 @@ def test_a_pass_of_the_model_inside_ddp_is_one_and_one_through_ddp_is_counted_on
     watch.remove()
     assert [[int(part.tokens[0, 0]) for part in step.microbatches] for step in steps] == [[1], [2]]
     assert all(part.valid_tokens == 6 for step in steps for part in step.microbatches)
+
+
+def test_a_copy_of_the_model_can_be_made_and_saved_while_it_is_observed_and_is_no_part_of_it(
+    probe: Probe, tmp_path: Path
+) -> None:
+    train(probe, 1)
+    step(probe)
+    average = copy.deepcopy(probe.model)
+    torch.save(probe.model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    train(probe, 2)
+    for other in (average, again):
+        logits = other(torch.full((2, 4), 3))
+        cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum").backward()
+    step(probe)
+    assert tokens_of(probe) == {1: [1], 2: [2]}
+    (_, two) = probe.evidence({}).steps
+    assert two.activity.calls == {Call("forward", ""): 1, Call("forward", "0"): 1, Call("forward", "1"): 1}
+
+
+def test_a_model_inside_ddp_can_be_copied_while_it_is_observed(ddp: DistributedDataParallel) -> None:
+    watch = Probe(0, 1)
+    watch.install()
+    watch.attach([ddp])
+    ddp(torch.ones(2, 4, dtype=torch.int64)).sum().backward()
+    copied = copy.deepcopy(ddp.module)
+    watch.remove()
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in ddp.module.named_parameters()]
 
 
 def test_a_model_may_train_in_eval_mode(probe: Probe) -> None:

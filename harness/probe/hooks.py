@@ -1,0 +1,27 @@
+"""Hooks on a trainer's modules that its copies of them lack.
+
+Who copies a model (an average of the weights, a teacher, torch.save of the whole) copies its hooks as well, and with them
+whatever they are bound to. The copy is another model: nothing of it is observed, and copying must go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Hook:
+    """Calls `act`; copied or pickled, it does nothing."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._act(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (nothing,)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """A hook that changes nothing."""
