@@ -203,7 +203,7 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         return None
     first = [fqn for fqn in right if depth(fqn) == min(map(depth, right))]
     text = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}, and wrong in all"
-    text += f" that lies before: {_less_than_planned(trial, step) or _beyond_there(trial)}"
+    text += f" that lies before: {_less_than_planned(trial, step) or _goes_wrong_there(trial)}"
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
@@ -227,7 +227,7 @@ def _less_than_planned(trial: Trial, step: int) -> str:
     return f"backward loses something there, a sum over {' and '.join(short)}" if short else ""
 
 
-def _beyond_there(trial: Trial) -> str:
+def _goes_wrong_there(trial: Trial) -> str:
     """No more than was seen: nothing need be lost where a block may be computed again otherwise."""
     again = trial.case.features.activation_checkpointing != "none"
     return "backward goes wrong there" + ", or what is recomputed for it is not what forward computed" * again

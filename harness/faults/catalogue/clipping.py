@@ -9,9 +9,7 @@ from typing import Any
 from harness.faults import fault
 from harness.faults import operators as op
 
-ALL_REDUCE = "torch.distributed:all_reduce"
 SYNC = ".parallelize:gradient_sync"
-SETTLE = ".parallelize:settle_gradients"
 CLIP = "torch.nn.utils:clip_grads_with_norm_"
 
 # ---- the norm

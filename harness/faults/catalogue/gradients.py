@@ -14,7 +14,6 @@ from harness.faults import operators as op
 ALL_REDUCE = "torch.distributed:all_reduce"
 SYNC = ".parallelize:gradient_sync"
 SETTLE = ".parallelize:settle_gradients"
-CLIP = "torch.nn.utils:clip_grads_with_norm_"
 
 # ---- microbatches
 
