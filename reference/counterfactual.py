@@ -20,9 +20,10 @@ from .columns import flattened, restored
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, documents, step_length
 from .model import at_least_float32, llama_from, seed_masks
+from .optimizer import Optimizer
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
-from .train import by_fqn, learning_rate, mean_squares, optimizer_state
+from .train import by_fqn, learning_rate, mean_squares, to_numpy
 
 Arrays = dict[str, np.ndarray]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -162,7 +163,7 @@ class _Copy:
         self.model = llama_from(whole, config=config, dtype=DTYPES[training.dtype], device="cpu")
         _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
-        self.optimizer = _optimizer(self.model, training, otherwise)
+        self.optimizer = Optimizer(self.model, kind=training.optimizer, amsgrad=otherwise.amsgrad)
 
     def zeros(self) -> Arrays:
         return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items()}
@@ -201,28 +202,42 @@ class _Copy:
             else _clipped(gradients, norm, self.training)
         )
         _set_gradients(self.model, given, otherwise.columns)
-        lr = self._set_rates(number)
         if otherwise.restart and otherwise.restart(number):
             self.optimizer.state.clear()
         if otherwise.state and (held := otherwise.state(number)) is not None:
-            _set_state(self.model, self.optimizer, held, otherwise.columns)
-        self.optimizer.step()
-        state, after = optimizer_state(self.model, self.optimizer), self._by_fqn()
-        state = {fqn: {key: self._as_kept(fqn, v) for key, v in held.items()} for fqn, held in state.items()}
+            self._set_state(held)
+        options = {fqn: self._options(number, fqn, p) for fqn, p in self.optimizer.parameters.items()}
+        self.optimizer.step(options)
+        state, after = self._moments(), self._by_fqn()
         if otherwise.left:
             _set_parameters(self.model, after := otherwise.left(number, after), otherwise.columns)
         if len(gradients) < len(after):  # what did not run has none
             gradients = self.zeros() | gradients
+        rates = {one["lr"] for one in options.values()}
+        lr = rates.pop() if len(rates) == 1 else learning_rate(number, self.training)
         return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
 
-    def _set_rates(self, number: int) -> float:
-        """The one that all parameters have, or else the recipe's."""
-        usual = learning_rate(number, self.training)
-        for group in self.optimizer.param_groups:
-            group.update(_options(group["fqn"], group["params"][0], self.training, self.otherwise, number))
-            group["lr"] = self.otherwise.rate(number, group["fqn"]) if self.otherwise.rate else usual
-        rates = {group["lr"] for group in self.optimizer.param_groups}
-        return rates.pop() if len(rates) == 1 else usual
+    def _options(self, number: int, fqn: str, p: nn.Parameter) -> dict[str, Any]:
+        """What the optimizer is told of a parameter in a step."""
+        otherwise = self.otherwise
+        rate = otherwise.rate(number, fqn) if otherwise.rate else learning_rate(number, self.training)
+        another = otherwise.recipe(fqn) if otherwise.recipe and number >= otherwise.since else None
+        own, spared = another or self.training, another is None and self.training.decay != "all" and p.dim() == 1
+        betas = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps} if self.optimizer.kind != "sgd" else {}
+        return {"lr": rate, "weight_decay": 0.0 if spared else own.weight_decay, **betas}
+
+    def _moments(self) -> dict[str, Arrays]:
+        """A copy of AdamW's two moments by fqn; nothing of SGD."""
+        moments, state = ("exp_avg", "exp_avg_sq"), self.optimizer.state
+        return {fqn: {key: self._as_kept(fqn, to_numpy(of[key])) for key in moments} for fqn, of in state.items()}
+
+    def _set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """A step counter is a number beside the tensors."""
+        for fqn, p in self.optimizer.parameters.items():
+            blocks, kept = self.otherwise.columns.get(fqn, 1), state.get(fqn, {})
+            self.optimizer.state[fqn] = {
+                key: _tensor(v, p, blocks) if v.ndim else torch.tensor(float(v)) for key, v in kept.items()
+            }
 
 
 def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
@@ -248,23 +263,6 @@ def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arra
 def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
     rows = [reference.sample_ids.index(id_) for id_ in ids]
     return Batch(reference.tokens[rows, :length], reference.labels[rows, :length])
-
-
-def _optimizer(model: nn.Module, training: TrainingConfig, otherwise: Otherwise) -> torch.optim.Optimizer:
-    """As the reference's, one group a parameter, so that each may have a rate and a decay of its own."""
-
-    groups = [{"params": [p], "fqn": fqn} for fqn, p in model.named_parameters()]
-    if training.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=training.lr, foreach=False)
-    return torch.optim.AdamW(groups, lr=training.lr, foreach=False, amsgrad=otherwise.amsgrad)
-
-
-def _options(fqn: str, p: nn.Parameter, training: TrainingConfig, otherwise: Otherwise, step: int) -> dict[str, Any]:
-    """What the optimizer is told of a parameter in a step."""
-    another = otherwise.recipe(fqn) if otherwise.recipe and step >= otherwise.since else None
-    own, spared = another or training, another is None and training.decay != "all" and p.dim() == 1
-    adam = {} if training.optimizer == "sgd" else {"betas": (own.beta1, own.beta2), "eps": own.eps}
-    return {"weight_decay": 0.0 if spared else own.weight_decay, **adam}
 
 
 def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, per_token: Loss | None = None) -> float:
@@ -380,19 +378,6 @@ def _set_gradients(model: nn.Module, gradients: Arrays, columns: Mapping[str, in
 def _set_parameters(model: nn.Module, parameters: Arrays, columns: Mapping[str, int]) -> None:
     for fqn, p in model.named_parameters():
         p.copy_(_tensor(parameters[fqn], p, columns.get(fqn, 1)))
-
-
-def _set_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Mapping[str, np.ndarray]],
-    columns: Mapping[str, int],
-) -> None:
-    """A step counter is a number beside the tensors."""
-    for fqn, p in model.named_parameters():
-        blocks, kept = columns.get(fqn, 1), state.get(fqn, {})
-        held = {key: torch.tensor(float(v)) if not v.ndim else _tensor(v, p, blocks) for key, v in kept.items()}
-        optimizer.state[p] = {key: value.float() if not value.ndim else value for key, value in held.items()}
 
 
 def _tensor(value: np.ndarray, like: Tensor, blocks: int = 1) -> Tensor:

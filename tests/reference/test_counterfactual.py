@@ -30,6 +30,12 @@ def alike(one: ReferenceRun, other: ReferenceRun) -> bool:
         and np.isclose(a.grad_norm, b.grad_norm, rtol=1e-12)
         and a.lr == b.lr
         and all(np.allclose(a.parameters[f], b.parameters[f], rtol=0, atol=1e-12) for f in b.parameters)
+        and a.optimizer_state.keys() == b.optimizer_state.keys()
+        and all(
+            np.allclose(a.optimizer_state[f][k], v, atol=1e-12)
+            for f, of in b.optimizer_state.items()
+            for k, v in of.items()
+        )
         for a, b in zip(one.steps, other.steps, strict=True)
     )
 
@@ -44,6 +50,15 @@ def test_another_recipe_is_trained_as_the_reference_trains_it(reference: Referen
     for other in (replace(RECIPE, max_norm=None), replace(RECIPE, beta2=0.5), replace(RECIPE, optimizer="sgd")):
         assert alike(retrain(MODEL, other, reference, Otherwise()), train(MODEL, other))
         assert not alike(retrain(MODEL, other, reference, Otherwise()), reference)
+
+
+def test_no_optimizer_of_torch_is_built_as_that_imports_its_compiler(
+    reference: ReferenceRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", None)
+    monkeypatch.setattr(torch.optim, "SGD", None)
+    for kind in ("adamw", "sgd"):
+        retrain(MODEL, replace(RECIPE, optimizer=kind), reference, Otherwise())
 
 
 def test_a_token_that_counts_twice_in_the_gradient_does_not_in_the_loss(reference: ReferenceRun) -> None:
