@@ -1,4 +1,5 @@
-"""What searching over commits and over versions have in common: a side judged, and what it is worth."""
+"""What the searches over commits and over versions have in common: judging one side, and whether it is good, bad or
+skipped."""
 
 from __future__ import annotations
 

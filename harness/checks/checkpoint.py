@@ -1,8 +1,8 @@
-"""A checkpoint holds every parameter and its optimizer state once, whole, in the type they train in, and nothing as large.
+"""A checkpoint holds each parameter and its optimizer state once, whole, in the dtype of training, and no other large data.
 
-What it should hold is what the ranks held when it was written. Besides that it may have single numbers, integers and small
-objects: counters, rates, states of generators. Read is its index, not its numbers: those the law `resume` compares. What is
-smaller than 16 KiB and no tensor of floating-point numbers is not told apart.
+What it should hold is what the ranks held when it was written. It may also have single numbers, integers and small objects:
+counters, rates, generator states. The law reads its index, not its numbers; the law `resume` compares those. Entries below
+16 KiB that are not floating-point tensors are not examined.
 """
 
 from __future__ import annotations

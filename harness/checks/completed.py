@@ -1,7 +1,8 @@
-"""Every rank exited by itself with code 0, and left evidence of every step and parameter requested, and no process.
+"""Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
 
-What became of the harness is no verdict on the trainer: a disk that took no evidence, a file that was damaged since, ranks
-lost with the launcher that had started them. Nor is it, of ranks that ran alone, that there a tensor has no contents.
+A failure of the harness is no verdict on the trainer: a disk that could not take evidence, a file that was damaged later,
+ranks that were lost together with their launcher. For ranks that ran alone, it is no verdict either that a tensor has no
+contents.
 """
 
 from __future__ import annotations

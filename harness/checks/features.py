@@ -1,4 +1,4 @@
-"""Every feature requested left traces that it took place, and what was not requested left none.
+"""Every requested feature left traces that it ran, and no feature that was not requested left any.
 
 Recomputation is a block's forward call inside backward, and the matmuls that are done once more than a forward and a backward
 pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind, precision by the dtype of

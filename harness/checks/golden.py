@@ -1,4 +1,4 @@
-"""The reference's loss and gradient-norm curves are the accepted ones in golden/.
+"""The reference's loss and gradient-norm curves are the ones accepted in golden/.
 
 Fails when model, torch, data or the recipe's meaning changed: reference against golden, not trainer against reference.
 """

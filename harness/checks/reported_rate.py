@@ -1,4 +1,4 @@
-"""The learning rate that a rank reports of a step is the recipe's, and the one that its optimizer took that step with.
+"""The learning rate that a rank reports for a step is the recipe's, and the one that its optimizer used in that step.
 
 It may be reported in float32. A trainer that reports none claims nothing; one that does in some of the steps that are
 due and not in others is a finding.

@@ -1,4 +1,4 @@
-"""A resumed rank goes on from what was saved, bit for bit: its slices of all parameters and optimizer state, rate, samples.
+"""A resumed rank continues, bit for bit, from what was saved: its slices of parameters and optimizer state, rate, samples.
 
 What the earlier launch held after its last step is put together from all its ranks, by the slices that each of them
 really held, and cut anew for the layout that resumes. The earlier launches are judged by all laws themselves.

@@ -1,4 +1,4 @@
-"""In every step the data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers receive the same.
+"""In every step, data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers receive the same ones.
 
 Each first stage receives as many microbatches as accumulation and the pipeline ask for, all of one size.
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed.

@@ -1,4 +1,4 @@
-"""The actions each rank really performed in a pipeline, in order, are those that the schedule requested prescribes.
+"""Each rank of a pipeline performed the actions of the requested schedule, in the order of that schedule.
 
 Numbers cannot show it: whatever the order, the gradients are the same, only memory and waiting differ.
 """

@@ -1,4 +1,4 @@
-"""Torch's switches are in every step what the rank was started with, or the trainer's declared choice, and alike on all ranks.
+"""In every step, torch's settings are those the rank started with or the trainer declared, and the same on all ranks.
 
 Anomaly detection, deterministic algorithms and a distributed debug level cost time; TF32 changes numbers; other switches
 are set for good reasons, but not in some steps or on some ranks only. A case that runs twice may be deterministic.

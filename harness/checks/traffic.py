@@ -1,8 +1,8 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
-Bytes are counted of unsharded tensors, so bucketing does not matter. Of what is moved outside forward and backward (losses,
-norms, counts), and of integers inside (DDP's agreement on parameters and buckets in the first two steps, and with
-find_unused_parameters which were used in all), there is a most; of what ZeRO gathers there, a least.
+Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
+counts) has an upper bound; what ZeRO gathers there has a lower bound. Integers inside them have an upper bound, too: DDP
+agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
 Inside of a pass no rank waits at a barrier.
 """
 

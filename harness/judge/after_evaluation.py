@@ -1,4 +1,4 @@
-"""What a step gathers more or less because passes that train nothing went before it, by FSDP's own policy."""
+"""How many bytes more or less a step gathers, by FSDP's own policy, because evaluation passes came before it."""
 
 from __future__ import annotations
 

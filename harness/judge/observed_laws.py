@@ -1,4 +1,4 @@
-"""Laws of which digests tell enough: judged of a recorded job without values, and without a reference."""
+"""Laws that need only digests: they judge a recorded job without values and without a reference."""
 
 from __future__ import annotations
 

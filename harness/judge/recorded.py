@@ -1,7 +1,7 @@
 """The trial of a recorded job, of which a layout alone is declared: for the same laws, as far as they need no more.
 
-Shapes and units of the plan are those that were seen, precision is what the collectives had, and what a reference would
-tell is not there. What a law cannot know of a recording it does not judge, and says why.
+Shapes and units of the plan are those that were observed, and precision is that of the collectives. There is no reference.
+If a recording does not show what a law needs, the law does not judge it, and says why.
 """
 
 from __future__ import annotations

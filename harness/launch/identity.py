@@ -1,7 +1,8 @@
-"""What a resident rank server is of: the environment that its ranks find, and the sources that it has imported.
+"""What identifies a resident rank server: the environment that its ranks find, and the sources that it has imported.
 
-What may be set again in a process that runs (working directory, umask, soft limits, processors, any variable) is the
-command's, each time. What may not is in the name of the server's socket: who differs in it meets another server.
+Some settings can be changed in a running process (working directory, umask, soft limits, processors, any variable): each
+command brings its own. The others are part of the name of the server's socket: a command that differs in one uses another
+server.
 """
 
 from __future__ import annotations

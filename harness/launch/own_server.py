@@ -1,4 +1,4 @@
-"""What a command has of a rank server, and the server that is its child and ends with it."""
+"""The interface of a rank server as a command sees it, and a server that is the command's child and ends with it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""torchtitan's configuration file as a case: degrees, sizes, lengths and how it is carried out, by the names of all its times.
+"""torchtitan's configuration file as a case: degrees, sizes, lengths and options of execution, by the names of all its
+versions.
 
-What does not run without memory is set aside, and said; so is what a section of these says that is not read here. Data,
+What cannot run without memory is left out and reported; so is an option of these sections that is not known here. Data,
 optimizer, metrics and checkpoints are not looked at.
 """
 

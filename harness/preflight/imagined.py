@@ -1,7 +1,7 @@
 """Tensors without memory (torch's FakeTensors), and what of torch does not work with them, made to.
 
-Changes torch for the rest of the process, which runs one rank. What a trainer does with a number that it asks of a tensor is
-done with 1; so no verdict may depend on a number.
+Changes torch for the rest of the process, which runs one rank. If a trainer asks a tensor for a number, it gets 1; so no
+verdict may depend on a number.
 """
 
 from __future__ import annotations

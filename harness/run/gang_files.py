@@ -1,8 +1,8 @@
 """The files of one launch on nodes without a disk in common: each has those of its own ranks, the first has all.
 
-The first node keeps the launch. The others ask it for the job, the weights and the end. What their ranks write (logs, in-flight
-records, evidence, how they ended) they send a few times a second, so that it sees them as it sees its own. How a rank ended
-is read first and written last: who finds that finds all that the rank left.
+The first node keeps the launch. The others ask it for the job, the weights and the end. They send it what their ranks write
+(logs, in-flight records, evidence, how they ended) a few times a second, so that it sees these files like its own. How a
+rank ended is read first and written last: if that file is there, all other files of the rank are there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Of ranks that are alike one is read and judged, and stands for the others.
+"""Of ranks that are alike, one is read and judged for all of them.
 
-Alike are ranks whose records are the same but for the groups that they name (`evidence.alike`), where each group stands to the
-rank and to the layout as on the one that is read. So a law that looks at each rank says the same of all of them. The one that
-compares ranks, `collective_order`, is given besides those whose sequences are not what another member of their group has.
+Ranks are alike if their records differ only in the groups that they name (`evidence.alike`), and each group has the same
+relation to the rank and to the layout. So a law that looks at each rank says the same of all of them. `collective_order`
+compares ranks; it also gets the ranks whose sequences differ from those of another member of their group.
 """
 
 from __future__ import annotations

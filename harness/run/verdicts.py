@@ -1,8 +1,8 @@
 """The record of runs: OUT/verdicts.jsonl, a line for each run that begins and for each case that came to its end.
 
 Whole lines are appended, each on disk before the next case is counted, and none is ever changed. So a run that was killed
-can be resumed, runs beside each other may share OUT, and the file remembers how long cases took. A line that was cut short
-is told and ignored, and the case it was of has no verdict.
+can be resumed, runs at the same time may share OUT, and the file remembers how long cases took. An incomplete line is
+reported and ignored; its case then has no verdict.
 """
 
 from __future__ import annotations

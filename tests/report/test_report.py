@@ -192,7 +192,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   completed         FAIL            2 examined
   24 other laws     UNKNOWN         no evidence from rank 1; see `completed`
 
-  completed: Every rank exited by itself with code 0, and left evidence of every step and parameter requested, and no process.
+  completed: Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
     rank 1: expected exit code 0, observed raised: ValueError: no
       a.py:7 in f
       b.py:9 in g
