@@ -86,9 +86,12 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
     first, kind = trial.first_step, "clipped by another norm"
     for whose, norm_of_rank in _norms(trial):
         other = functools.cache(norm_of_rank)
-        odd = [rank for rank in sorted(trial.ranks) if not math.isclose(other(rank, first), norm[first], rel_tol=1e-9)]
+        places = itertools.product(trial.case.steps, sorted(trial.ranks))
+        odd = next((at for at in places if not math.isclose(other(*at[::-1]), norm[at[0]], rel_tol=1e-9)), None)
         if odd:
-            seen = f"{other(odd[0], first):.6g} on rank {odd[0]}, expected {norm[first]:.6g}"
+            step, rank = odd
+            when = "" if step == first else f" in step {step}"
+            seen = f"{other(rank, step):.6g} on rank {rank}{when}, expected {norm[step]:.6g}"
             cause = Cause(kind, f"each rank clips by {whose}, not by the global norm: {seen}")
             by: Coefficient = lambda rank, step, fqn, norm=other: clip_coefficient(norm(rank, step), limit)  # type: ignore[misc]  # noqa: E731
             yield Clipping(cause, by, other, 1 + (whose == "the norm it reports"))
@@ -106,6 +109,7 @@ def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
     yield from other_norms(trial)
     if trial.first_step == 1:
         yield "the norm of the step before", lambda rank, step: update.observed_norm(trial, step - 1)
+        yield "the norm of the step before (in step 1 by its own)", lambda rank, step: update.observed_norm(trial, max(1, step - 1))
     shown = {(rank, step.step): step.grad_norm or 0.0 for rank, step in trial.own_steps()}
     if set(shown.values()) - {own_norm(step.gradients) for _, step in trial.own_steps()}:
         yield "the norm it reports", lambda rank, step: shown[rank, step]

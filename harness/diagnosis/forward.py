@@ -24,7 +24,7 @@ from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
-from harness.plan.stages import positions
+from harness.plan.stages import layers_of_stage, positions
 
 if TYPE_CHECKING:
     from harness.reference.altered import Alter, Variation
@@ -283,11 +283,21 @@ class Tries:
         return np.concatenate(held), owner
 
     def modules(self, part: str) -> list[list[str]]:
-        """All modules of this kind, and each alone."""
+        """All modules of this kind, those of stages of a pipeline, and each alone."""
         every = self._names[part]
         alone = [[name] for name in every] if 1 < len(every) <= 3 * WIDE else []
         blocks = [name for name in every if name.startswith("layers.")]
-        return [every, *([blocks] if 1 < len(blocks) < len(every) else []), *alone]
+        layers = [[name for name in blocks if int(name.split(".")[1]) in layers] for layers in self._layers_of_stages]
+        chosen = [names for names in (blocks, *layers) if 1 < len(names) < len(every)]
+        return [every, *chosen, *alone]
+
+    @cached_property
+    def _layers_of_stages(self) -> list[range]:
+        """Of a pipeline: those of each stage, and those from a stage on."""
+        case = self.trial.case
+        stages = [layers_of_stage(case, stage) for stage in range(case.n_stages if case.dims.pp > 1 else 0)]
+        later = (range(of_stage.start, case.model.n_layers) for of_stage in stages[1:])
+        return list(dict.fromkeys((*stages, *later)))
 
     @cached_property
     def _names(self) -> dict[str, list[str]]:
