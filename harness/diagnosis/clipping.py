@@ -109,7 +109,10 @@ def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
     yield from other_norms(trial)
     if trial.first_step == 1:
         yield "the norm of the step before", lambda rank, step: update.observed_norm(trial, step - 1)
-        yield "the norm of the step before (in step 1 by its own)", lambda rank, step: update.observed_norm(trial, max(1, step - 1))
+        yield (
+            "the norm of the step before (in step 1 by its own)",
+            lambda rank, step: update.observed_norm(trial, max(1, step - 1)),
+        )
     shown = {(rank, step.step): step.grad_norm or 0.0 for rank, step in trial.own_steps()}
     if set(shown.values()) - {own_norm(step.gradients) for _, step in trial.own_steps()}:
         yield "the norm it reports", lambda rank, step: shown[rank, step]

@@ -113,7 +113,7 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
         if law in broken:
             line = finding_line(law, broken[law])[1] + _mostly(trial, broken[law].findings[0])
             lines = tuple(traffic_lines(trial)) if law == "traffic" else ()
-            yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines)
+            yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines, symptom=True)
 
 
 def _mostly(trial: Trial, finding: Finding) -> str:

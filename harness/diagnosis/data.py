@@ -16,7 +16,15 @@ from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.positions import wrong_positions
-from harness.diagnosis.received import Rows, own_labels, received, repeated_microbatches, shift_of, trained_on
+from harness.diagnosis.received import (
+    Rows,
+    labelled_otherwise,
+    own_labels,
+    received,
+    repeated_microbatches,
+    shift_of,
+    trained_on,
+)
 from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
@@ -161,19 +169,30 @@ def _microbatches_again(trial: Trial, step: int) -> Cause | None:
         return None
     ranks, shares = [rank for rank in found if found[rank] == again], shares_of_samples(trial, step)
     always = all(repeated_microbatches(trial, rank, other) == again for rank in ranks for other in trial.case.steps)
-    which = " and ".join(
-        (f"microbatches {positions_text(np.array(late))} are" if late[1:] else f"microbatch {late[0]} is")
-        + f" microbatch {early}"
-        for early, late in again.items()
-    )
+    which = ", and ".join(_repeated_text(trial, ranks[0], step, [early, *late]) for early, late in again.items())
     where = f"on {rank_words(ranks)}" if len(ranks) < len(shares) else "on every rank"
-    text = f"in {'each step' if always else f'step {step}'} {which} again {where}"
+    text = f"in {'each step' if always else f'step {step}'} {which} {where}"
     wanted = set(trial.reference.samples[step - 1])
     if lost := wanted.difference(*shares.values()):
         text += f", {len(lost)} of {len(wanted)} samples are received by nobody"
-    elif _without_loss(trial, step, ranks[0], [late - 1 for several in again.values() for late in several]):
-        return Cause("odd traces", f"the model runs besides its training passes: {text}, and no loss is computed of it")
+    elif _without_loss(trial, step, ranks[0], later := [late - 1 for several in again.values() for late in several]):
+        of = " and ".join(str(late + 1) for late in later)
+        return Cause(
+            "odd traces", f"the model runs besides its training passes: {text}, no loss is computed of number {of}"
+        )
     return Cause("microbatches repeated", text)
+
+
+def _repeated_text(trial: Trial, rank: int, step: int, numbers: Sequence[int]) -> str:
+    """Which of them the tokens belong to, where labels tell."""
+    other = labelled_otherwise(trial, rank, step) & {*numbers}
+    right = [number for number in numbers if number not in other]
+    if other and len(right) == 1:
+        which = f"microbatch{'es' * (len(other) > 1)} {positions_text(np.array(sorted(other)))}"
+        return (
+            f"{which} {'have' if len(other) > 1 else 'has'} the tokens of microbatch {right[0]}, and labels of its own"
+        )
+    return f"microbatches {positions_text(np.array(numbers))} have the same tokens"
 
 
 def _without_loss(trial: Trial, step: int, rank: int, numbers: Sequence[int]) -> bool:
@@ -285,8 +304,9 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
         hint = ": trained on, where they should be masked"
-    elif _of_other_samples(trial, step):
-        hint = ": they are those of other samples of the step"
+    elif pair := _paired_otherwise(trial, step):
+        text = f"tokens and labels of different samples are paired: row {pair[0]} of tokens has the labels of row {pair[1]}"
+        return Cause("wrong labels", f"{text} in step {step}{on_ranks(trial, wrong)}")
     text = f"tokens are right, {len(labels)} labels of step {step} are not those of their tokens{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
 
@@ -328,13 +348,15 @@ def _beyond(trial: Trial, step: int, least: int, largest: int) -> str:
     return f"all from token {least} on are " if least > kept.max() else f"all up to token {largest} are "
 
 
-def _of_other_samples(trial: Trial, step: int) -> bool:
-    """Whether each row of labels is that of a sample of the step, and no row's own."""
+def _paired_otherwise(trial: Trial, step: int) -> tuple[int, int] | None:
+    """Where rows of labels are those of the rows of tokens in another order: the first one, and whose it has; from 1."""
     if (rows := received(trial, step)) is None or not rows.whole:
-        return False
-    own = own_labels(trial, rows.tokens)
-    known = {row.tobytes() for row in own}
-    return all(row.tobytes() in known for row in rows.labels) and not (rows.labels == own).all(axis=1).any()
+        return None
+    place = {row.tobytes(): number for number, row in enumerate(own_labels(trial, rows.tokens), 1)}
+    found = [(number, place.get(row.tobytes())) for number, row in enumerate(rows.labels, 1)]
+    if {of for _, of in found} != {number for number, _ in found}:
+        return None
+    return next(((number, of) for number, of in found if of is not None and of != number), None)
 
 
 def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:

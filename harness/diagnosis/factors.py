@@ -21,8 +21,8 @@ def times_text(factor: float) -> str:
 
 
 def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
-    """All numbers of the case that the factor may be, the same in every step; empty if it is none. everywhere: of every
-    parameter."""
+    """All numbers of the case that the factor may be, the same in every step; empty if it is none. Equal numbers are no proof.
+    everywhere: of every parameter."""
     if math.isclose(factor, -1.0):
         return ": the sign is wrong"
     texts = []
@@ -34,7 +34,7 @@ def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
             texts.append(text.format(" or ".join(names[:MOST_NAMES]), round(value)))
     same = (name for name, by_step in _of_tokens(trial, trial.first_step, factor) if _constant(trial, by_step))
     texts += same if everywhere and factor != 1 else ()
-    return f": {', or '.join(texts)}" if texts else ""
+    return f": as if {', or '.join(texts)}" if texts else ""
 
 
 def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
@@ -59,6 +59,9 @@ def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, By
     for other, count in valid.items():
         text = f"divided by the number of valid tokens of step {other} ({count}, not {valid[step]})"
         found.append((text, _ratio(valid, dict.fromkeys(valid, count))))
+    if step - 1 in valid:
+        text = f"divided by the number of valid tokens of the step before ({valid[step - 1]}, not {valid[step]})"
+        found.append((text, _ratio(valid, {number: valid.get(number - 1, valid[number]) for number in valid})))
     for number, counts in _tokens_of_microbatches(trial).items():
         text = f"divided by the valid tokens of microbatch {number} alone ({counts[step]}, not {valid[step]})"
         found.append((text, _ratio(valid, counts)))

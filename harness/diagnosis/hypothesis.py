@@ -38,11 +38,13 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Fact:
-    """What a law saw itself, so that nothing need be assumed. laws: those that it is the whole content of."""
+    """What a law saw itself, so that nothing need be assumed. laws: those that it is the whole content of. symptom: no mistake
+    is named by it, so it is a cause only where there is no other."""
 
     cause: Cause
     laws: tuple[str, ...]
     lines: Lines = ()
+    symptom: bool = False
 
 
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)

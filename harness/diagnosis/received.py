@@ -47,6 +47,20 @@ def repeated_microbatches(trial: Trial, rank: int, step: int) -> dict[int, list[
     return {early: late[1:] for early, late in again.items() if late[1:]}
 
 
+def labelled_otherwise(trial: Trial, rank: int, step: int) -> set[int]:
+    """Microbatches of a rank, counted from 1, whose labels are not those of their tokens; none where no rank sees both."""
+    record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
+    if record is None or trial.case.dims.cp > 1:
+        return set()
+    both = [
+        (number, part, own_labels(trial, part.tokens))
+        for number, part in enumerate(record.microbatches, 1)
+        if part.tokens is not None and part.labels is not None
+    ]
+    laid = ((number, seen_labels(part, own), own) for number, part, own in both)
+    return {number for number, seen, own in laid if seen is not None and not np.array_equal(seen, own)}
+
+
 def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
     length = trial.case.seq_len(step)
     pieces = []
@@ -130,10 +144,13 @@ def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float]
     reference, every = trial.reference, dict(enumerate(trial.reference.samples, start=1))
     tokens, labels, ids = list(reference.tokens), list(reference.labels), list(reference.sample_ids)
     known = {row.tobytes(): place for place, row in enumerate(tokens)}
+    labelled: dict[int, bytes] = {}
     for step, rows in by_step.items():
         chosen = []
         for row, row_labels in zip(rows.tokens, rows.labels, strict=True):
             whole = _known_row(tokens, row) if len(row) < len(tokens[0]) else known.get(row.tobytes())
+            if whole is not None and labelled.setdefault(whole, row_labels.tobytes()) != row_labels.tobytes():
+                whole = None  # the same tokens with other labels are another sample
             if whole is None:
                 whole, known[row.tobytes()] = len(ids), len(ids)
                 ids.append(max(ids) + 1)

@@ -25,12 +25,17 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
     seen = {fact.cause for fact in found.facts}
     first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
-    facts = sorted(found.facts, key=lambda fact: "completed" not in fact.laws)
+    symptoms = [fact for fact in found.facts if fact.symptom]
+    if not first and len(symptoms) == len(found.facts):
+        symptoms = symptoms[1:]
+    named = [fact for fact in found.facts if fact not in symptoms]
+    facts = sorted(named, key=lambda fact: "completed" not in fact.laws)
     before = {
         fact.cause: fact.lines for fact in facts if "completed" in fact.laws
     }  # what did not run explains the most
     said = before | {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
     lines = [line for of_one in said.values() for line in of_one]
+    lines += [("also seen", fact.cause.text) for fact in symptoms]
     texts = ["; ".join(one.cause.text for one in proof.hypotheses) for proof in found.proofs]
     lines += [("or else", text) for text in dict.fromkeys(texts[1:]) if text != texts[0]]
     left = {result.check: result for result in results if result.check in found.left and result.findings}

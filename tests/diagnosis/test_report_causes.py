@@ -85,7 +85,7 @@ the reported loss is wrong, the training itself is right: each rank shows the lo
 def test_a_displayed_loss_that_is_a_sum_over_ranks() -> None:
     expect_first(
         shows(fsdp_4(), "reported_loss", lambda step: 4 * step.reported_loss),
-        """the reported loss is wrong, the training itself is right: each rank shows 4 times the right one: not divided by dp_shard (4)""",
+        """the reported loss is wrong, the training itself is right: each rank shows 4 times the right one: as if not divided by dp_shard (4)""",
     )
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_reduces_in_another_order_is_told_beside_wrong_numbers() -> 
     trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
     expect_first(
         with_collectives(trial, 1, first_other_as_integer()),
-        """gradients are 2 times what they should be in every parameter, in step 1 alone: not divided by dp_shard (2); ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
+        """gradients are 2 times what they should be in every parameter, in step 1 alone: as if not divided by dp_shard (2); ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
     )
 
 

@@ -123,13 +123,13 @@ def test_labels_of_another_sample() -> None:
     for rank in range(4):
         batch = trial.ranks[rank].steps[0].microbatches[0]
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=batch.labels[::-1]),))
-    told = "wrong labels: tokens are right, 14 labels of step 1 are not those of their tokens"
-    assert first_line(trial) == f"{told}: they are those of other samples of the step"
+    told = "tokens and labels of different samples are paired: row 1 of tokens has the labels of row 2 in step 1"
+    assert first_line(trial) == told
     one_row_right = trial.ranks[0].steps[0].microbatches[0]
     labels = one_row_right.labels.copy()
     labels[0] = labels[1]
     half = with_step(trial, 0, 1, microbatches=(replace(one_row_right, labels=labels),))
-    assert "those of other samples" not in first_line(half)
+    assert "are paired" not in first_line(half)
 
 
 @pytest.mark.parametrize("above", [True, False])
@@ -260,10 +260,21 @@ def test_microbatches_that_are_an_earlier_one_again_are_named() -> None:
         for rank in (0, 1):
             own = [8 * step - 8 + 4 * rank, 8 * step - 7 + 4 * rank]
             trial = fed(trial, rank, step, own, own[::-1])
-    told = "in each step microbatch 2 is microbatch 1 again on every rank, 4 of 8 samples are received by nobody"
+    told = "in each step microbatches 1-2 have the same tokens on every rank, 4 of 8 samples are received by nobody"
     assert first_line(trial) == told
-    told = "in step 2 microbatch 2 is microbatch 1 again on rank 1, 2 of 8 samples are received by nobody"
+    told = "in step 2 microbatches 1-2 have the same tokens on rank 1, 2 of 8 samples are received by nobody"
     assert first_line(fed(right, 1, 2, [12, 13], [12, 13])) == told
+
+
+def test_tokens_of_another_microbatch_are_told_by_their_labels() -> None:
+    trial = trial_of(tiny_case("single", accumulation=2))
+    for record in trial.ranks[0].steps:
+        first, second = record.microbatches
+        trial = with_step(trial, 0, record.step, microbatches=(replace(first, tokens=second.tokens), second))
+    told = (
+        "in each step microbatch 1 has the tokens of microbatch 2, and labels of its own on every rank, 4 of 8 samples"
+    )
+    assert first_line(trial).startswith(told)
 
 
 def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass_besides_training() -> None:
@@ -273,19 +284,19 @@ def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass
         again = replace(own, loss_sum=None, labels=None, valid_tokens=None)
         trial = with_step(trial, 0, record.step, microbatches=(own, again))
     assert first_line(trial) == (
-        "the model runs besides its training passes: in each step microbatch 2 is microbatch 1 again on every rank, and no"
-        " loss is computed of it"
+        "the model runs besides its training passes: in each step microbatches 1-2 have the same tokens on every rank, no"
+        " loss is computed of number 2"
     )
 
 
 def test_several_microbatches_that_are_earlier_ones_again_are_named_together() -> None:
     trial = trial_of(tiny_case("single", accumulation=4))
-    told = "in step 1 microbatches 2-4 are microbatch 1 again on every rank, 6 of 8 samples are received by nobody"
+    told = "in step 1 microbatches 1-4 have the same tokens on every rank, 6 of 8 samples are received by nobody"
     assert first_line(fed(trial, 0, 1, *[[0, 1]] * 4)) == told
-    told = "in step 1 microbatch 2 is microbatch 1 and microbatch 4 is microbatch 3 again on every rank"
+    told = "in step 1 microbatches 1-2 have the same tokens, and microbatches 3-4 have the same tokens on every rank"
     assert first_line(fed(trial, 0, 1, [0, 1], [0, 1], [2, 3], [2, 3])).startswith(told)
     more = fed(trial, 0, 1, [0, 1], [2, 3], [4, 5], [6, 7], [0, 1])
-    assert first_line(more) == "in step 1 microbatch 5 is microbatch 1 again on every rank"
+    assert first_line(more) == "in step 1 microbatches 1,5 have the same tokens on every rank"
 
 
 def test_a_sample_twice_in_other_microbatches_is_no_microbatch_again() -> None:

@@ -116,7 +116,7 @@ def test_the_reported_loss_goes_with_gradients_that_are_divided_by_the_same_numb
     for rank, evidence in trial.ranks.items():
         for step in evidence.steps:
             trial = with_step(trial, rank, step.step, reported_loss=0.25 * step.reported_loss)
-    told = "gradients and the reported loss are 0.25 times what they should be in every parameter: divided by dp_shard (1/4) once too often"
+    told = "gradients and the reported loss are 0.25 times what they should be in every parameter: as if divided by dp_shard (1/4) once too often"
     assert first_line(trial) == told
 
 
@@ -124,7 +124,7 @@ def test_gradients_twice_too_large_show_a_number_to_check() -> None:
     expect(
         scaled("fsdp_2", 2.0),
         """\
-gradients are 2 times what they should be in every parameter: not divided by dp_shard (2)
+gradients are 2 times what they should be in every parameter: as if not divided by dp_shard (2)
   assuming this: 2 of 2 broken laws hold, and none that held breaks
   gradients: rank 0, step 1, tok_embeddings.weight: 2 times the reference's by best fit
   gradients: rank 1, step 1, tok_embeddings.weight: 2 times the reference's by best fit
@@ -144,7 +144,7 @@ def test_norm_gradients_averaged_over_tp() -> None:
     trial = trial_of(tiny_case("tp_2"))
     expect_first(
         with_factors(trial, lambda rank, step, fqn: 0.5 if "norm" in fqn else 1.0),
-        """gradients are 0.5 times what they should be in 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): divided by tp (1/2) once too often""",
+        """gradients are 0.5 times what they should be in 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): as if divided by tp (1/2) once too often""",
     )
 
 
@@ -153,7 +153,7 @@ def test_a_tied_weight_whose_gradient_is_added_twice() -> None:
     twice = with_factors(trial, lambda rank, step, fqn: 1.0 + fqn.startswith("tok"))
     assert first_line(twice) == (
         "gradients are 2 times what they should be in 1 of 11 parameters (tok_embeddings.weight): counted for the embedding"
-        " and again for the output, which share it, or not divided by dp_shard (2)"
+        " and again for the output, which share it, or as if not divided by dp_shard (2)"
     )
 
 
@@ -339,7 +339,7 @@ def test_roundings_of_one_parameter_beyond_its_noise_are_located_and_no_factor_i
 
 def test_a_factor_is_named_within_a_millionth_and_one_of_1_is_no_factor() -> None:
     trial = trial_of(tiny_case(dims(shard=4)))
-    assert factor_text(trial, 4 * (1 + 5e-7)) == ": not divided by dp_shard (4)"
+    assert factor_text(trial, 4 * (1 + 5e-7)) == ": as if not divided by dp_shard (4)"
     assert factor_text(trial, 4 * (1 + 5e-6)) == ""
     assert factor_text(trial, 1.0) == ""
 
@@ -348,7 +348,7 @@ def test_a_number_of_tokens_that_is_the_same_in_every_step_is_a_number_of_the_ca
     trial = trial_of(tiny_case("single"))
     steps = tuple(replace(step, valid_tokens=16) for step in trial.reference.steps)
     trial = replace(trial, reference=replace(trial.reference, steps=steps))
-    assert factor_text(trial, 16) == ": not divided by the number of valid tokens (16)"
+    assert factor_text(trial, 16) == ": as if not divided by the number of valid tokens (16)"
     assert factor_text(trial, 16, everywhere=False) == ""
-    assert factor_text(trial, 0.5 * (1 + 5e-7)) == ": divided by the number of all tokens, not of the valid ones"
+    assert factor_text(trial, 0.5 * (1 + 5e-7)) == ": as if divided by the number of all tokens, not of the valid ones"
     assert not list(token_factors(trial, 1, 16))
