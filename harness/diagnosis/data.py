@@ -352,11 +352,10 @@ def _paired_otherwise(trial: Trial, step: int) -> tuple[int, int] | None:
     """Where rows of labels are those of the rows of tokens in another order: the first one, and whose it has; from 1."""
     if (rows := received(trial, step)) is None or not rows.whole:
         return None
-    place = {row.tobytes(): number for number, row in enumerate(own_labels(trial, rows.tokens), 1)}
-    found = [(number, place.get(row.tobytes())) for number, row in enumerate(rows.labels, 1)]
-    if {of for _, of in found} != {number for number, _ in found}:
+    own, seen = ([row.tobytes() for row in table] for table in (own_labels(trial, rows.tokens), rows.labels))
+    if sorted(own) != sorted(seen):
         return None
-    return next(((number, of) for number, of in found if of is not None and of != number), None)
+    return next(((n, own.index(row) + 1) for n, row in enumerate(seen, 1) if row != own[n - 1]), None)
 
 
 def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:

@@ -296,7 +296,7 @@ def test_several_microbatches_that_are_earlier_ones_again_are_named_together() -
     told = "in step 1 microbatches 1-2 have the same tokens, and microbatches 3-4 have the same tokens on every rank"
     assert first_line(fed(trial, 0, 1, [0, 1], [0, 1], [2, 3], [2, 3])).startswith(told)
     more = fed(trial, 0, 1, [0, 1], [2, 3], [4, 5], [6, 7], [0, 1])
-    assert first_line(more) == "in step 1 microbatches 1,5 have the same tokens on every rank"
+    assert first_line(more) == "in step 1 microbatches 1 and 5 have the same tokens on every rank"
 
 
 def test_a_sample_twice_in_other_microbatches_is_no_microbatch_again() -> None:
