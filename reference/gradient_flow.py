@@ -36,7 +36,7 @@ def gradient_flows(counts: Iterable[int]) -> list[Variation]:
 
 def _of_normalisers() -> Rows:
     for weight in (1e-5, 1e-4, 1e-3, 1e-2):
-        text = f"gradients are of a loss with {weight:g} times the square of its normaliser's logarithm, which is not shown"
+        text = f"gradients are of a loss with {weight:g} times the square of its normaliser's logarithm (z-loss)"
         yield text, OF_ITSELF(partial(_with_z, weight))
 
 

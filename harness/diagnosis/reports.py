@@ -105,7 +105,7 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
             yield stated(broken, law, "wrong report", f"{_what(trial, 'largest loss', broken)}: {text}")
         elif (reported := reported_of(trial, law)) and (not WRONG & set(broken) or reported.about_right):
             text = f"{_what(trial, SHOWN[law], broken)}: {reported.who} {_another_number(reported)}"
-            yield stated(broken, law, "wrong report", text)
+            yield replace(stated(broken, law, "wrong report", text), symptom=True)
 
 
 def _what(trial: Trial, what: str, broken: Broken) -> str:
@@ -225,6 +225,11 @@ def _of_other_steps(trial: Trial, law: str) -> Iterator[tuple[str, Number]]:
     if law != "reported_rate":
         yield "the mean of all steps so far", partial(_running, trial, law, 0.0)
         yield "the sum of all steps so far", partial(_running_sum, trial, law)
+    if law == "reported_loss":
+        for again in sorted({1, *(len(groups[0]) for groups in trial.plan.groups.values()), len(trial.ranks)}):
+            counted = f", those before counted {again} times in each" if again > 1 else ""
+            text = f"the token losses of all steps so far, divided by the tokens of this one{counted}"
+            yield text, partial(_running_total, trial, again)
         for kept in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99):
             yield f"a running mean that keeps {kept:g} of the one before", partial(_running, trial, law, kept)
 
@@ -246,6 +251,17 @@ def _running(trial: Trial, law: str, kept: float, rank: int, step: int) -> float
 def _running_sum(trial: Trial, law: str, rank: int, step: int) -> float | None:
     mean = _running(trial, law, 0.0, rank, step)
     return None if mean is None else mean * (step - trial.first_step + 1)
+
+
+def _running_total(trial: Trial, again: int, rank: int, step: int) -> float | None:
+    """Of a sum that is never set back. again: how many ranks bring it along, once it has been reduced over them."""
+    total = 0.0
+    for number in range(trial.first_step, step + 1):
+        mean = _seen(trial, "reported_loss", rank, number)
+        if mean is None:
+            return None
+        total = again * total + mean * trial.reference_step(number).valid_tokens
+    return total / trial.reference_step(step).valid_tokens
 
 
 def _of_the_last(

@@ -226,6 +226,11 @@ def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
         return f"resumed without optimizer state: {' and '.join(moments)} {zero} zero {where}, after {steps} steps"
     if pair := _exchanged(trial, wrong, moments[0], fqns):
         return f"optimizer state is exchanged: {pair[0]} resumed with {' and '.join(moments)} of {pair[1]}{ranks}"
+    saved, together = saved_state(trial.saved[-1]), _held_together(trial)
+    keys = [(name, fqn) for name in moments for fqn in fqns if (name, fqn) in saved]
+    pairs = [(together[key], saved[key]) for key in keys if key in together and together[key].shape == saved[key].shape]
+    if len(pairs) == len(keys) and (dtype := rounded_to(*pairs)):
+        return f"optimizer state comes back rounded to {dtype} from the checkpoint: {' and '.join(moments)} {where}"
     return f"optimizer state is not what was saved: {' and '.join(moments)} {where}"
 
 

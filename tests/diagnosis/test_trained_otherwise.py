@@ -77,7 +77,7 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
         ("no gradient goes through the norm's root", ["norm"], " in norm"),
         ("no gradient goes along the residual stream where feed-forward is added", ["layers.0"], ""),
         (
-            "gradients are of a loss with 0.0001 times the square of its normaliser's logarithm, which is not shown",
+            "gradients are of a loss with 0.0001 times the square of its normaliser's logarithm (z-loss)",
             [""],
             ", requested none",
         ),
