@@ -59,13 +59,8 @@ def _rotary(model: ModelConfig) -> list[Variation]:
     else:
         rows.append(("scaling", "rotary frequencies are not rescaled", "rescaled", setting(rope_scaling=None)))
         rows += [
-            (
-                "scaling",
-                f"rotary frequencies are rescaled with {key} {value:g}",
-                f"{usual:g}",
-                setting(rope_scaling=other),
-            )
-            for key, value, usual, other in _other_scalings(model.rope_scaling)
+            ("scaling", f"rotary frequencies are rescaled {text}", wanted, setting(rope_scaling=other))
+            for text, wanted, other in _other_scalings(model.rope_scaling)
         ]
     return [Variation(f"rotary {name}", text, wanted, "attention", alter) for name, text, wanted, alter in rows]
 
@@ -74,13 +69,16 @@ def _scaled_by(factor: float) -> Alteration:
     return setting(rope_scaling=RopeScaling(factor=factor))
 
 
-def _other_scalings(usual: RopeScaling) -> Iterable[tuple[str, float, float, RopeScaling]]:
-    """One number of it otherwise: as published for another model, or half or twice of it."""
+def _other_scalings(usual: RopeScaling) -> Iterable[tuple[str, str, RopeScaling]]:
+    """One number of it otherwise: as published for another model, or half or twice of it; or wavelengths."""
+    low, high = usual.low_freq_factor / math.tau, usual.high_freq_factor / math.tau
+    turned = replace(usual, low_freq_factor=low, high_freq_factor=high)
+    yield "by wavelengths without 2 pi (1 / frequency)", "2 pi / frequency", turned
     for key, own in vars(usual).items():
         known = {"factor": (8.0, 32.0, 16.0), "original_max_position": (8192, 4096, 2048)}.get(key, ())
         for value in dict.fromkeys((*known, 2 * own, own / 2)):
             if value != own:
-                yield key, value, own, replace(usual, **{key: type(own)(value)})
+                yield f"with {key} {value:g}", f"{own:g}", replace(usual, **{key: type(own)(value)})
 
 
 def _first_half(angles: Tensor) -> Tensor:
@@ -121,7 +119,8 @@ def _attention(model: ModelConfig, training: TrainingConfig, counts: Iterable[in
     scales = {"1 / head_dim": width**-0.5, "1": width**0.5, "1 / sqrt(dim)": (width / model.dim) ** 0.5}
     scales = {text: times for text, times in scales.items() if times != 1}
     windows = {n for n in (training.seq_len // 2, training.seq_len // 4, training.seq_len // 8) if n > 1}
-    masks = {"each token sees the next one": _ahead(1), "each token sees all others": _ahead(None)}
+    own = " of its document" * training.document_mask
+    masks = {"each token sees the next one": _ahead(1), f"each token sees all others{own}": _ahead(None)}
     masks |= {f"each token sees itself and the {n - 1} before it": _last(n) for n in sorted(windows)}
     scaling = ((f"attention scores are scaled by {text}", scaled(times)) for text, times in scales.items())
     return [

@@ -103,7 +103,16 @@ def cause_of(found: Diagnosis | None) -> str:
     below = [label for label, text in found.evidence if label in (*known, "assuming this") and text]
     rest = {label for label, _ in found.evidence if label not in known}
     proven = {"assuming this", "or else", "tried", "not explained", "not tried", "tested", "not tested"}
-    assert rest <= {"", "also broken", "groups", "loss, gradients", "not diagnosed", "not seen", *proven}, rest
+    assert rest <= {
+        "",
+        "also broken",
+        "also seen",
+        "groups",
+        "loss, gradients",
+        "not diagnosed",
+        "not seen",
+        *proven,
+    }, rest
     plain = found.cause.partition(":")[0] in known  # no rule knows it
     assert below or plain or re.search(ALL_IN_ONE_LINE, found.cause), found.cause
     return found.cause

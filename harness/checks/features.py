@@ -183,7 +183,7 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 # ---- attention
 
-FUSED = Attention("forward", "attention")
+FUSED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention recomputed"
 
 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
@@ -194,7 +194,7 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     again = 0 if case.features.activation_checkpointing == "op" else again
     expect = partial(_expect, rank, step=step.step)
     yield expect("attention in forward", forward, seen.get(FUSED, 0))
-    yield expect("attention recomputed", again, seen.get(Attention("backward", "attention"), 0))
+    yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
     yield expect("attention's gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
     yield None if batched <= most else expect("batched matmuls", f"at most {most}", batched)

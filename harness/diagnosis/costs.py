@@ -12,9 +12,11 @@ from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
-from harness.judge.traffic import INSIDE, axis_text, observed_outside
+from harness.judge.traffic import INSIDE, axis_text, observed, observed_outside, planned
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES
+from harness.plan.stages import layers_of_stage
+from harness.plan.traffic.tensor_parallel import activation_bytes
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
 
@@ -111,7 +113,8 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Numbers are right, the way to them is not: what a law of structure first found, of which no plan is known."""
     for law, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
         if law in broken:
-            line = finding_line(law, broken[law])[1] + _mostly(trial, broken[law].findings[0])
+            first = broken[law].findings[0]
+            line = finding_line(law, broken[law])[1] + _mostly(trial, first) + _crossings(trial, law, first)
             lines = tuple(traffic_lines(trial)) if law == "traffic" else ()
             yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines, symptom=True)
 
@@ -125,6 +128,22 @@ def _mostly(trial: Trial, finding: Finding) -> str:
     whole = sum(map(prod, trial.plan.shapes.values())) * BYTES[trial.case.training.dtype]
     as_many = ", as many as all parameters or their gradients have" * (moved == whole)
     return f", {bytes_text(moved)} of it by {op} over {axis_text(trial, ranks)}{as_many}"
+
+
+def _crossings(trial: Trial, law: str, finding: Finding) -> str:
+    """Of activations over tp: how many more or fewer in each layer."""
+    case, rank, step = trial.case, finding.rank, finding.step
+    if law != "traffic" or case.dims.tp == 1 or rank is None or step is None:
+        return ""
+    layers = sum(len(layers_of_stage(case, stage)) for stage in trial.plan.stages[rank])
+    size, group = layers * activation_bytes(case, case.seq_len(step)), trial.plan.group_of(rank, "tp")
+    seen, wanted = observed(trial, trial.ranks[rank], step), planned(trial, rank, step)
+    more = {key: seen.get(key, 0) - wanted.get(key, 0) for key in sorted({*seen, *wanted}) if key[0] == group}
+    odd = {key: count for key, count in more.items() if count}
+    if not size or any(count % size for count in odd.values()):
+        return ""
+    texts = (f"{abs(n) // size} {op} {'more' if n > 0 else 'fewer'} in {phase}" for (_, op, phase), n in odd.items())
+    return f": in each layer {', '.join(texts)}" * bool(odd)
 
 
 # ---- replicas, repeats, the golden

@@ -20,6 +20,7 @@ from harness.diagnosis.received import (
     Rows,
     labelled_otherwise,
     own_labels,
+    paired_otherwise,
     received,
     repeated_microbatches,
     shift_of,
@@ -249,7 +250,10 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
     others = [other for other, of_step in enumerate(trial.reference.samples, start=1) if ids & set(of_step)]
     steps, where = ", ".join(map(str, others)), on_ranks(trial, foreign) * (len(foreign) < len(shares))
     if trial.case.resume and step == trial.first_step:
-        which = "samples of other steps" if None in all_of or len(others) > 1 else f"the samples of step {steps}"
+        every = set().union(*shares.values())
+        whole = [other for other, of_step in enumerate(trial.reference.samples, start=1) if every == {*of_step}]
+        known = others if None not in all_of else whole
+        which = f"the samples of step {known[0]}" if len(known) == 1 else "samples of other steps"
         what = "starts anew" if all_of == {1} else "is wrong"
         return Cause("data position", f"the data position {what} after resuming: step {step} receives {which}{where}")
     if None not in all_of and not where and len(others) == 1:
@@ -304,7 +308,7 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
     elif all(own < 0 for _, _, own in labels):
         hint = ": trained on, where they should be masked"
-    elif pair := _paired_otherwise(trial, step):
+    elif pair := paired_otherwise(trial, step):
         text = f"tokens and labels of different samples are paired: row {pair[0]} of tokens has the labels of row {pair[1]}"
         return Cause("wrong labels", f"{text} in step {step}{on_ranks(trial, wrong)}")
     text = f"tokens are right, {len(labels)} labels of step {step} are not those of their tokens{hint}"
@@ -346,16 +350,6 @@ def _beyond(trial: Trial, step: int, least: int, largest: int) -> str:
     if not kept.size or not (least > kept.max() or largest < kept.min()):
         return ""
     return f"all from token {least} on are " if least > kept.max() else f"all up to token {largest} are "
-
-
-def _paired_otherwise(trial: Trial, step: int) -> tuple[int, int] | None:
-    """Where rows of labels are those of the rows of tokens in another order: the first one, and whose it has; from 1."""
-    if (rows := received(trial, step)) is None or not rows.whole:
-        return None
-    own, seen = ([row.tobytes() for row in table] for table in (own_labels(trial, rows.tokens), rows.labels))
-    if sorted(own) != sorted(seen):
-        return None
-    return next(((n, own.index(row) + 1) for n, row in enumerate(seen, 1) if row != own[n - 1]), None)
 
 
 def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:

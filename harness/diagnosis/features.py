@@ -169,7 +169,7 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
         _buckets,
         _checkpointing,
     ]
-    looks += [partial(_matmuls_again, broken), _compiled_again, _hooks, _beside]
+    looks += [partial(_matmuls_again, broken), partial(_attended_again, broken), _compiled_again, _hooks, _beside]
     looks += [_fallback, *([] if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else [attended_too_often])]
     if text := next((text for look in looks if (text := look(trial))), None):
         others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
@@ -308,6 +308,16 @@ def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
     kept = ": all their results are kept" if first.observed == "0" else ""
     which = f"{first.observed} matmuls are computed again in backward (rank {first.rank}, step {first.step})"
     return f"activation checkpointing {kind} is requested, {which}, {first.expected} should be{kept}"
+
+
+def _attended_again(broken: Broken, trial: Trial) -> str | None:
+    """Its kernels in backward, where that is all that is odd about recomputation."""
+    found = _of(broken, features.ATTENDED_AGAIN)
+    if not found or len(found) < len(broken["features"].findings):
+        return None
+    kind, first = trial.case.features.activation_checkpointing, found[0]
+    often = f"{first.observed} times in backward (rank {first.rank}, step {first.step}), {first.expected} should be"
+    return f"activation checkpointing {kind} is requested, attention is recomputed {often}"
 
 
 def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.words import finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
+from harness.evidence.text import ranks_text
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import parameters_of_stage
@@ -154,6 +156,8 @@ def _missing_steps(trial: Trial) -> str:
 
 def missing_parameters(trial: Trial) -> str:
     """Parameters, gradients or updates that a rank does not have, or that the model should not have."""
+    if text := _cut_elsewhere(trial):
+        return text
     for rank, evidence in sorted(trial.ranks.items()):
         wanted, held = set(trial.plan.slices[rank]), {tensor.fqn for tensor in evidence.parameters}
         if wanted - held:
@@ -162,6 +166,28 @@ def missing_parameters(trial: Trial) -> str:
         if held - wanted:
             return f"rank {rank} holds {some(sorted(held - wanted))}, {_owners(trial, held - wanted)}"
     return _untrained(trial)
+
+
+def _cut_elsewhere(trial: Trial) -> str:
+    """A pipeline each of whose layers is somewhere, and some on other ranks than planned."""
+    ranks = trial.plan.groups["pp"][0] if trial.case.dims.pp > 1 else ()
+    held = [_layers({tensor.fqn for tensor in trial.ranks[r].parameters}) for r in ranks if r in trial.ranks]
+    wanted = [_layers(trial.plan.slices[rank]) for rank in ranks]
+    if held == wanted or sorted(itertools.chain(*held)) != list(range(trial.case.model.n_layers)):
+        return ""
+    odd = [place for place in zip(ranks, held, wanted, strict=True) if place[1] != place[2]]
+    texts = (
+        f"rank {rank} has layers {layers_text(own)}, requested {layers_text(planned)}" for rank, own, planned in odd
+    )
+    return f"stages are cut at other layers: {'; '.join(itertools.islice(texts, 4))}"
+
+
+def _layers(fqns: Iterable[str]) -> list[int]:
+    return sorted({int(fqn.split(".")[1]) for fqn in fqns if fqn.startswith("layers.")})
+
+
+def layers_text(layers: list[int]) -> str:
+    return ranks_text(layers).strip("[]") or "none"
 
 
 def _untrained(trial: Trial) -> str:

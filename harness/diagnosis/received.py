@@ -61,6 +61,16 @@ def labelled_otherwise(trial: Trial, rank: int, step: int) -> set[int]:
     return {number for number, seen, own in laid if seen is not None and not np.array_equal(seen, own)}
 
 
+def paired_otherwise(trial: Trial, step: int) -> tuple[int, int] | None:
+    """Where rows of labels are those of the rows of tokens in another order: the first one, and whose it has; from 1."""
+    if (rows := received(trial, step)) is None or not rows.whole:
+        return None
+    own, seen = ([row.tobytes() for row in table] for table in (own_labels(trial, rows.tokens), rows.labels))
+    if sorted(own) != sorted(seen):
+        return None
+    return next(((n, own.index(row) + 1) for n, row in enumerate(seen, 1) if row != own[n - 1]), None)
+
+
 def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
     length = trial.case.seq_len(step)
     pieces = []

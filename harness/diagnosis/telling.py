@@ -25,10 +25,9 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
     seen = {fact.cause for fact in found.facts}
     first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
-    symptoms = [fact for fact in found.facts if fact.symptom]
-    if not first and len(symptoms) == len(found.facts):
-        symptoms = symptoms[1:]
-    named = [fact for fact in found.facts if fact not in symptoms]
+    named = [fact for fact in found.facts if not fact.symptom]
+    symptoms = [fact for fact in found.facts if fact.symptom] if first or named else []
+    named = named if first or named else list(found.facts)
     facts = sorted(named, key=lambda fact: "completed" not in fact.laws)
     before = {
         fact.cause: fact.lines for fact in facts if "completed" in fact.laws

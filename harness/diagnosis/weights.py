@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -11,13 +11,14 @@ from harness.checks import update
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
-from harness.diagnosis.words import Pair, finding_line, in_parameters, where_text
+from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, some, where_text
 from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.reference.distance import best_fit
 
 ANEW = "each run draws others, as without a seed"
+MULTIPLE, TIMES, FEW = "they are ", " times these", 4
 
 
 def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -54,8 +55,9 @@ def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
     strange = [(rank, fqn) for rank, held in holdings for fqn, part in held.items() if part is None]
     if not strange:
         return None
-    found = {_instead(*_held(trial, place)) or _of_another(trial, place) for place in strange}
-    hint = found.pop() if len(found) == 1 else ""
+    instead = {place: _instead(*_held(trial, place)) or _of_another(trial, place) for place in strange}
+    found = set(instead.values())
+    hint = found.pop() if len(found) == 1 else _several_factors(trial, instead)
     if all(text.startswith("the values of ") for text in found):
         hint = hint or _of_another(trial, strange[0])
     if hint.startswith("the values of "):
@@ -64,6 +66,20 @@ def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
     line = f"rank {strange[0][0]}, {strange[0][1]}: {_how_they_differ(*_held(trial, strange[0]))}"
     text = "training does not start from the seed weights"
     return Cause("other initial weights", text, where_text(trial, strange), hint=hint), (("weights", line),)
+
+
+def _several_factors(trial: Trial, instead: Mapping[Pair, str]) -> str:
+    """Which parameters are which multiple of the seed's, where all are one."""
+    by_factor: dict[str, list[str]] = {}
+    for (_, fqn), text in instead.items():
+        by_factor.setdefault(text, []).append(fqn)
+    if len(by_factor) > FEW or not all(text.startswith(MULTIPLE) and text.endswith(TIMES) for text in by_factor):
+        return ""
+    texts = (
+        f"{text.removeprefix(MULTIPLE).removesuffix(TIMES)} ({some(in_order(trial, fqns))})"
+        for text, fqns in by_factor.items()
+    )
+    return f"{MULTIPLE}multiples of these: {', '.join(texts)}"
 
 
 def _held(trial: Trial, place: Pair) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +99,7 @@ def _instead(value: np.ndarray, wanted: np.ndarray) -> str:
         return f"they are the seed's rounded to {dtype}"
     factor = best_fit(value, wanted)
     if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
-        return f"they are {factor:.6g} times these"
+        return f"{MULTIPLE}{factor:.6g}{TIMES}"
     return rearranged(value, wanted)
 
 

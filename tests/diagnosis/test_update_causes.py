@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import LOW_CLIP, NORM, expect, expect_first, first_line
+from diagnosed import LOW_CLIP, NORM, diagnosis_text, expect, expect_first, first_line
 from literal import (
     ADAMW,
     SGD,
@@ -229,7 +229,8 @@ def test_requested_rates_that_are_reported_are_no_mistake_beside_those_that_are_
     told = "learning rate of step 1 is 0.01234 (reported as requested), requested 0.005"
     expect_first(with_rates(0.01234, 0.01, 0.0075, reported=requested), told)
     other = with_rates(0.01234, 0.01, 0.0075, reported=(0.005, 0.02, 0.02))
-    assert first_line(other).startswith("learning rate of step 1 is 0.01234, requested 0.005; the reported")
+    assert first_line(other) == "learning rate of step 1 is 0.01234, requested 0.005"
+    assert "also seen: the reported learning rate is wrong" in diagnosis_text(other)
 
 
 def test_a_learning_rate_of_no_schedule() -> None:

@@ -22,11 +22,10 @@ def tensor_parallel_flows(
     is an all_reduce, forward of what comes out, backward of what went in. A trainer that does not keep what a column-parallel
     layer gathered, gathers it again for the weight's gradient.
     """
-    dims, model, training = case.dims, case.model, case.training
+    dims, model = case.dims, case.model
     if dims.tp == 1:
         return
-    size = BYTES[training.compute_dtype or training.dtype]
-    activation = case.local_batch * (length // dims.cp) * model.dim * size * case.passes
+    activation = activation_bytes(case, length)
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages)
     first, last = 0 in stages, case.n_stages - 1 in stages
     if case.features.sequence_parallel:
@@ -48,6 +47,12 @@ def tensor_parallel_flows(
         yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
     elif traits.loss_in_forward and last:
         yield Flow("tp", "loss", "all_reduce", "forward", loss_bytes(case, length))
+
+
+def activation_bytes(case: Case, length: int) -> int:
+    """Of the residual stream of all of a rank's microbatches."""
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    return case.local_batch * (length // case.dims.cp) * case.model.dim * size * case.passes
 
 
 def loss_bytes(case: Case, length: int) -> int:
