@@ -155,7 +155,9 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
     """By law, why."""
     kinds = _kinds(ranks.values())
     reasons = {}
-    if case.dims.tp * case.dims.pp > 1:
+    if not any(evidence.parameters for evidence in ranks.values()):
+        reasons["of slices"] = "no rank recorded any parameter"
+    elif case.dims.tp * case.dims.pp > 1:
         reasons["of slices"] = CUT.format("tp or pp")
     elif _dtype(ranks.values()) is None:
         reasons["of slices"] = "parameters have several types, or one whose bytes are not derived"
