@@ -53,6 +53,7 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, partial(_untied, broken), _lost_before]
     if wrong and (fact := _of_another_layout(trial, step)):
         yield fact
+        looks = [look for look in looks if look is not _other_groups]
     seen = (fact for look in looks if (fact := look(trial, wrong, step)))
     yield from itertools.islice(seen, 1)
 

@@ -83,7 +83,7 @@ class Search:
         if complete:
             return complete
         best = [proof for proof in partial if proof.explained]
-        for first in partial[:FIRSTS]:
+        for first in (proof for proof in partial[:FIRSTS] if not proof.renumbers):
             whole, parts = self._single(first.assumed, rejudged(first, results))
             both = [self._together(trial, results, first, second) for second in whole or parts[:1] if second.explained]
             if whole:

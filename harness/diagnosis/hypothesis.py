@@ -21,7 +21,8 @@ class Hypothesis:
     """assume: the same evidence with another request, plan, reference or optimizer; None where no reference tells what follows.
 
     fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it. seen: the
-    laws that have seen it themselves, of which it is said even where it is not proven.
+    laws that have seen it themselves, of which it is said even where it is not proven. renumbers: ranks have other numbers
+    in the trial assumed, so that nothing that is found there can be told by them.
     """
 
     cause: Cause
@@ -29,6 +30,7 @@ class Hypothesis:
     fitted: int = 1
     lines: Lines = ()
     seen: tuple[str, ...] = ()
+    renumbers: bool = False
 
     def and_then(self, change: Callable[[Trial], Trial]) -> Hypothesis:
         """The same, and a change to the trial that is assumed."""
@@ -82,6 +84,10 @@ class Proof:
     explained: tuple[str, ...]
     left: tuple[str, ...]
     assumed: Trial
+
+    @property
+    def renumbers(self) -> bool:
+        return any(one.renumbers for one in self.hypotheses)
 
     @property
     def complete(self) -> bool:

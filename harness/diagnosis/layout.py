@@ -119,7 +119,7 @@ def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 def _whole(trial: Trial, layout: Layout, count: int) -> Hypothesis:
     cause = Cause("another layout", "; ".join(_differences(layout, trial.case.dims)))
-    return Hypothesis(cause, layout.assume, count, tuple(_lines(trial, layout)))
+    return Hypothesis(cause, layout.assume, count, tuple(_lines(trial, layout)), renumbers=layout.order != AXES)
 
 
 def _layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
@@ -261,7 +261,7 @@ def _differences(layout: Layout, dims: ParallelDims) -> Iterator[str]:
     if layout.order != AXES and not exchanged:
         shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
         wanted = [axis for axis in AXES if axis in shown]
-        yield f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
+        yield f"axes in the wrong order: parameters lie as in a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
     if exchanged and min(replicate, shard) > 1:
         held = f"parameters are sharded over {shard * dims.cp} ranks and replicated {replicate} times"
         yield f"dp_replicate and dp_shard exchanged: {held}, requested {_requested(dims)}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from harness.checks import all_checks, run_check
 from harness.diagnosis.engine import Explanation
+from harness.diagnosis.hypothesis import Fact, Hypothesis
 from harness.diagnosis.localise import KIND, localise
 from harness.diagnosis.words import Broken, finding_line
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
@@ -25,32 +26,37 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
     seen = {fact.cause for fact in found.facts}
     first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
-    named = [fact for fact in found.facts if not fact.symptom]
-    symptoms = [fact for fact in found.facts if fact.symptom] if first or named else []
-    named = named if first or named else list(found.facts)
-    facts = sorted(named, key=lambda fact: "completed" not in fact.laws)
-    before = {
-        fact.cause: fact.lines for fact in facts if "completed" in fact.laws
-    }  # what did not run explains the most
-    said = before | {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
+    facts, symptoms = _besides(first, found.facts)
+    unfinished = [fact for fact in facts if "completed" in fact.laws]  # what did not run explains the most
+    said = {fact.cause: fact.lines for fact in unfinished}
+    said |= {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
     lines = [line for of_one in said.values() for line in of_one]
     lines += [("also seen", fact.cause.text) for fact in symptoms]
     texts = ["; ".join(one.cause.text for one in proof.hypotheses) for proof in found.proofs]
     lines += [("or else", text) for text in dict.fromkeys(texts[1:]) if text != texts[0]]
     left = {result.check: result for result in results if result.check in found.left and result.findings}
     if left:
-        assumed = found.proofs[0].assumed if found.proofs else trial
-        if found.proofs:
+        known = bool(found.proofs) and not found.proofs[0].renumbers
+        assumed = found.proofs[0].assumed if known else trial
+        if known:
             again = {name: run_check(name, all_checks()[name].check, assumed) for name in left}
             left = {name: result for name, result in again.items() if result.findings} or left
         held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
         place, more = _located(assumed, left, found.tried, held)
-        with_that = "with that assumed, " * bool(found.proofs)
+        with_that = "with that assumed, " * known
         lines += [("not explained", with_that + place.text), *more] if said else more
         said = said or {place: ()}
     lines += [("not tried", text) for text in found.raised]
     lines += [("not searched further", found.ended)] * bool(found.ended)
     return Diagnosis(tuple(said), (*_assuming(found, results), *lines))
+
+
+def _besides(first: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
+    """Facts that are causes besides what is proven, and symptoms; these are causes where there is no other."""
+    proven = [one.cause.text for one in first]
+    new = [fact for fact in facts if not any(fact.cause.text in text and fact.cause.text != text for text in proven)]
+    named, symptoms = [fact for fact in new if not fact.symptom], [fact for fact in new if fact.symptom]
+    return (named, symptoms) if first or named else (symptoms, [])
 
 
 def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str]) -> tuple[Cause, Lines]:

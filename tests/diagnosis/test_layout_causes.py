@@ -212,7 +212,7 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], requested: ParallelDims
     other = renamed(trial, {place: rank for rank, place in enumerate(places)})
     assert other.ranks[1].rank == 1 and len(other.ranks) == len(trial.ranks)
     assert first_line(other) == (
-        f"axes in the wrong order: ranks are laid out as ({', '.join(shown)}), requested ({', '.join(wanted)})"
+        f"axes in the wrong order: parameters lie as in a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
     )
 
 

@@ -24,7 +24,9 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
     forever = tmp_path / "forever.py"  # each rank ends with the steps that are looked at
     text = Path(SCRIPT).read_text(encoding="utf-8").replace("range(1, 5)", "range(1, 1_000_000)")
     joins = 'dist.init_process_group("gloo")\n'
-    forever.write_text(text.replace(joins, f'{joins}    dist.new_group(backend="gloo")\n'))  # one of objects, as many have
+    forever.write_text(
+        text.replace(joins, f'{joins}    dist.new_group(backend="gloo")\n')
+    )  # one of objects, as many have
     run = run_alone([sys.executable, str(forever)], (3,), 64, tmp_path / "command")
     assert (run.codes, run.unable) == ({3: 0}, {}), log_file(run.directory, 3).read_text()
     assert (run.records[3].ended, run.records[3].steps_seen) == ("ok", 3)
