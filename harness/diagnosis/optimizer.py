@@ -29,6 +29,7 @@ from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
+from harness.plan.stages import parameters_of_stage
 from harness.reference.config import TrainingConfig
 from harness.reference.distance import best_fit
 
@@ -69,21 +70,44 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
     rule = schedule_of(trial, wrong, shown) or f", the schedule's of step {' or '.join(like)}" * bool(like)
     hidden = _requested_rates_reported(trial, usual)
-    text = f"learning rate of step {first} is {rate:.6g}{' (reported as requested)' * hidden}{rule}{on_ranks(trial, ranks)}"
-
-    def of_ranks(ranks: Sequence[int]) -> dict[str, Any]:
-        return {"rate": lambda step, fqn: shown.get((ranks[0], step), usual[step])}
-
-    assumed = AssumedOptimizer(rate=lambda rank, step, fqn: shown.get((rank, step), usual[step]))
-    differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
-    cause = Cause("learning rate", text, "", f"{usual[first]:.6g}")
+    taken = f"{rate:.6g}{' (reported as requested)' * hidden}{rule}"
     reports = {"reported_rate": lambda rank, step: usual[step]} if hidden else {}
+    for which, fqns in _parts(trial):
+        rates = partial(_rate_of, fqns, shown, usual)
+        of_ranks = partial(_rates_of_ranks, rates)
+        differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
+        text = f"learning rate of step {first}{which} is {taken}{on_ranks(trial, ranks)}"
 
-    def instead(trial: Trial) -> Trial:
-        other = optimizer_of_ranks(trial, assumed, of_ranks, differ=differ)
-        return replace(other, reports={**other.reports, **reports})
+        def instead(trial: Trial, rates: Any = rates, of_ranks: Any = of_ranks, differ: Any = differ) -> Trial:
+            other = optimizer_of_ranks(trial, AssumedOptimizer(rate=rates), of_ranks, differ=differ)
+            return replace(other, reports={**other.reports, **reports})
 
-    yield Hypothesis(cause, instead)
+        yield Hypothesis(Cause("learning rate", text, "", f"{usual[first]:.6g}"), instead, 1 + bool(which))
+
+
+def _parts(trial: Trial) -> Iterator[tuple[str, frozenset[str]]]:
+    """All parameters; and where ranks have several stages, those of each one's first, second and so on, which have
+    optimizers and schedules of their own."""
+    yield "", frozenset(trial.plan.shapes)
+    for stages in zip(*trial.plan.stages.values(), strict=True) if trial.case.stages_per_rank > 1 else ():
+        chosen = sorted({*stages})
+        fqns = (fqn for stage in chosen for fqn in parameters_of_stage(trial.case, stage))
+        yield f" in stages {' and '.join(map(str, chosen))}", frozenset(fqns)
+
+
+def _rate_of(
+    fqns: frozenset[str],
+    shown: Mapping[tuple[int, int], float],
+    usual: Mapping[int, float],
+    rank: int,
+    step: int,
+    fqn: str,
+) -> float:
+    return shown.get((rank, step), usual[step]) if fqn in fqns else usual[step]
+
+
+def _rates_of_ranks(rates: Callable[[int, int, str], float], ranks: Sequence[int]) -> dict[str, Any]:
+    return {"rate": partial(rates, ranks[0])}
 
 
 def _requested_rates_reported(trial: Trial, usual: Mapping[int, float]) -> bool:
