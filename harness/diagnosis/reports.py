@@ -58,8 +58,8 @@ class Reported:
     @property
     def who(self) -> str:
         if len(self.ranks) == self.world:
-            return "each rank shows"
-        return f"{rank_words(self.ranks)} show{'s' * (len(self.ranks) == 1)}"
+            return "each rank reports"
+        return f"{rank_words(self.ranks)} report{'s' * (len(self.ranks) == 1)}"
 
     @property
     def ratios(self) -> list[float]:
@@ -167,7 +167,7 @@ def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
             yield text, number
             return
     if reported.is_all(rounded := lambda rank, step: float(np.float32(reported.right[rank, step]))):
-        yield "it rounded to float32", rounded
+        yield "the right one rounded to float32", rounded
     ratio = reported.shown[reported.odd[0]] / (reported.right[reported.odd[0]] or math.nan)
     known = [*token_factors(trial, reported.odd[0][1], ratio)]
     if len(reported.odd) > 1 and times_text(ratio) != times_text(1.0):
@@ -180,7 +180,7 @@ def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
 
 def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:
     if trial.case.dims.pp > 1:
-        text, last = "0, for their stages compute no loss: it is not passed on over pp", trial.last_stages()
+        text, last = "0: the loss of the last stage is not passed on over pp", trial.last_stages()
         yield text, lambda rank, step: None if rank in last else 0.0
     if len(trial.ranks) > 1 and trial.case.dims.cp == 1:
         yield "the loss of its own samples", partial(_loss_over, trial, (), False)
@@ -204,7 +204,7 @@ def _other_norms(trial: Trial) -> Iterator[tuple[str, Number]]:
     norms = {step: observed_norm(trial, step) for step in trial.case.steps}
     clipped = {step: norm * clip_coefficient(norm, limit) for step, norm in norms.items()}
     if limit is not None and clipped != norms:
-        text = f"the norm after clipping ({clipped[trial.first_step]:.6g}), requested is the one before it"
+        text = f"the norm after clipping ({clipped[trial.first_step]:.6g}), requested before clipping"
         yield text, lambda rank, step: clipped[step]
         yield text, lambda rank, step: min(norms[step], limit)
     for whose, norm in other_norms(trial):
@@ -213,7 +213,7 @@ def _other_norms(trial: Trial) -> Iterator[tuple[str, Number]]:
 
 def _other_rates(trial: Trial) -> Iterator[tuple[str, Number]]:
     peak = trial.case.training.lr
-    yield f"the peak's ({peak:.6g}), as without a schedule", lambda rank, step: peak
+    yield f"the peak ({peak:.6g}), as without a schedule", lambda rank, step: peak
 
 
 OTHERS = {"reported_loss": _other_losses, "grad_norm": _other_norms, "reported_rate": _other_rates}
@@ -227,11 +227,11 @@ def _of_other_steps(trial: Trial, law: str) -> Iterator[tuple[str, Number]]:
         yield "the sum of all steps so far", partial(_running_sum, trial, law)
     if law == "reported_loss":
         for again in sorted({1, *(len(groups[0]) for groups in trial.plan.groups.values()), len(trial.ranks)}):
-            counted = f", those before counted {again} times in each" if again > 1 else ""
-            text = f"the token losses of all steps so far, divided by the tokens of this one{counted}"
+            counted = f", the earlier total counted {again} times in each step" if again > 1 else ""
+            text = f"the token losses of all steps so far, divided by the tokens of this step{counted}"
             yield text, partial(_running_total, trial, again)
         for kept in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99):
-            yield f"a running mean that keeps {kept:g} of the one before", partial(_running, trial, law, kept)
+            yield f"a running mean with decay {kept:g}", partial(_running, trial, law, kept)
 
 
 def _ahead(trial: Trial, law: str, by: int, rank: int, step: int) -> float | None:
@@ -299,10 +299,11 @@ def _loss_of(
 def _another_number(reported: Reported) -> str:
     at = reported.odd[0]
     if len(reported.odd) == 1:
-        return f"{reported.shown[at]:.6g} once, where {reported.right[at]:.6g} is right"
+        return f"{reported.shown[at]:.6g} once, expected {reported.right[at]:.6g}"
     if reported.about_right:
-        return f"a number that is off by {max(abs(ratio - 1) for ratio in reported.ratios):.1e}"
-    return f"a number that is no other of the run ({reported.shown[at]:.6g} in step {at[1]}, {reported.right[at]:.6g} is right)"
+        return f"a number off by up to {max(abs(ratio - 1) for ratio in reported.ratios):.1e}"
+    seen = f"{reported.shown[at]:.6g} on rank {at[0]} in step {at[1]}, expected {reported.right[at]:.6g}"
+    return f"a number that no hypothesis explains ({seen})"
 
 
 def _below(trial: Trial) -> str:
@@ -313,7 +314,7 @@ def _below(trial: Trial) -> str:
         return ""
     mean, largest = shown[wrong[0]].reported_loss, shown[wrong[0]].reported_largest
     ranks = sorted({rank for rank, _ in wrong})
-    return f"{rank_words(ranks)} show{'s' * (len(ranks) == 1)} {largest:.6g} where the mean is {mean:.6g}"
+    return f"{rank_words(ranks)} report{'s' * (len(ranks) == 1)} {largest:.6g}, below the mean {mean:.6g}"
 
 
 def _silent(trial: Trial, what: str, read: Read) -> str:
@@ -321,7 +322,7 @@ def _silent(trial: Trial, what: str, read: Read) -> str:
     seen = {rank: [s.step for s in e.steps if read(s) is not None] for rank, e in sorted(trial.ranks.items())}
     lacking = {rank: [step for step in due(trial, rank) if step not in steps] for rank, steps in seen.items() if steps}
     rank = next(rank for rank in lacking if lacking[rank])
-    return f"rank {rank} reports the {what} of {_steps(seen[rank])} only, that of {_steps(lacking[rank])} is lacking"
+    return f"rank {rank} reports the {what} of {_steps(seen[rank])}, but not of {_steps(lacking[rank])}"
 
 
 def _steps(steps: list[int]) -> str:

@@ -75,7 +75,7 @@ def test_a_displayed_loss_that_is_each_ranks_own() -> None:
     expect(
         shows(fsdp_4(), "reported_loss", own),
         """\
-the reported loss is wrong, the training itself is right: each rank shows the loss of its own samples
+the reported loss is wrong, the training itself is right: each rank reports the loss of its own samples
   assuming this: 1 of 1 broken laws hold, and none that held breaks
   reported_loss: rank 0, step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
@@ -85,13 +85,13 @@ the reported loss is wrong, the training itself is right: each rank shows the lo
 def test_a_displayed_loss_that_is_a_sum_over_ranks() -> None:
     expect_first(
         shows(fsdp_4(), "reported_loss", lambda step: 4 * step.reported_loss),
-        """the reported loss is wrong, the training itself is right: each rank shows 4 times the right one: as if not divided by dp_shard (4)""",
+        """the reported loss is wrong, the training itself is right: each rank reports 4 times the right one: as if not divided by dp_shard (4)""",
     )
 
 
 @pytest.mark.parametrize(
     ("kept", "told"),
-    [(0.0, "the mean of all steps so far"), (0.9, "a running mean that keeps 0.9 of the one before")],
+    [(0.0, "the mean of all steps so far"), (0.9, "a running mean with decay 0.9")],
 )
 def test_a_displayed_loss_that_is_a_running_mean(kept: float, told: str) -> None:
     trial = fsdp_4()
@@ -100,7 +100,7 @@ def test_a_displayed_loss_that_is_a_running_mean(kept: float, told: str) -> None
         by = (1 - kept) if kept else 1 / (number + 1)
         shown.append(step.reported_loss if not shown else shown[-1] + by * (step.reported_loss - shown[-1]))
     trial = shows(trial, "reported_loss", lambda step: shown[step.step - 1])
-    assert first_line(trial).endswith(f"each rank shows {told}")
+    assert first_line(trial).endswith(f"each rank reports {told}")
 
 
 def test_a_displayed_loss_of_the_last_microbatch_alone() -> None:
@@ -112,7 +112,7 @@ def test_a_displayed_loss_of_the_last_microbatch_alone() -> None:
         changed = trial
         for rank, step in last:
             changed = with_step(changed, rank, step, reported_loss=number(rank, step))
-        return shown_instead(changed, "reported_loss").removeprefix("each rank shows that of ")
+        return shown_instead(changed, "reported_loss").removeprefix("each rank reports that of ")
 
     def total(step: int, what: str) -> float:
         return sum(getattr(last[rank, step], what) for rank in (0, 1))
@@ -132,7 +132,9 @@ def test_a_displayed_loss_of_the_last_microbatch_alone() -> None:
     assert told(own) == "its own last microbatch alone"
     assert told(lambda rank, step: own(rank, step) / 2) == f"its own last microbatch alone{divided}"
     assert told(lambda *at: 2 * last[at].loss_sum / valid[at[1]]) == f"its own last microbatch alone{times}"
-    assert told(lambda rank, step: 3 * mean(step)).startswith("each rank shows a number that is no other of the run (")
+    assert told(lambda rank, step: 3 * mean(step)).startswith(
+        "each rank reports a number that no hypothesis explains ("
+    )
 
 
 def test_a_displayed_norm_that_is_each_ranks_own() -> None:
@@ -141,14 +143,14 @@ def test_a_displayed_norm_that_is_each_ranks_own() -> None:
 
     expect_first(
         shows(fsdp_4(), "grad_norm", own),
-        """the reported gradient norm is wrong, the training itself is right: each rank shows the norm of its own shards (not summed over dp_shard)""",
+        """the reported gradient norm is wrong, the training itself is right: each rank reports the norm of its own shards (not summed over dp_shard)""",
     )
 
 
 def test_displays_that_are_wrong_on_one_rank() -> None:
     expect_first(
         with_step(fsdp_4(), 3, 2, reported_loss=1.0, grad_norm=math.nan),
-        """the reported loss is wrong, the training itself is right: rank 3 shows 1 once, where 1.881 is right; the reported gradient norm is wrong, the training itself is right: rank 3 shows nan once, where 1.59477 is right""",
+        """the reported loss is wrong, the training itself is right: rank 3 reports 1 once, expected 1.881; the reported gradient norm is wrong, the training itself is right: rank 3 reports nan once, expected 1.59477""",
     )
 
 
@@ -245,22 +247,22 @@ def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(wh
     trial = fsdp_4()
     right = {step.step: getattr(step, kind) for step in trial.reference.steps}
     assert shown_instead(shows(trial, what, lambda s: right[max(s.step - 1, 1)]), what) == (
-        "each rank shows that of the step before"
+        "each rank reports that of the step before"
     )
     assert shown_instead(shows(trial, what, lambda s: right.get(s.step - 1, 0.0)), what) == (
-        "each rank shows that of the step before"
+        "each rank reports that of the step before"
     )
     once = with_step(trial, 3, 2, **{what: right[1]})
-    assert shown_instead(once, what) == "rank 3 shows that of the step before in step 2"
+    assert shown_instead(once, what) == "rank 3 reports that of the step before in step 2"
     other = shown_instead(shows(trial, what, lambda s: right[1]), what)
-    told = f"({right[1]:.6g} in step 2, {right[2]:.6g} is right)"
-    assert other == f"each rank shows a number that is no other of the run {told}"
-    assert shown_instead(with_step(trial, 3, 1, **{what: 2.5}), what).startswith("rank 3 shows 2.5 once, where ")
+    told = f"({right[1]:.6g} on rank 0 in step 2, expected {right[2]:.6g})"
+    assert other == f"each rank reports a number that no hypothesis explains {told}"
+    assert shown_instead(with_step(trial, 3, 1, **{what: 2.5}), what).startswith("rank 3 reports 2.5 once, expected ")
 
 
 def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere() -> None:
     trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
-    told = "each rank shows the norm after clipping (0.25), requested is the one before it"
+    told = "each rank reports the norm after clipping (0.25), requested before clipping"
     assert shown_instead(shows(trial, "grad_norm", lambda s: min(s.grad_norm, 0.25)), "grad_norm") == told
     assert (
         shown_instead(shows(trial, "grad_norm", lambda s: clip(s.grad_norm, LOW_CLIP) * s.grad_norm), "grad_norm")
@@ -270,9 +272,9 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
     assert shown_instead(alone, "grad_norm") == told.replace("each rank", "rank 1") + " in steps 1, 2"
     never = trial_of(tiny_case("fsdp_2", replace(LOW_CLIP, max_norm=9.0)))
     off = shows(never, "grad_norm", lambda s: s.grad_norm * (1 + 1e-6))
-    assert shown_instead(off, "grad_norm") == "each rank shows a number that is off by 1.0e-06"
+    assert shown_instead(off, "grad_norm") == "each rank reports a number off by up to 1.0e-06"
     rounded = shows(never, "grad_norm", lambda s: float(np.float32(s.grad_norm)))
-    assert shown_instead(rounded, "grad_norm") == "each rank shows it rounded to float32"
+    assert shown_instead(rounded, "grad_norm") == "each rank reports the right one rounded to float32"
 
 
 # ---- what the optimizer receives
@@ -324,7 +326,7 @@ def test_a_norm_that_nobody_shows_is_not_the_one_after_clipping() -> None:
     silent = with_step(DDP_2, 1, 2, grad_norm=None)
     for rank, step in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 3)):
         silent = with_step(silent, rank, step, grad_norm=1.0)
-    told = "rank 1 reports the gradient norm of steps 1, 3 only, that of step 2 is lacking"
+    told = "rank 1 reports the gradient norm of steps 1, 3, but not of step 2"
     assert first_line(silent) == told
 
 
@@ -341,7 +343,7 @@ def test_a_report_is_wrong_beside_a_wrong_rate_and_is_said_to_be() -> None:
         for step in evidence.steps:
             trial = with_step(trial, rank, step.step, lr=2 * step.lr, reported_lr=step.lr)
     found = explain(trial, judge(trial), (wrong_reports,), ())
-    told = "the reported learning rate is wrong: each rank shows 0.5 times the right one"
+    told = "the reported learning rate is wrong: each rank reports 0.5 times the right one"
     assert [one.cause.text.startswith(told) for proof in found.proofs for one in proof.hypotheses] == [True]
     assert found.proofs[0].explained == ("reported_rate",)
 
@@ -366,7 +368,7 @@ def test_a_largest_loss_below_the_mean_is_told_beside_a_training_that_is_right()
     trial = with_step(trial_of(tiny_case("fsdp_2")), 1, 2, reported_largest=0.5)
     (told,) = [line for line in (first_line(trial),) if line]
     assert told.startswith(
-        "the reported largest loss is wrong, the training itself is right: rank 1 shows 0.5 where the mean is "
+        "the reported largest loss is wrong, the training itself is right: rank 1 reports 0.5, below the mean "
     )
 
 
@@ -374,11 +376,11 @@ def test_a_displayed_loss_that_is_summed_on_from_step_to_step_is_told() -> None:
     trial = fsdp_4()
     right = {step.step: step.loss for step in trial.reference.steps}
     summed = shows(trial, "reported_loss", lambda s: sum(right[n] for n in range(1, s.step + 1)))
-    assert shown_instead(summed, "reported_loss") == "each rank shows the sum of all steps so far"
+    assert shown_instead(summed, "reported_loss") == "each rank reports the sum of all steps so far"
 
 
 def test_a_display_that_is_no_other_number_is_no_cause_where_training_is_wrong_too() -> None:
     odd = shows(fsdp_4(), "grad_norm", lambda s: 17.0 + s.step)
-    assert "no other of the run" in first_line(odd)
+    assert "no hypothesis explains" in first_line(odd)
     worse = with_step(odd, 0, 1, gradients={f: 1.5 * g for f, g in odd.ranks[0].steps[0].gradients.items()})
     assert "reported gradient norm" not in first_line(worse)
