@@ -44,7 +44,7 @@ DEFECTS = {
     "the reported loss is not averaged over cp (to #761)": "the training itself is right: it is not reduced over cp",
     "a pipeline's gradients are never divided (#2206 to #2937)": "512 times what they should be in every parameter",
     "the largest loss reported is below the mean (#2206 to #2314)": "the reported largest loss is wrong",
-    "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": "backward loses something there, a sum over tp",
+    "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": "backward moves less than planned over tp",
     "cp names heads as what it cuts (#2963 to #3681)": "invalid gradient at index 0",
 }
 """torchtitan's, with what began and what ended each -> part of the cause by which it is known."""

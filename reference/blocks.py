@@ -69,9 +69,9 @@ OTHERWISE: list[tuple[str, str, Forward]] = [
     ("residual left out", f"the residual stream is left out {FEED_FORWARD}", _counting(1, 1, 0, 1)),
     ("part left out", "attention is left out", _counting(1, 0, 1, 1)),
     ("part left out", "feed-forward is left out", _counting(1, 1, 1, 0)),
-    ("part subtracted", "what attention gives is subtracted", _counting(1, -1, 1, 1)),
-    ("part subtracted", "what feed-forward gives is subtracted", _counting(1, 1, 1, -1)),
-    ("parts in parallel", "feed-forward is given what attention is given", _in_parallel),
+    ("part subtracted", "the output of attention is subtracted", _counting(1, -1, 1, 1)),
+    ("part subtracted", "the output of feed-forward is subtracted", _counting(1, 1, 1, -1)),
+    ("parts in parallel", "attention and feed-forward run in parallel on the same input", _in_parallel),
     ("parts exchanged", "feed-forward comes before attention", _feeding_first),
     ("residual after the norm", f"the residual stream is taken after the norm {ATTENTION}", _from_norms(True, False)),
     (
@@ -85,8 +85,8 @@ COUNTED: list[tuple[str, str, Callable[[int], Forward]]] = [
     ("residual counted", f"the residual stream is counted {{}} times {ATTENTION}", lambda n: _counting(n, 1, 1, 1)),
     ("residual counted", f"the residual stream is counted {{}} times {FEED_FORWARD}", lambda n: _counting(1, 1, n, 1)),
     ("residual counted", "a block's input is added to its output {} times", _again),
-    ("part counted", "what attention adds is counted {} times", lambda n: _counting(1, n, 1, 1)),
-    ("part counted", "what feed-forward adds is counted {} times", lambda n: _counting(1, 1, 1, n)),
+    ("part counted", "the output of attention is counted {} times", lambda n: _counting(1, n, 1, 1)),
+    ("part counted", "the output of feed-forward is counted {} times", lambda n: _counting(1, 1, 1, n)),
 ]
 
 
@@ -125,13 +125,13 @@ def _other_orders(usual: list[int]) -> Iterator[tuple[str, list[int]]]:
         if other == one + 1 or len(usual) <= FEW:
             order = list(usual)
             order[one], order[other] = other, one
-            yield f"layers {one} and {other} run in exchanged order", order
+            yield f"layers {one} and {other} run in swapped order", order
     for one in usual:
         yield f"layer {one} is left out", [layer for layer in usual if layer != one]
         yield f"layer {one} runs twice", sorted([*usual, one])
     for one, other in itertools.permutations(usual, 2):
         if abs(one - other) == 1 or len(usual) <= FEW:
-            yield f"layer {one} runs in the place of layer {other}", [one if at == other else at for at in usual]
+            yield f"layer {one} runs in place of layer {other}", [one if at == other else at for at in usual]
     yield "all layers run twice", [*usual, *usual]
 
 

@@ -19,24 +19,27 @@ def gradient_flows(counts: Iterable[int]) -> list[Variation]:
     """counts: by which a gradient may be counted too often, or divided."""
     found = []
     for part, name in PARTS.items():
-        rows: list[tuple[str, Alteration]] = [(f"no gradient goes back through {name}", given(Tensor.detach))]
-        rows += [(f"no gradient leaves {name} for what it was given", _entering(lambda x: x.detach()))]
+        rows: list[tuple[str, Alteration]] = [(f"no gradient flows back through {name}", given(Tensor.detach))]
+        rows += [(f"{name} passes no gradient to its input", _entering(lambda x: x.detach()))]
         for count in counts:
             rows += [
-                (f"the gradient that leaves {name} is {times:g} times", _entering(lambda x, by=times: _scaled(x, by)))
+                (
+                    f"the gradient that {name} passes to its input is multiplied by {times:g}",
+                    _entering(lambda x, by=times: _scaled(x, by)),
+                )
                 for times in (count, 1 / count)
             ]
         found += alike("gradient flow", part, "", rows)
     found += alike("gradient flow", "attention", "", _of_projections())
-    found += alike("gradient flow", "norm", "", [("no gradient goes through the norm's root", OF_ITSELF(_fixed_root))])
-    found += alike("gradient flow", "embedding", "", [("token 0 has no gradient, as padding has none", _padded)])
+    found += alike("gradient flow", "norm", "", [("no gradient flows through the norm's root", OF_ITSELF(_fixed_root))])
+    found += alike("gradient flow", "embedding", "", [("token 0 has no gradient, as if it were padding", _padded)])
     found += alike("z-loss", "model", "none", _of_normalisers())
     return found + alike("gradient flow", "block", "", _of_streams())
 
 
 def _of_normalisers() -> Rows:
     for weight in (1e-5, 1e-4, 1e-3, 1e-2):
-        text = f"gradients are of a loss with {weight:g} times the square of its normaliser's logarithm (z-loss)"
+        text = f"gradients include a z-loss of {weight:g} * logsumexp(logits)^2"
         yield text, OF_ITSELF(partial(_with_z, weight))
 
 
@@ -89,8 +92,8 @@ def _of_streams() -> Rows:
         x = x + attends(x)
         return x.detach() + feeds(x)
 
-    yield "no gradient goes along the residual stream where attention is added", block_of(first)
-    yield "no gradient goes along the residual stream where feed-forward is added", block_of(second)
+    yield "no gradient flows along the residual stream where attention is added", block_of(first)
+    yield "no gradient flows along the residual stream where feed-forward is added", block_of(second)
 
 
 def recomputed(variation: Variation) -> Variation:
@@ -107,5 +110,5 @@ def recomputed(variation: Variation) -> Variation:
 
         put_instead(block, forward)
 
-    text = f"recomputation in backward is not what forward computed: {variation.observed}"
+    text = f"recomputation in backward differs from forward: {variation.observed}"
     return Variation("recomputed otherwise", text, variation.expected, "block", alter)

@@ -26,7 +26,10 @@ def other_dropout(model: ModelConfig) -> list[Variation]:
         ("no dropout took place", _with_p(0.0)),
         *((f"dropout has probability {p:g}", _with_p(p)) for p in others),
         *((f"no dropout took place after {name}", _with_p(0.0, only)) for name, only in parts.items()),
-        *((f"no dropout took place after {name}, nor was it drawn", _left_out(only)) for name, only in parts.items()),
+        *(
+            (f"no dropout took place after {name}, nor were random numbers drawn", _left_out(only))
+            for name, only in parts.items()
+        ),
         ("dropout does not divide by 1 - p", _undivided),
     ]
     return [*alike("dropout", "model", f"{usual:g}", rows), *_dropout_of_sums()]
@@ -34,7 +37,7 @@ def other_dropout(model: ModelConfig) -> list[Variation]:
 
 def _dropout_of_sums() -> list[Variation]:
     places = {"attention": (True, False), "feed-forward": (False, True), "attention and feed-forward": (True, True)}
-    text, expected = "dropout is applied to the sum with the residual stream after {}", "to what is added to it"
+    text, expected = "dropout after {} is applied to the sum with the residual stream", "before that sum"
     rows = ((text.format(name), OF_ITSELF(partial(_dropped_sum, *of))) for name, of in places.items())
     return alike("dropout", "block", expected, rows)
 
@@ -69,7 +72,7 @@ def dropout_of_other_steps(training: TrainingConfig, first: int) -> list[Variati
         ("dropout masks are those of the step after", lambda step: step + 1),
     ]
     if first > 1:
-        anew = "dropout masks begin anew after resuming: those of step 1, and so on"
+        anew = "dropout masks restart after resuming: those of step 1, and so on"
         rows.insert(0, (anew, lambda step: step - first + 1))
     found = ((text, masks_of_other_steps(training, instead)) for text, instead in rows)
     return alike("dropout masks", "model", "each step's own", found)
@@ -122,13 +125,13 @@ def other_documents() -> list[Variation]:
     def begins(tokens: Tensor, own: Tensor) -> Tensor:
         return (tokens == SEPARATOR).long().cumsum(dim=-1)
 
-    lost, ends = "documents see each other", "the one that it ends"
+    lost, ends = "attention crosses documents", "the one that it ends"
     unmasked = OF_ITSELF(lambda original, _, q, k, v, documents=None: original(q, k, v))
     return [
         Variation("document mask", lost, "", "model", _mask_of(lambda tokens, own: None)),
-        Variation("document mask", "attention sees other documents", "its own only", "inner", unmasked),
+        Variation("document mask", "attention reads other documents", "its own only", "inner", unmasked),
         Variation("document mask", "a separator belongs to the document after it", ends, "model", _mask_of(begins)),
-        Variation("document positions", "positions begin anew in each document", "in each row", "model", _restarted),
+        Variation("document positions", "positions restart in each document", "in each row", "model", _restarted),
     ]
 
 
@@ -172,7 +175,7 @@ def unmasked_embedding(ranks: int) -> list[Variation]:
             found.append(F.embedding(at.clamp(0, len(rows) - 1) if clamped else torch.where(held, at, 0), rows))
         return torch.stack(found).sum(0)
 
-    text = "tokens of other ranks' rows are not masked in the embedding cut over tp: each rank adds its {} for them"
+    text = "the embedding sharded over tp does not mask tokens of other ranks' rows: each rank adds its {} for them"
     rows = (
         (text.format("nearest row"), OF_ITSELF(partial(summed, True))),
         (text.format("first row"), OF_ITSELF(partial(summed, False))),

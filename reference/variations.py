@@ -44,17 +44,17 @@ def _rotary(model: ModelConfig) -> list[Variation]:
     bases = [base for base in (10_000.0, 500_000.0, 1_000_000.0) if base != model.rope_theta]
     rows: list[tuple[str, str, str, Alteration]] = [
         *(("base", f"the rotary base is {b:g}", f"{model.rope_theta:g}", setting(rope_theta=b)) for b in bases),
-        ("pairs", "rotary turns pairs (i, i + d/2)", "adjacent pairs", turn_halves),
-        ("left out", "queries and keys are not turned", "rotary", angles(lambda a: 0 * a)),
-        ("reversed", "queries and keys are turned backwards", "forwards", angles(torch.neg)),
-        ("half", "half of each head is turned", "all of it", angles(_first_half)),
-        ("of keys", "keys are not turned, queries are", "both", _turned_by("wk", -1)),
-        ("of queries", "queries are not turned, keys are", "both", _turned_by("wq", -1)),
-        ("of values", "values are turned as well", "queries and keys", _turned_by("wv", 1)),
+        ("pairs", "rotary embedding rotates pairs (i, i + d/2)", "adjacent pairs", turn_halves),
+        ("left out", "queries and keys are not rotated", "rotary embedding", angles(lambda a: 0 * a)),
+        ("reversed", "queries and keys are rotated backwards", "forwards", angles(torch.neg)),
+        ("half", "half of each head is rotated", "all of it", angles(_first_half)),
+        ("of keys", "keys are not rotated, queries are", "both", _turned_by("wk", -1)),
+        ("of queries", "queries are not rotated, keys are", "both", _turned_by("wq", -1)),
+        ("of values", "values are rotated as well", "queries and keys", _turned_by("wv", 1)),
     ]
     if model.rope_scaling is None:
         rows += [
-            ("scaling", f"rotary frequencies are rescaled by {f:g}", "as they are", _scaled_by(f)) for f in (8, 32)
+            ("scaling", f"rotary frequencies are rescaled by {f:g}", "no rescaling", _scaled_by(f)) for f in (8, 32)
         ]
     else:
         rows.append(("scaling", "rotary frequencies are not rescaled", "rescaled", setting(rope_scaling=None)))
@@ -73,7 +73,7 @@ def _other_scalings(usual: RopeScaling) -> Iterable[tuple[str, str, RopeScaling]
     """One number of it otherwise: as published for another model, or half or twice of it; or wavelengths."""
     low, high = usual.low_freq_factor / math.tau, usual.high_freq_factor / math.tau
     turned = replace(usual, low_freq_factor=low, high_freq_factor=high)
-    yield "by wavelengths without 2 pi (1 / frequency)", "2 pi / frequency", turned
+    yield "with wavelengths 1 / frequency", "2 pi / frequency", turned
     for key, own in vars(usual).items():
         known = {"factor": (8.0, 32.0, 16.0), "original_max_position": (8192, 4096, 2048)}.get(key, ())
         for value in dict.fromkeys((*known, 2 * own, own / 2)):
@@ -120,8 +120,8 @@ def _attention(model: ModelConfig, training: TrainingConfig, counts: Iterable[in
     scales = {text: times for text, times in scales.items() if times != 1}
     windows = {n for n in (training.seq_len // 2, training.seq_len // 4, training.seq_len // 8) if n > 1}
     own = " of its document" * training.document_mask
-    masks = {"each token sees the next one": _ahead(1), f"each token sees all others{own}": _ahead(None)}
-    masks |= {f"each token sees itself and the {n - 1} before it": _last(n) for n in sorted(windows)}
+    masks = {"each token attends to the next one": _ahead(1), f"each token attends to all others{own}": _ahead(None)}
+    masks |= {f"each token attends to itself and the {n - 1} before it": _last(n) for n in sorted(windows)}
     scaling = ((f"attention scores are scaled by {text}", scaled(times)) for text, times in scales.items())
     return [
         *alike("attention scale", "inner", usual, scaling),
@@ -129,16 +129,16 @@ def _attention(model: ModelConfig, training: TrainingConfig, counts: Iterable[in
         *alike("query heads", "inner", f"i // {model.n_heads // model.n_kv_heads}", _of_heads(model, counts)),
         *alike("attention inputs", "inner", "", OF_INPUTS.items()),
         *alike("projections exchanged", "attention", "", _exchanged(model)),
-        Variation("heads joined", "heads are joined without being transposed", "", "inner", OF_ITSELF(_not_transposed)),
+        Variation("heads joined", "heads are joined without the transpose", "", "inner", OF_ITSELF(_not_transposed)),
     ]
 
 
 OF_INPUTS: dict[str, Alteration] = {
-    "keys are taken for values": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, k, k, *rest)),
-    "values are taken for keys": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, v, *rest)),
+    "keys are used as values": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, k, k, *rest)),
+    "values are used as keys": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, v, *rest)),
     "keys and values are exchanged": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, k, *rest)),
     "queries and keys are exchanged": OF_ITSELF(lambda original, _, q, k, v, *rest: original(k, q, v, *rest)),
-    "queries and keys are normed": OF_ITSELF(
+    "queries and keys are normalized": OF_ITSELF(
         lambda original, _, q, k, v, *rest: original(F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:]), v, *rest)
     ),
 }
@@ -239,10 +239,10 @@ def over_cp(*held: tuple[np.ndarray, np.ndarray]) -> list[Variation]:
         size, place = len(order), np.argsort(order)
         earlier, same = place[None, :] <= place[:, None], rank[None, :] == rank[:, None]
         causal = np.tril(np.ones(same.shape, bool))
-        seen = {"attention sees the tokens of its own cp rank only": causal & same}
+        seen = {"each token attends only to tokens of its own cp rank": causal & same}
         counted = {"rotary positions restart at 0 on each cp rank": place - np.where(same, place, size).min(1)}
         if not np.array_equal(earlier, causal):
-            seen["attention masks tokens in the order in which cp ranks hold them"] = earlier
+            seen["each token attends to itself and those before it as cp ranks hold them"] = earlier
             counted["rotary positions count tokens in the order in which cp ranks hold them"] = place
         for of_length, by_length in ((seen, masks), (counted, turned)):
             for text, table in of_length.items():
@@ -289,7 +289,7 @@ def _norms(model: ModelConfig) -> list[Variation]:
         *alike("norm left out", "norm", "", [("the norm is left out", OF_ITSELF(lambda original, _, x: x))]),
         *alike("norm centred", "norm", "root mean square only", [("the norm subtracts the mean", _CENTRED)]),
         *alike("norm eps", "norm", root, [("the norm divides by sqrt(mean) + eps", OF_ITSELF(_eps_outside))]),
-        *alike("norm scale", "norm", "of the mean of squares", [("the norm divides by the root of a sum", _OF_SUM)]),
+        *alike("norm scale", "norm", "root mean square", [("the norm divides by the L2 norm", _OF_SUM)]),
     ]
 
 
@@ -306,7 +306,7 @@ def _eps_outside(_: Any, norm: nn.Module, x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Change] = {
-    **{"GELU": F.gelu, "GELU by tanh": lambda x: F.gelu(x, approximate="tanh"), "ReLU": F.relu},
+    **{"GELU": F.gelu, "GELU (tanh)": lambda x: F.gelu(x, approximate="tanh"), "ReLU": F.relu},
     **{"the sigmoid": torch.sigmoid, "x sigmoid(1.702 x)": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh},
     **{"the square of ReLU": lambda x: F.relu(x) ** 2, "Mish": F.mish, "none": lambda x: x},
 }
@@ -316,7 +316,7 @@ def _feed_forward() -> list[Variation]:
     gates = {
         "w1 and w3 are exchanged": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w3(x)) * m.w1(x))),
         "the feed-forward is not gated by w3": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w1(x)))),
-        "the feed-forward adds w3's part instead of gating by it": OF_ITSELF(
+        "the feed-forward adds w3's output instead of gating by it": OF_ITSELF(
             lambda _, m, x: m.w2(F.silu(m.w1(x)) + m.w3(x))
         ),
     }
@@ -333,9 +333,9 @@ def _summed_again(count: int) -> list[Variation]:
     passes on what it is given changes forward alone."""
     found = []
     for part, name in (("wo", "attention"), ("feed_forward", "feed-forward")):
-        text = f"what {name} adds is counted {count} times"
+        text = f"the output of {name} is counted {count} times"
         in_forward = given(lambda x: x + (count - 1) * x.detach())
-        rows = [(text, given(lambda x: count * x)), (f"{text}, and once in backward", in_forward)]
+        rows = [(text, given(lambda x: count * x)), (f"{text} in forward, once in backward", in_forward)]
         found += alike("part counted", part, "once", rows)
     return found
 
@@ -394,5 +394,5 @@ def gathered_logits(times: int) -> Variation:
         own = [torch.arange(x.shape[-1]) // width == rank for rank in range(times)]
         return torch.cat([torch.where(kept, x, x.detach()) for kept in own], -1)
 
-    text = f"the loss over a split vocabulary is given gathered logits: its normaliser counts each {times} times"
+    text = f"the loss over a split vocabulary is given gathered logits: its normaliser counts each logit {times} times"
     return Variation("gathered logits", text, "each rank's slice", "model", given(whole))

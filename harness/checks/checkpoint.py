@@ -30,7 +30,7 @@ def check(trial: Trial) -> Result:
         return not_applicable("checkpoint", "this launch writes none")
     held = trial.run.checkpoint
     if held is None or held.unread:
-        return Result("checkpoint", Verdict.UNKNOWN, note=held.unread if held else "nobody looked at what was saved")
+        return Result("checkpoint", Verdict.UNKNOWN, note=held.unread if held else "what was saved was not examined")
     findings = [*_beyond(trial, held), *_wrong(trial, held)]
     return verdict_of("checkpoint", findings, examined=len(held.tensors))
 
@@ -96,7 +96,7 @@ def _wrong(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
     found, shapes = saved(trial, held), trial.case.model.parameter_shapes()
     for (name, fqn), types in wanted(trial).items():
         if (name, fqn) not in found:
-            yield Finding(f"{fqn}, {name}", "saved", "not there")
+            yield Finding(f"{fqn}, {name}", "saved", "missing")
         for tensor in found.get((name, fqn), ()):
             if tensor.shape != shapes[fqn]:
                 yield Finding(tensor.name, f"shape {shapes[fqn]}", f"shape {tensor.shape}")

@@ -58,8 +58,8 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             odd = {rank: call for rank, call in calls.items() if call != majority}
-            observed = "; ".join(f"rank {rank}: {call}" for rank, call in odd.items())
-            return [Finding(f"group {ranks_text(ranks)}, collective {index}", f"every rank: {majority}", observed)]
+            observed = "; ".join(f"{call} on rank {rank}" for rank, call in odd.items())
+            return [Finding(f"group {ranks_text(ranks)}, collective {index}", f"{majority} on every rank", observed)]
     return []
 
 

@@ -34,7 +34,7 @@ def check(trial: Trial) -> Result:
     exited = {exit.rank for exit in trial.run.exits}
     for rank in trial.started:
         if rank not in exited:
-            findings.append(Finding.at(rank, "exit code 0", "nothing is known of its end"))
+            findings.append(Finding.at(rank, "exit code 0", "how it ended is unknown"))
         if rank in trial.ranks:
             findings += _wrong_identity(trial, rank)
             findings += _evidence_findings(trial, trial.ranks[rank]) if trial.recorded is None else []

@@ -294,7 +294,7 @@ def outputs(trial: Trial, rank: int) -> int:
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     seen, most = beside(trial, rank, step), most_computed(trial, step)
     wanted = f"at most {most}" if most and seen else 0
-    yield _expect(rank, "matmuls besides training passes", wanted, seen, step=step.step)
+    yield _expect(rank, "matmuls outside training passes", wanted, seen, step=step.step)
 
 
 # ---- tensors saved for backward
@@ -388,7 +388,7 @@ def compiled_again(trial: Trial, rank: int) -> Looked:
         seen = {trial.case.seq_len(earlier.step) for earlier in steps if earlier.step < before.step}
         lengths = {trial.case.seq_len(before.step), trial.case.seq_len(step.step)}
         if step.graphs is not None and before.graphs is not None and lengths <= seen:
-            yield _expect(rank, "graphs compiled anew", 0, step.graphs - before.graphs, step=step.step)
+            yield _expect(rank, "graphs recompiled", 0, step.graphs - before.graphs, step=step.step)
 
 
 # ---- dropout

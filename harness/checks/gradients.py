@@ -63,4 +63,4 @@ def _finding(trial: Trial, misfit: Misfit) -> Finding:
         bound = trial.bounds.text(misfit.fit_bound, tolerance.FIT_FACTOR)
         return Finding(where, "the reference's", f"{misfit.fit:.4g} times it by best fit", bound)
     bound = trial.bounds.text(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
-    return Finding(where, "the reference's", f"off by {misfit.distance:.2e} of its length", bound)
+    return Finding(where, "the reference's", f"off by {misfit.distance:.2e} of its norm", bound)

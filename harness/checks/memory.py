@@ -39,7 +39,7 @@ def check(trial: Trial) -> Result:
         examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
     if unseen and not findings:
-        note = f"nobody looked what rank {unseen[0]} keeps besides parameters, gradients and optimizer state"
+        note = f"what rank {unseen[0]} keeps besides parameters, gradients and optimizer state was not observed"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("memory", findings, examined, note=_allowances_text(trial))
 
@@ -78,7 +78,7 @@ def _of_recorded(trial: Trial, recorded: Recorded) -> Result:
         wanted |= {} if recorded.copies is None else {"optimizer_state": (0, recorded.copies * most)}
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
-    return verdict_of("memory", findings, examined, note="what is kept beside them is not recorded")
+    return verdict_of("memory", findings, examined, note="other tensors are not recorded")
 
 
 def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
@@ -111,7 +111,7 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
     observed = (
         f"{bytes_text(sum(tensor.bytes for tensor in held))} in {len(held)} tensors: {shown}{', ..' * (len(held) > 3)}"
     )
-    return [Finding.at(rank, f"at most {bytes_text(most)}", observed, name="after the last step, beside them")]
+    return [Finding.at(rank, f"at most {bytes_text(most)}", observed, name="after the last step, unaccounted tensors")]
 
 
 def kept_beside(trial: Trial, rank: int) -> bool:
@@ -190,7 +190,7 @@ def _copied(trial: Trial, rank: int) -> list[Finding]:
     return [
         Finding.at(
             rank,
-            f"at most {bytes_text(most_copied(trial, rank, phase))}, of two at a time",
+            f"at most {bytes_text(most_copied(trial, rank, phase))}, two at a time",
             bytes_text(size),
             step=step,
             name=f"copies of weights at once in phase {phase}",

@@ -76,7 +76,7 @@ def _held(trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def _units_line(trial: Trial, units: frozenset[Unit]) -> str:
-    return units_text(sorted(units), trial.case.shards, most=4) or "none besides"
+    return units_text(sorted(units), trial.case.shards, most=4) or "no others"
 
 
 def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
@@ -164,8 +164,8 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
     if by_wrapper or by_tensor:
         return []
-    expected = f"something replicated over {ranks_text(wanted)}"
-    return [Finding.at(rank, expected, "nothing claims it", name=axis)]
+    expected = f"a wrapper or parameter replicated over {ranks_text(wanted)}"
+    return [Finding.at(rank, expected, "none", name=axis)]
 
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:

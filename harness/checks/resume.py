@@ -32,7 +32,7 @@ def check(trial: Trial) -> Result:
             "resume", "this launch starts at step 1" if trial.case.last_step else "nothing is resumed"
         )
     if any(evidence.resumed is None for evidence in trial.ranks.values()):
-        return Result("resume", Verdict.UNKNOWN, note="a rank does not say what it held when it had resumed")
+        return Result("resume", Verdict.UNKNOWN, note="a rank did not record what it held after resuming")
     if set(trial.saved[-1].ranks) != set(trial.saved[-1].plan.slices):
         return Result("resume", Verdict.UNKNOWN, note="the launch that saved left no complete evidence")
     wanted = saved_state(trial.saved[-1])

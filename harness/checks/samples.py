@@ -46,7 +46,7 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
 
 
 def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
-    expected, found = "samples of the recipe's steps", "rows of tokens that are none of them"
+    expected, found = "samples of the recipe's steps", "rows of tokens that belong to none of them"
     return [
         Finding.at(rank, expected, f"{ids.count(None)} {found}", step=step)
         for rank, ids in received.items()
@@ -74,7 +74,7 @@ def _not_a_partition(
     twice = sorted(id_ for id_, count in counts.items() if count > 1)
     never = sorted(set(wanted) - set(counts))
     foreign = sorted(set(counts) - set(wanted))
-    parts = [("received more than once", twice), ("received by nobody", never), ("of another step", foreign)]
+    parts = [("received more than once", twice), ("received by no rank", never), ("of another step", foreign)]
     observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in parts if ids)
     return [
         Finding(

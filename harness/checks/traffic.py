@@ -123,7 +123,7 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
             f"at least {amount(least)}",
             amount(seen.get(key, 0)),
             step=step,
-            name=f"{key[1]} behind the optimizer over {axis_text(trial, key[0])}",
+            name=f"{key[1]} after the optimizer over {axis_text(trial, key[0])}",
         )
         for key, least in planned_outside(trial, rank, step).items()
         if seen.get(key, 0) < least
@@ -162,7 +162,7 @@ def _waiting(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     if trial.case.wrapper == "zero3" and step <= trial.first_step + 1:
         return []
     return [
-        Finding.at(evidence.rank, "no rank waits for others", f"{count} x {op} of no bytes", step=step, name=phase)
+        Finding.at(evidence.rank, "no collective without data", f"{count} x {op} without data", step=step, name=phase)
         for (_, op, phase), count in sorted(waits(evidence, step).items())
     ]
 
@@ -187,4 +187,4 @@ def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, mov
     recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
     others = (dtype for dtype in recipe if dtype and dtype not in seen)
     alike = next((dtype for dtype in others if size and moved * BYTES[dtype] == expected * size), "")
-    return f": {moved // size} elements of {seen.pop()}; as many of {alike} are what was expected" if alike else ""
+    return f": {moved // size} elements of {seen.pop()}; expected as many of {alike}" if alike else ""

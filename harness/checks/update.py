@@ -41,7 +41,7 @@ def check(trial: Trial) -> Result:
     findings = list(mistakes(trial, clipped_norms(trial)))
     examined = sum(len(evidence.steps) * len(trial.start_of(rank)) for rank, evidence in trial.ranks.items())
     if not findings and (unseen := _unseen(trial)):
-        return Result("update", Verdict.UNKNOWN, examined, note=f"nobody looked at parameters {unseen}")
+        return Result("update", Verdict.UNKNOWN, examined, note=f"parameters were not observed {unseen}")
     return verdict_of("update", findings, examined)
 
 
@@ -233,7 +233,7 @@ def _compare(
     if not wrong.any():
         return None
     if np.array_equal(observed, before):
-        return here("moved by the optimizer", "not changed at all")
+        return here("moved by the optimizer", "unchanged")
     at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
     moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
     ratio = moved / should if should else math.inf
@@ -248,10 +248,10 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
         return None
     left, when = step.parameters[fqn], until(trial, step.step)
     if now.size != left.size or now.dtype != left.dtype:
-        return here(f"left alone {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
+        return here(f"unchanged {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
     differing = now.reshape(-1) != left.reshape(-1)
     most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
-    return here(f"left alone {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {most:.2g}")
+    return here(f"unchanged {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {most:.2g}")
 
 
 def _compare_moments(here: Here, trial: Trial, fqn: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:

@@ -147,7 +147,7 @@ def other_algorithms(trial: Trial) -> Iterator[Hypothesis]:
 def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
     states = [state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values()]
     if any("max_exp_avg_sq" in state for state in states):
-        text = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by that)"
+        text = "the optimizer is AMSGrad (it keeps max_exp_avg_sq and divides by it)"
         cause = Cause("amsgrad", text, "", "AdamW without it")
         yield Algorithm(cause, AssumedOptimizer(amsgrad=True, copies=1), {"amsgrad": True})
     if trial.case.training.weight_decay:
@@ -160,8 +160,8 @@ def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
             for fqn, shape in trial.plan.shapes.items()
         }
         assumed = AssumedOptimizer(counter=lambda step, fqn: late + step)
-        text = "averages are not corrected for their beginning at zero"
-        cause = Cause("bias correction", text, "", "corrected, as Adam does")
+        text = "bias correction of the averages is missing"
+        cause = Cause("bias correction", text, "", "Adam's")
         yield Algorithm(cause, assumed, {"state": lambda step: begun if step == 1 else None})
 
 
@@ -209,7 +209,7 @@ def _one_step_late(trial: Trial) -> Algorithm:
         held.update({fqn: clip_coefficient(norm, limit) * g for fqn, g in gradients.items()})
         return given
 
-    text = "each optimizer step is made with the gradients of the step before, the first with none"
+    text = "each optimizer step uses the gradients of the step before, the first uses none"
     return Algorithm(Cause("one step late", text), AssumedOptimizer(given=by_rank), {"given": whole})
 
 

@@ -189,7 +189,7 @@ def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact 
         part, seen = trial.slice_of(rank, TIED), seen_gradients(trial, rank, step)[TIED]
         if part is None or np.any(seen[~np.isin(np.arange(*part[0]), read)]):
             return None
-    text = f"the output's part of the gradient of the tied weight is missing: {TIED} has the embedding's only"
+    text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
     not_done = "features" in broken and all(each.where.endswith(LACKING) for each in broken["features"].findings)
     laws = (*consequences(trial, step), *(("features",) if not_done else ()))
@@ -204,7 +204,7 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         return None
     first = [fqn for fqn in right if depth(fqn) == min(map(depth, right))]
     text = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}, and wrong in all"
-    text += f" that lies before: {_less_than_planned(trial, step) or _goes_wrong_there(trial)}"
+    text += f" parameters before: {_less_than_planned(trial, step) or _goes_wrong_there(trial)}"
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
@@ -225,13 +225,13 @@ def _less_than_planned(trial: Trial, step: int) -> str:
             wanted[flow.axis, flow.op] = wanted.get((flow.axis, flow.op), 0) + flow.bytes
     moved = {key: seen.get((trial.plan.group_of(0, key[0]), key[1], "backward"), 0) for key in wanted}
     short = dict.fromkeys(key[0] for key in wanted if moved[key] < wanted[key])
-    return f"backward loses something there, a sum over {' and '.join(short)}" if short else ""
+    return f"backward moves less than planned over {' and '.join(short)}" if short else ""
 
 
 def _goes_wrong_there(trial: Trial) -> str:
     """No more than was seen: nothing need be lost where a block may be computed again otherwise."""
     again = trial.case.features.activation_checkpointing != "none"
-    return "backward goes wrong there" + ", or what is recomputed for it is not what forward computed" * again
+    return "backward goes wrong there" + ", or recomputation differs from forward" * again
 
 
 # ---- the loss of a step is right: backward does something else than forward says

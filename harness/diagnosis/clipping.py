@@ -97,7 +97,7 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
             yield Clipping(cause, by, other, 1 + (whose == "the norm it reports"))
     if norm[first] < limit:
         text = f"clipping enlarges gradients: it multiplies by {limit / (norm[first] + 1e-6):.4g}"
-        text += f", as the norm {norm[first]:.4g} is below max_norm {limit:g}"
+        text += f" although the norm {norm[first]:.4g} is below max_norm {limit:g}"
         enlarged = Cause("clipping enlarges gradients", text)
         yield Clipping(enlarged, lambda rank, step, fqn: limit / (norm[step] + 1e-6))
     expected = "max_norm / (norm + 1e-6), as torch does"
@@ -110,7 +110,7 @@ def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
     if trial.first_step == 1:
         yield "the norm of the step before", lambda rank, step: update.observed_norm(trial, step - 1)
         yield (
-            "the norm of the step before (in step 1 by its own)",
+            "the norm of the step before (in step 1 its own)",
             lambda rank, step: update.observed_norm(trial, max(1, step - 1)),
         )
     shown = {(rank, step.step): step.grad_norm or 0.0 for rank, step in trial.own_steps()}
@@ -194,9 +194,9 @@ def clipped_while_adding_up(trial: Trial, broken: Broken) -> Iterator[Hypothesis
         return
     all_pieces: tuple[Chain, ...] = (pieces.all,)
     of_ranks = tuple(tuple(group) for _, group in itertools.groupby(sorted(pieces.all, key=_receiver), key=_receiver))
-    alone = "; before they are reduced, each rank's by the norm of its own"
+    alone = "; each rank clips its own before they are reduced"
     for hint, chains in {"": all_pieces, **({alone: of_ranks} if len(of_ranks) > 1 else {})}.items():
-        text = f"gradients are clipped after every microbatch, as they add up, not once a step{hint}"
+        text = f"accumulated gradients are clipped after every microbatch, requested once a step{hint}"
         yield Hypothesis(Cause("clipped in every microbatch", text), partial(_clipping_chains, pieces, chains))
 
 

@@ -127,7 +127,7 @@ def _one_step_late(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
 
     which, come = ("microbatch", "comes") if len(lost) == 1 else ("microbatches", "come")
     text = f"the gradient of {which} {', '.join(str(n + 1) for n in lost)} of {passes} {come} one step late"
-    told = f"{text}: it is not reduced in its own step, but with the next one's"
+    told = f"{text}: it is added to the next step's gradient"
     yield Hypothesis(Cause("unequal contributions", told), assume, 2)
 
 
@@ -142,7 +142,7 @@ def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
         return
     each = np.where(np.abs(each - each.round()) <= mixture.close, each.round() + 0.0, each)
     shown, lost = ", ".join(f"{weight:.4g}" for weight in each), [n + 1 for n in range(passes) if each[n] == 0]
-    text = f"microbatches contribute with weights {shown} to the gradient, each should have 1"
+    text = f"microbatches contribute to the gradient with weights {shown}, requested 1 each"
     if lost:
         text = f"{_lost_text(lost, passes)} (weights {shown})"
     fitted = len(set(each.tolist()) - {0.0, 1.0}) + 1
@@ -255,12 +255,12 @@ def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
     places = {piece.place: seen[number] for number, piece in enumerate(pieces.all)}
     if len(places) > 1 and np.allclose(seen, [places[piece.place] for piece in pieces.all], rtol=1e-6):
         shown = ", ".join(f"{places[place]:.4g}" for place in sorted(places))
-        return f"tokens count unequally in the gradient: weights {shown} by cp rank, each should have 1"
+        return f"tokens count unequally in the gradient: weights {shown} by cp rank, requested 1 each"
     counted = seen[pieces.tokens(trial.first_step) > 0].round(9)
     none = int(np.sum(np.abs(counted) < 1e-9))
     more = f", {none} of {len(counted)} do not count at all" if none else ""
     span = f"{counted.min():.4g} to {counted.max():.4g}"
-    return f"samples count unequally in the gradient: weights {span}{more}, each should have 1"
+    return f"samples count unequally in the gradient: weights {span}{more}, requested 1 each"
 
 
 # ---- another one on each rank
@@ -329,18 +329,18 @@ def _not_reduced(
     alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
     which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)}" * (len(chosen) < passes)
     if which:
-        text = f"gradients of {which} of {passes} are not reduced over {over}{{when}}: each rank adds its own only"
+        text = f"gradients of {which} of {passes} are not reduced over {over}{{when}}: each rank adds only its own"
     elif alone:
         texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in alone.items()]
         text = f"gradient reduction missing over {over}{{when}}: {', '.join(texts)}"
     else:
-        text = f"gradient reduction without effect over {over}{{when}}: {held}, though collectives ran"
+        text = f"gradient reduction over {over} has no effect{{when}}: {held}, though collectives ran"
     if where := _where(trial, mixture):
         text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
     if factor == math.prod(getattr(trial.case.dims, axis) for axis in missing):
-        text += f"; its own counts {times_text(factor)}, for what is not reduced is not divided either"
+        text += f"; each rank's own share counts {times_text(factor)}, as if not divided either"
     elif factor != 1:
-        text += f"; its own counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
+        text += f"; each rank's own share counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
     kind = "gradients not reduced"
     for when, steps, more in spans(trial, mixture.step):
@@ -385,12 +385,12 @@ def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
     rank = min(trial.ranks)
     if missing == ("cp",):
         own = coordinate(trial.case.dims, rank)["cp"]
-        return f"rank {rank}'s gradient holds the tokens of [{own}] of {trial.case.dims.cp} cp ranks only"
-    return f"rank {rank}'s gradient holds the samples of {rank_words(_reached(trial, rank, missing))} only"
+        return f"rank {rank}'s gradient holds only the tokens of cp rank {own} of {trial.case.dims.cp}"
+    return f"rank {rank}'s gradient holds only the samples of {rank_words(_reached(trial, rank, missing))}"
 
 
 def _lines(trial: Trial, missing: tuple[str, ...], which: str) -> Lines:
     held = {rank: ranks_text(_reached(trial, rank, missing)) for rank in sorted(trial.ranks)[:2]}
     wanted = f"expected {ranks_text(trial.one_rank_per_share())}"
-    texts = (f"rank {r}'s gradient{which} holds those received by ranks {ranks}, {wanted}" for r, ranks in held.items())
+    texts = (f"rank {r}'s gradient{which} holds the samples of ranks {ranks}, {wanted}" for r, ranks in held.items())
     return (*(("samples", text) for text in texts), *traffic_lines(trial))

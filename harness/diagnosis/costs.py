@@ -41,8 +41,8 @@ def _growing(trial: Trial, rank: int) -> tuple[str, str] | None:
         return None
     kinds = ", ".join(list(memory.grown(trial.ranks[rank]))[:3])
     if unwaited := memory.unwaited_more(trial.ranks[rank]):
-        kinds += f"; torch keeps the results of {unwaited} functional collectives that nobody waited for"
-    return f"{bytes_text(rate)} more are kept after every step", f": {kinds}"
+        kinds += f"; torch keeps the results of {unwaited} functional collectives that nothing waited for"
+    return f"memory held between steps grows by {bytes_text(rate)} a step", f": {kinds}"
 
 
 def _retained(trial: Trial, rank: int) -> tuple[str, str] | None:
@@ -51,7 +51,7 @@ def _retained(trial: Trial, rank: int) -> tuple[str, str] | None:
         return None
     held = memory.copies_kept(trial, rank)
     size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
-    kept = f": {_as_large_as(trial, rank)} (where that is by choice, `allow` in the case or the adapter says so)"
+    kept = f": {_as_large_as(trial, rank)} (if intended, declare it with `allow` in the case or the adapter)"
     return f"{size} of {dtypes} are retained in unaccounted tensors", kept
 
 
@@ -60,17 +60,18 @@ def _as_large_as(trial: Trial, rank: int) -> str:
     shapes = [tensor.shape for tensor in memory.copies_kept(trial, rank)]
     whole = [fqn for fqn, shape in trial.case.model.parameter_shapes().items() if shape in shapes]
     own = [tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.shape in shapes]
+    count = f"{len(shapes)} tensor{'s' * (len(shapes) != 1)}"
     if not whole and not own:
-        return f"{len(shapes)} tensors of no parameter's shape"
-    return f"{len(shapes)} tensors of the shapes of {'whole parameters' if len(whole) >= len(own) else 'its slices'}"
+        return f"{count} with no parameter's shape"
+    return f"{count} with the shapes of {'whole parameters' if len(whole) >= len(own) else 'its slices'}"
 
 
 def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
     if not (found := memory.copied_too_much(trial, rank)):
         return None
     size, step, phase = found[0]
-    where = "outside of forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
-    return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}, and are given up again", ""
+    where = "outside forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
+    return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}, and are freed again", ""
 
 
 # ---- switches
@@ -83,8 +84,8 @@ def other_settings(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if found:
         first, ranks = found[0], [one.rank for one in found if one.name == found[0].name and one.rank is not None]
         verb = "are" if first.name.endswith("s") else "is"
-        where = f"{on_ranks(trial, ranks)} from step {first.step} on"
-        text = f"{first.name} {verb} {first.observed}{where}, requested {first.expected}"
+        where = f"{on_ranks(trial, ranks)} from step {first.step} on".lstrip()
+        text = f"{first.name} {verb} {first.observed}, requested {first.expected} ({where})"
         yield stated(broken, "settings", "another setting", text)
 
 
@@ -97,15 +98,15 @@ def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "traffic" in broken and all(finding.name in phases for finding in broken["traffic"].findings):
         seen = ((rank, step.step, waits(trial.ranks[rank], step.step)) for rank, step in trial.own_steps())
         rank, step, (key, count) = next((rank, step, min(found.items())) for rank, step, found in seen if found)
-        text = f"{count} x {key[1]} of no bytes over {ranks_text(key[0])} (rank {rank}, step {step})"
-        yield stated(broken, "traffic", "ranks wait", f"ranks wait for each other in {key[2]}: {text}")
+        text = f"{count} x {key[1]} over {ranks_text(key[0])} (rank {rank}, step {step})"
+        yield stated(broken, "traffic", "ranks wait", f"ranks synchronize in {key[2]} without moving data: {text}")
 
 
 STRUCTURE = {
-    "process_groups": "process groups are not the plan's",
-    "traffic": "bytes moved are not the plan's",
-    "placements": "wrappers or placements claim something else than the plan",
-    "memory": "memory held between steps is not the plan's",
+    "process_groups": "process groups differ from the plan",
+    "traffic": "traffic differs from the plan",
+    "placements": "wrappers or placements differ from the plan",
+    "memory": "memory held between steps differs from the plan",
 }
 
 
@@ -126,7 +127,7 @@ def _mostly(trial: Trial, finding: Finding) -> str:
     outside = observed_outside(trial.ranks[finding.rank], finding.step)
     (ranks, op, _), moved = max(outside.items(), key=lambda item: item[1])
     whole = sum(map(prod, trial.plan.shapes.values())) * BYTES[trial.case.training.dtype]
-    as_many = ", as many as all parameters or their gradients have" * (moved == whole)
+    as_many = ", the size of all parameters or all gradients" * (moved == whole)
     return f", {bytes_text(moved)} of it by {op} over {axis_text(trial, ranks)}{as_many}"
 
 
@@ -142,8 +143,8 @@ def _crossings(trial: Trial, law: str, finding: Finding) -> str:
     odd = {key: count for key, count in more.items() if count}
     if not size or any(count % size for count in odd.values()):
         return ""
-    texts = (f"{abs(n) // size} {op} {'more' if n > 0 else 'fewer'} in {phase}" for (_, op, phase), n in odd.items())
-    return f": in each layer {', '.join(texts)}" * bool(odd)
+    texts = (f"{abs(n) // size} {'more' if n > 0 else 'fewer'} {op} in {phase}" for (_, op, phase), n in odd.items())
+    return f", as with {', '.join(texts)} in each layer" * bool(odd)
 
 
 # ---- replicas, repeats, the golden
@@ -153,17 +154,17 @@ def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What differs between ranks of one run, or between a run and its repeat. Ranks of a group that issue other collectives:
     gloo pairs what is of equal size, so that numbers may be wrong for it. Replicas: within the bounds of all other laws."""
     if "collective_order" in broken:
-        first = broken["collective_order"].findings[0]
-        text = f"ranks of a group do not issue the same collectives: {first.where}: {first.observed}, {first.expected}"
+        line = finding_line("collective_order", broken["collective_order"])[1]
+        text = f"ranks of a group do not issue the same collectives: {line}"
         yield stated(broken, "collective_order", "collectives out of order", text)
     if "replica_agreement" in broken and not NUMBERS & set(broken):
         first = broken["replica_agreement"].findings[0]
         text = f"replicas drift apart: {first.where}: {first.observed}"
-        why = "within rounding of the reference, but replicas that differ in one bit drift on: they must be equal"
+        why = "within rounding of the reference, but replicas must be bitwise equal: a difference of one bit grows"
         yield Fact(Cause("replicas drift", text), ("replica_agreement",), (("why", why),))
     if "determinism" in broken:
         first, fed = broken["determinism"].findings[0], _fed_otherwise(trial)
-        text = f"the same case run twice gives different bytes{fed}, first on {first.where}: {first.observed}"
+        text = f"two runs of the same case are not bitwise equal{fed}, first on {first.where}: {first.observed}"
         yield stated(broken, "determinism", "not deterministic", text)
 
 

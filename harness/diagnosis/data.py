@@ -140,7 +140,7 @@ def _differing_peers(trial: Trial, step: int) -> Cause | None:
             odd = [rank for rank in peers if ranks.get(rank) != ranks.get(peers[0])]
             if odd:
                 observed = f"{axis} peers receive different samples{_when(trial, step)}"
-                return Cause("peers differ", observed, hint=f"{rank_words(odd)} not what rank {peers[0]} receives")
+                return Cause("peers differ", observed, hint=f"{rank_words(odd)} unlike rank {peers[0]}")
     return None
 
 
@@ -158,7 +158,7 @@ def _overlapping(trial: Trial, step: int) -> Cause | None:
     shares, when = shares_of_samples(trial, step), _when(trial, step)
     for one, other in itertools.combinations(shares, 2):
         if (set(shares[one]) & set(shares[other])) - {None}:
-            text = f"dp ranks draw overlapping samples{when}: some are received twice and some by nobody"
+            text = f"dp ranks draw overlapping samples{when}: some are received more than once"
             return Cause("samples overlap", text)
     return None
 
@@ -175,12 +175,10 @@ def _microbatches_again(trial: Trial, step: int) -> Cause | None:
     text = f"in {'each step' if always else f'step {step}'} {which} {where}"
     wanted = set(trial.reference.samples[step - 1])
     if lost := wanted.difference(*shares.values()):
-        text += f", {len(lost)} of {len(wanted)} samples are received by nobody"
+        text += f", {len(lost)} of {len(wanted)} samples are received by no rank"
     elif _without_loss(trial, step, ranks[0], later := [late - 1 for several in again.values() for late in several]):
         of = " and ".join(str(late + 1) for late in later)
-        return Cause(
-            "odd traces", f"the model runs besides its training passes: {text}, no loss is computed of number {of}"
-        )
+        return Cause("odd traces", f"the model runs outside its training passes: {text}, no loss for microbatch {of}")
     return Cause("microbatches repeated", text)
 
 
@@ -220,12 +218,12 @@ def _no_samples(trial: Trial, step: int) -> Cause | None:
     if not strange:
         return None
     where = on_ranks(trial, strange) or " on all ranks"
-    text = f"received tokens of no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
+    text = f"received tokens belong to no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
     known = described(trial, step, strange)
     if len(strange) == len(ranks) and (place := begun_elsewhere(trial, step, strange)):
         return Cause("data position", f"the data position is wrong{_when(trial, step)}: {place}")
     if _share_rows(trial):
-        own = "dp ranks draw overlapping samples, each by an order of its own"
+        own = "dp ranks draw overlapping samples, each in its own order"
         return Cause("samples overlap", f"{own}: {text}", hint=known)
     return Cause("samples of no step", text, hint=known)
 
@@ -254,26 +252,26 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
         whole = [other for other, of_step in enumerate(trial.reference.samples, start=1) if every == {*of_step}]
         known = others if None not in all_of else whole
         which = f"the samples of step {known[0]}" if len(known) == 1 else "samples of other steps"
-        what = "starts anew" if all_of == {1} else "is wrong"
+        what = "restarts" if all_of == {1} else "is wrong"
         return Cause("data position", f"the data position {what} after resuming: step {step} receives {which}{where}")
     if None not in all_of and not where and len(others) == 1:
         from harness.reference.data import STEPS_PER_EPOCH
 
         off = step - others[0]
         far = f"{abs(off)} step{'s' * (abs(off) > 1)} {'ahead' if off < 0 else 'behind'}"
-        far += ", in the order of the epoch before" * (off == STEPS_PER_EPOCH and trial.case.training.data is None)
+        far += ", in the order of the previous epoch" * (off == STEPS_PER_EPOCH and trial.case.training.data is None)
         return Cause("data position", f"step {step} trains on samples of step {steps}: the data are {far}")
     if how := dealt_otherwise(trial, step):
         return Cause("samples dealt otherwise", how, hint=f"in step {step} some are those of step {steps}")
     received_of = {rank: sum(id_ in foreign.get(rank, ()) for id_ in shares[rank]) for rank in shares}
-    count = f"{sum(received_of.values())} of {len(wanted)} samples are"
-    return Cause("data position", f"in step {step} {count} those of step {steps}{where}")
+    count = f"{sum(received_of.values())} of {len(wanted)} samples"
+    return Cause("data position", f"{count} received in step {step} are those of step {steps}{where}")
 
 
 def _lost(trial: Trial, step: int) -> Cause | None:
     wanted = set(trial.reference.samples[step - 1])
     missing = wanted - {id_ for ids in shares_of_samples(trial, step).values() for id_ in ids}
-    observed = f"samples received by nobody{_when(trial, step)}: {len(missing)} of {len(wanted)}"
+    observed = f"{len(missing)} of {len(wanted)} samples are received by no rank{_when(trial, step)}"
     return Cause("samples lost", observed) if missing else None
 
 
@@ -303,15 +301,15 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
         balance = trial.case.features.cp_load_balance
         hint = f": they are cut over cp as if cp_load_balance were {not balance}, the tokens as if it were {balance}"
     elif side := _mask_moved(trial, step):
-        hint = f": what is masked lies one position {side}"
+        hint = f": the mask is one position {side}"
     elif all(label < 0 for _, label, _ in labels):  # a mask that is too wide or too narrow leaves all others alone
-        hint = f": {_which(trial, step, wrong)}masked, where they should be trained on"
+        hint = f": {_which(trial, step, wrong)}masked, but should be trained on"
     elif all(own < 0 for _, _, own in labels):
-        hint = ": trained on, where they should be masked"
+        hint = ": trained on, but should be masked"
     elif pair := paired_otherwise(trial, step):
         text = f"tokens and labels of different samples are paired: row {pair[0]} of tokens has the labels of row {pair[1]}"
         return Cause("wrong labels", f"{text} in step {step}{on_ranks(trial, wrong)}")
-    text = f"tokens are right, {len(labels)} labels of step {step} are not those of their tokens{hint}"
+    text = f"tokens are right, {len(labels)} labels of step {step} do not match them{hint}"
     return Cause("wrong labels", f"wrong labels{on_ranks(trial, wrong)}: {text}")
 
 
@@ -377,17 +375,17 @@ def _lost_labels(trial: Trial, step: int) -> Cause | None:
     """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
     if not (found := misshapen_labels(trial, step)):
         return None
-    text = f"{found[0].observed} ({found[0].where}), {found[0].expected} are requested"
+    text = f"{found[0].observed} ({found[0].where}), requested {found[0].expected}"
     if by := _shift(trial, step):
         return _shifted(trial, by, {rank: [] for rank in trial.ranks})
-    return Cause("labels lost", f"a part of the loss is lost or counted twice: it is computed from {text}")
+    return Cause("labels lost", f"the loss is computed from too few or too many labels: {text}")
 
 
 def _shifted(trial: Trial, by: int, wrong: Wrong) -> Cause:
     where, far = on_ranks(trial, wrong) if any(wrong.values()) else "", "further" if by > 0 else "back"
-    which = {-1: "the token itself", 1: "the token after the next"}.get(by, f"the token {abs(by)} places {far}")
+    which = {-1: "itself", 1: "the token after the next"}.get(by, f"the token {abs(by)} places {far}")
     how = f"not shifted{where}" if by == -1 else f"shifted by {by} more{where}"
-    return Cause("labels shifted", f"labels are {how}: the loss of each token is that of {which}")
+    return Cause("labels shifted", f"labels are {how}: each token predicts {which}")
 
 
 def _shift(trial: Trial, step: int) -> int | None:

@@ -44,7 +44,7 @@ def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str,
             yield f": {name}", by_step
 
 
-NOT_DIVIDED, DIVIDED = "not divided by {} ({})", "divided by {} (1/{}) once too often"
+NOT_DIVIDED, DIVIDED = "not divided by {} ({})", "divided an extra time by {} ({})"
 
 
 def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:

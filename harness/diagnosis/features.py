@@ -102,7 +102,7 @@ def _changed(case: Case, **values: Any) -> Case | None:
 def _in_words(case: Case, key: str, requested: Any, value: Any) -> str:
     if key == "defer_sync" and requested is True:
         times, which = f"{case.features.accumulation} times a step", "over dp_shard " * (value == "all_reduce")
-        return f"gradients are reduced {which}after every microbatch ({times}), once a step is requested"
+        return f"gradients are reduced {which}after every microbatch ({times}), requested once a step"
     if key == "reduce_dtype":
         return f"gradients are reduced in {value}, requested {requested}"
     name = {"activation_checkpointing": "activation checkpointing ", "quantize": ""}.get(key, f"{key} ")
@@ -196,7 +196,7 @@ def _quantization(trial: Trial) -> str | None:
     if not ran:
         return f"{recipe} is requested, no matmul ran in that format"
     if foreign := sorted(set(ran) - wanted):
-        return f"{ran[foreign[0]]} matmuls of {some(foreign)}, which nobody requested"
+        return f"matmuls of {some(foreign)} run in {ran[foreign[0]]}, not requested"
     return f"{recipe} is requested, no matmul of {some(sorted(wanted - set(ran)))} ran in that format"
 
 
@@ -227,7 +227,7 @@ def attended_too_often(trial: Trial) -> str | None:
         layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
         if seen not in (0, layers):
             often = f"{seen / layers:.4g} times in forward (rank {rank}, step {step.step})"
-            return f"attention is computed {often}, once is needed"
+            return f"attention is computed {often}, expected once"
     return None
 
 
@@ -246,14 +246,14 @@ def _beside(trial: Trial) -> str | None:
     for rank, step in trial.own_steps():
         if count := features.beside(trial, rank, step):
             blocks = ", some in its blocks," if features.blocks_beside(step) else ""
-            text = f"{count} matmuls{blocks} outside of forward and backward (rank {rank}, step {step.step})"
-            return f"the model runs besides its training passes: {text}"
+            text = f"{count} matmuls{blocks} outside forward and backward (rank {rank}, step {step.step})"
+            return f"the model runs outside its training passes: {text}"
     return None
 
 
 def _hooks(trial: Trial) -> str | None:
     owners = {rank: owner for rank, step in trial.own_steps() for owner in features.foreign_hooks(step)}
-    who = f"{some(sorted(set(owners.values())))}, which nobody requested{on_ranks(trial, owners)}"
+    who = f"{some(sorted(set(owners.values())))}, not requested{on_ranks(trial, owners)}"
     return f"activations saved for backward go through {who}" if owners else None
 
 
@@ -261,7 +261,7 @@ def _compiled_again(trial: Trial) -> str | None:
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.compiled_again(trial, rank) if finding]
     steps = [f"step {step}" for step in sorted({finding.step or 0 for finding in wrong})]
     graphs = f"graphs on rank {wrong[0].rank}: {wrong[0].observed}" if wrong else ""
-    return f"blocks are compiled anew in {some(steps, 3)} ({graphs})" if wrong else None
+    return f"blocks are recompiled in {some(steps, 3)} ({graphs})" if wrong else None
 
 
 def _compile(trial: Trial) -> str | None:
@@ -271,7 +271,7 @@ def _compile(trial: Trial) -> str | None:
     if breaks:
         return f"compiled blocks break into pieces: {some(sorted(breaks))}"
     if limits := {reason for rank in trial.ranks for reason in features.gave_up(trial, rank)}:
-        return f"torch.compile gave up and leaves blocks to run eagerly: {some(sorted(limits))}"
+        return f"torch.compile gave up, blocks run eagerly: {some(sorted(limits))}"
     if requested and len(compiled) < len(trial.ranks):
         without = [rank for rank in trial.ranks if rank not in compiled]
         return f"compile is requested, no block ran compiled{on_ranks(trial, without)}"
@@ -291,8 +291,8 @@ def _checkpointing(trial: Trial) -> str | None:
     if not wrong or trial.case.features.compile:
         return None
     seen, meant = (some(sorted(blocks[wrong[0]]), 4) or "none" for blocks in (found, wanted))
-    where = f"activation checkpointing {kind} is in the wrong place{on_ranks(trial, wrong)}"
-    return f"{where}: recomputed are {seen}, requested {meant}"
+    where = f"activation checkpointing {kind} recomputes the wrong blocks{on_ranks(trial, wrong)}"
+    return f"{where}: {seen}, requested {meant}"
 
 
 def _of(broken: Broken, what: str) -> list[Finding]:
@@ -306,8 +306,8 @@ def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
         return None
     first = found[0]
     kept = ": all their results are kept" if first.observed == "0" else ""
-    which = f"{first.observed} matmuls are computed again in backward (rank {first.rank}, step {first.step})"
-    return f"activation checkpointing {kind} is requested, {which}, {first.expected} should be{kept}"
+    which = f"{first.observed} matmuls in backward (rank {first.rank}, step {first.step})"
+    return f"activation checkpointing {kind} recomputes {which}, expected {first.expected}{kept}"
 
 
 def _attended_again(broken: Broken, trial: Trial) -> str | None:
@@ -316,8 +316,8 @@ def _attended_again(broken: Broken, trial: Trial) -> str | None:
     if not found or len(found) < len(broken["features"].findings):
         return None
     kind, first = trial.case.features.activation_checkpointing, found[0]
-    often = f"{first.observed} times in backward (rank {first.rank}, step {first.step}), {first.expected} should be"
-    return f"activation checkpointing {kind} is requested, attention is recomputed {often}"
+    often = f"{first.observed} times in backward (rank {first.rank}, step {first.step}), expected {first.expected}"
+    return f"activation checkpointing {kind} recomputes attention {often}"
 
 
 def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -344,7 +344,7 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
         return
     requested, first = trial.case.features.schedule, finding_line("schedule", broken["schedule"])[1]
     idle = [rank for rank, evidence in sorted(trial.ranks.items()) if not evidence.steps[0].actions]
-    text = f"the pipeline's order is not that of {requested}: {first}"
+    text = f"the pipeline does not follow schedule {requested}: {first}"
     if idle:
         text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {requested} is requested"
     yield stated(broken, "schedule", "other actions", text)

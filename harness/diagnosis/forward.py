@@ -67,8 +67,8 @@ def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     from harness.reference.masks import recomputed_without_random_state
 
     blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
-    lost = "its masks are not those that the loss was computed with"
-    observed = f"recomputation of {some(blocks, 4)} began with another random state than forward"
+    lost = "its dropout masks differ from those of the loss"
+    observed = f"recomputation of {some(blocks, 4)} starts from another random state than forward"
     cause = Cause("random state not restored", observed, hint=lost)
     laws, altered = ("gradients", "grad_norm", "loss", "reported_loss"), recomputed_without_random_state(blocks)
     lines = (finding_line("gradients", broken["gradients"]),)

@@ -261,7 +261,7 @@ def _differences(layout: Layout, dims: ParallelDims) -> Iterator[str]:
     if layout.order != AXES and not exchanged:
         shown = [axis for axis in layout.order if getattr(dims, axis) > 1]
         wanted = [axis for axis in AXES if axis in shown]
-        yield f"axes in the wrong order: parameters lie as in a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
+        yield f"axes in the wrong order: parameters lie as on a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
     if exchanged and min(replicate, shard) > 1:
         held = f"parameters are sharded over {shard * dims.cp} ranks and replicated {replicate} times"
         yield f"dp_replicate and dp_shard exchanged: {held}, requested {_requested(dims)}"
@@ -296,9 +296,7 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
         kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
         held = f"every {kind} rank holds whole parameters"
     if layout.known.cp == 1 < dims.cp and 1 < layout.known.dp_shard == dims.dp_shard:
-        return (
-            f"FSDP ran over dp_shard alone, cp holds copies: {held.removesuffix(times)}, requested {_requested(dims)}"
-        )
+        return f"FSDP ran over dp_shard alone, cp ranks hold copies: {held.removesuffix(times)}, requested {_requested(dims)}"
     requested, ran = ("DDP" if n == 1 else "FSDP" if n == ranks else "HSDP" for n in (_shards(dims), degree))
     return f"{requested} ran as {ran}: {held}, requested {_requested(dims)}"
 

@@ -41,7 +41,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     updated = min(moved, key=lambda finding: finding.step or 0, default=None)
     for step in trial.case.steps:
         if updated is not None and updated.step is not None and updated.step < step:
-            return Cause(KIND, f"the optimizer step is wrong, the gradients are right: first at {updated.where}")
+            return Cause(KIND, f"the update is wrong, gradients before clipping are right: first at {updated.where}")
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         if not off and not wrong:
             if off_as_a_whole := _off_as_a_whole(trial, step):
@@ -75,7 +75,7 @@ def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]
     right = held | {"update"} if step == trial.first_step else held  # nothing has been updated yet
     wrong = [law for law in BEFORE_FORWARD if law not in right and verdict_of(trial, law) is Verdict.FAIL]
     if wrong:
-        return f"{off}; what goes into the forward pass is wrong ({', '.join(wrong)})"
+        return f"{off}; broken before the forward pass: {', '.join(wrong)}"
     return f"the forward pass is {f'right in step {trial.first_step} and ' * bool(since)}wrong{since}: {off}"
 
 
@@ -88,7 +88,7 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
     if not wrong:
         return None
     worst = max(wrong, key=lambda one: one.excess)
-    text = f"by {worst.distance:.1e} of its length in {worst.fqn}, where noise explains {worst.distance_bound:.1e}"
+    text = f"by {worst.distance:.1e} of its norm in {worst.fqn}, noise explains {worst.distance_bound:.1e}"
     fqns = in_order(trial, (one.fqn for one in wrong))
     hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
     since = "" if step == trial.first_step else f" from step {step} on"
@@ -109,7 +109,7 @@ def first_wrong_input(trial: Trial) -> str:
         no = f"{_input_words(trial, wrong)} does not{_apart_over_tp(trial, wrong)}"
         before = f"{_input_words(trial, right)} matches the reference in mean square, {no}" if right else ""
         return f": {before or no + ' match the reference in mean square'}"
-    return ": what goes into each module matches the reference in mean square" if right else ""
+    return ": the input of every module matches the reference in mean square" if right else ""
 
 
 def inputs_that_differ(trial: Trial, wanted: Mapping[str, float] | None = None) -> tuple[str, str]:
@@ -133,7 +133,7 @@ def _apart_over_tp(trial: Trial, fqn: str) -> str:
     for group in trial.plan.groups.get("tp", ()) if whole else ():
         seen = [trial.ranks[rank].steps[0].activity.inputs.get(fqn, (0.0, 0)) for rank in group]
         if not math.isclose(min(seen)[0], max(seen)[0], rel_tol=1e-6):
-            return f", and differs among tp ranks {ranks_text(group)}, which are to have one sum"
+            return f", and differs among tp ranks {ranks_text(group)}, which should have the same sum"
     return ""
 
 
@@ -141,7 +141,7 @@ def _input_words(trial: Trial, fqn: str) -> str:
     """Without dropout there is no such module: what would go into it is what the part of the block before it gives."""
     block, _, name = fqn.rpartition(".")
     part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
-    return f"what {block}.{part} gives" if part and not trial.case.model.dropout else f"what goes into {fqn}"
+    return f"the output of {block}.{part}" if part and not trial.case.model.dropout else f"the input of {fqn}"
 
 
 def one_group(trial: Trial, ranks: set[int]) -> str:
@@ -156,7 +156,7 @@ def in_common(trial: Trial, fqns: list[str]) -> str:
     """ ", all norm weights": the one property that these parameters have and no other has."""
     few = 1 < len(fqns) < len(trial.plan.shapes)
     text = next((text for text, members in _properties(trial).items() if fqns == members), "") if few else ""
-    return f"; wrong are all {text} and no others" if text else ""
+    return f"; all {text} are wrong, no others" if text else ""
 
 
 def _properties(trial: Trial) -> dict[str, list[str]]:
@@ -175,5 +175,5 @@ def _properties(trial: Trial) -> dict[str, list[str]]:
             found[f"{name} of every layer"] = [other for other in order if other.endswith(f".{name}")]
             found[f"{parts[2]} weights of every layer"] = [other for other in order if f".{parts[2]}." in other]
     for place, fqn in enumerate(order[1:], start=1):
-        found |= {f"that lie before {fqn}": order[:place], f"from {fqn} on": order[place:]}
+        found |= {f"parameters before {fqn}": order[:place], f"parameters from {fqn} on": order[place:]}
     return found

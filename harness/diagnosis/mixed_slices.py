@@ -33,7 +33,7 @@ def mixed_slices(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     fqns, factor = in_order(trial, (fqn for _, fqn in wrong)), float(np.median(known))
     times = {1.0: "the sum", 1 / tp: "the mean"}.get(round(factor, 9), f"{times_text(factor)} the sum")
-    text = f"gradients are reduced over tp as well, whose ranks hold different slices: each has {times} of all"
+    text = f"gradients are also reduced over tp, whose ranks hold different slices: each has {times} of all"
     cause = Cause("slices mixed", text, in_parameters(trial, fqns))
     change = partial(_mixed, trial=trial, fqns=fqns, factor=factor, since=step)
     yield Hypothesis(cause, partial(another_reference, gradients=change)).and_then(_moved_besides)

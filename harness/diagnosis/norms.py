@@ -32,9 +32,9 @@ def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
             partial(norm_over, trial, along),
         )
     for axis in (axis for axis in trial.plan.groups if _has_replicas(trial, axis)):
-        yield f"a norm with each replica along {axis} counted again", partial(_counting_again, trial, axis)
-    yield "the largest entry (an infinity norm)", partial(_of_entries, trial, max)
-    yield "the sum of all entries' sizes (norm type 1)", partial(_of_entries, trial, math.fsum)
+        yield f"a norm that counts every replica along {axis}", partial(_counting_again, trial, axis)
+    yield "the largest absolute entry (infinity norm)", partial(_of_entries, trial, max)
+    yield "the sum of all absolute entries (norm type 1)", partial(_of_entries, trial, math.fsum)
     together = "the sum of the norms of all parameters"
     yield together, lambda rank, step: math.fsum(map(math.sqrt, squares(trial, step).values()))
     for name, kind in kinds_of_parameters(trial).items():

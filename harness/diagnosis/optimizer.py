@@ -76,7 +76,7 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
         rates = partial(_rate_of, fqns, shown, usual)
         of_ranks = partial(_rates_of_ranks, rates)
         differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
-        text = f"learning rate of step {first}{which} is {taken}{on_ranks(trial, ranks)}"
+        text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {taken}"
 
         def instead(trial: Trial, rates: Any = rates, of_ranks: Any = of_ranks, differ: Any = differ) -> Trial:
             other = optimizer_of_ranks(trial, AssumedOptimizer(rate=rates), of_ranks, differ=differ)
@@ -171,10 +171,10 @@ def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> I
         f"the learning rate of {where} is {rate:.6g} in step {trial.first_step}",
         f"{usual[trial.first_step]:.6g}",
     )
-    text += ", the peak's, as without a schedule" * constant
+    text += ", the peak, as without a schedule" * constant
     if len(fqns) == len(trial.plan.shapes):
         times, expected = f"{factor:.6g} times", ""
-        text = f"every optimizer step is {times} what it should be, as by {times} the learning rate"
+        text = f"every optimizer step is {times} what it should be, as with {times} the learning rate"
     for unscheduled in (True, False) if constant else (False,):
         rates = {step: peak if unscheduled else factor * lr for step, lr in usual.items()}
 
@@ -199,7 +199,9 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> H
     else:
         of = "" if len(fqns) == len(trial.plan.shapes) else f" of {where}"
         text, expected = f"weight decay{of} is {decay:g}", f"{update.recipe_of(trial, fqns[0]).weight_decay:g}"
-        text += ", that over the learning rate" * math.isclose(decay * trial.case.training.lr, requested, rel_tol=1e-9)
+        text += ", the requested one divided by the learning rate" * math.isclose(
+            decay * trial.case.training.lr, requested, rel_tol=1e-9
+        )
         text = text if decay else f"weight decay is not applied{of.replace(' of ', ' to ', 1)}"
     usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
 
@@ -267,19 +269,25 @@ def schedule_of(trial: Trial, wrong: Mapping[tuple[int, int], float], shown: Map
     for text, rate in _rules(trial.case.training):
         if all(math.isclose(rate(step), lr, rel_tol=1e-9) for (_, step), lr in known.items()):
             found.setdefault(
-                "takes" if text.startswith("each step takes") else text, text
+                "advances" if text.startswith("each step advances") else text, text
             )  # the fewest that it may take
     return f": {', or '.join([*found.values()][:3])}" if found else ""
 
 
 def _shifted(steps: int) -> Iterator[tuple[str, Callable[[int], int]]]:
     """By step, the one whose rate it has."""
-    for by, text in ((-1, "that of the step before, in every step"), (1, "that of the next step, in every step")):
+    for by, text in (
+        (-1, "every step takes the rate of the step before"),
+        (1, "every step takes the rate of the next step"),
+    ):
         yield text, lambda step, by=by: step + by  # type: ignore[misc]
     for by in range(2, 9):
-        yield f"each step takes {by} steps of the schedule", lambda step, by=by: 1 + by * (step - 1)  # type: ignore[misc]
+        yield f"each step advances the schedule by {by}", lambda step, by=by: 1 + by * (step - 1)  # type: ignore[misc]
     for late in range(2, steps):
-        yield f"that of the step before since step {late}", lambda step, late=late: step - (step >= late)  # type: ignore[misc]
+        yield (
+            f"each step from step {late} on takes the rate of the step before",
+            lambda step, late=late: step - (step >= late),
+        )  # type: ignore[misc]
 
 
 def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
@@ -300,12 +308,12 @@ def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
     for text, at in _shifted(steps):
         yield text, lambda step, at=at: learning_rate(at(step), training)  # type: ignore[misc]
     yield "as without a schedule", lambda step: peak
-    yield "constant behind the warm-up", lambda step: rising(step, lambda done: 1.0)
-    line = "a line falls behind the warm-up, in place of a cosine"
+    yield "constant after the warm-up", lambda step: rising(step, lambda done: 1.0)
+    line = "linear decay after the warm-up, not cosine"
     yield line, lambda step: rising(step, lambda done: 1 - (1 - last) * done)
     for text, behind in (
         ("the cosine counts the steps of the warm-up as well", 0),
-        ("the cosine takes as many steps as there are, behind the warm-up", warmup),
+        ("the cosine takes all steps of the run, starting after the warm-up", warmup),
     ):
         yield text, lambda step, behind=behind: rising(step, lambda _: cosine(min(1.0, (step - behind) / steps)))  # type: ignore[misc]
     both = "the cosine also multiplies the warm-up"

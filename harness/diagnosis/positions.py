@@ -43,7 +43,7 @@ def wrong_positions(trial: Trial) -> Cause | None:
     every = set(wrong) == {r for r in trial.ranks if positions(trial.case, r, trial.case.seq_len(1))[0] != 0}
     what = "rotary positions restart at 0 on each cp rank" if restarted and every else "wrong rotary positions"
     if not set(wrong) & set(trial.first_stages()):
-        what = "later pipeline stages turn queries and keys by other positions than the first"
+        what = "later pipeline stages use other rotary positions than the first"
     return Cause("positions", what, hint=text)
 
 

@@ -48,7 +48,7 @@ def repeated_microbatches(trial: Trial, rank: int, step: int) -> dict[int, list[
 
 
 def labelled_otherwise(trial: Trial, rank: int, step: int) -> set[int]:
-    """Microbatches of a rank, counted from 1, whose labels are not those of their tokens; none where no rank sees both."""
+    """Microbatches of a rank, counted from 1, whose labels do not match their tokens; none where no rank sees both."""
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
     if record is None or trial.case.dims.cp > 1:
         return set()

@@ -150,7 +150,7 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
         text = f"parameters come back {change} from the checkpoint"
         return Cause("parameters changed over the checkpoint", text, where + ranks)
     if "" not in changes:
-        text = f"rows or columns have changed places over the checkpoint {where}{ranks}"
+        text = f"entries are in another order after resuming {where}{ranks}"
         return Cause("parameters changed over the checkpoint", text)
     text = f"parameters after resuming are not those of step {trial.case.steps.start - 1} {where}{ranks}"
     return Cause("parameters changed over the checkpoint", text, hint=_instead(trial, wrong, names))
@@ -161,7 +161,7 @@ def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
     for step, state in [*_moments(trial), (0, _seed(trial))]:
         same = (_holds(trial, wrong, (PARAMETER, fqn), state.get((PARAMETER, fqn))) for fqn in names)
         if step < trial.case.steps.start - 1 and all(same):
-            return f"they are those of after step {step}" if step else "they are the seed's"
+            return f"they are those after step {step}" if step else "they are the seed's"
     return ""
 
 
@@ -241,8 +241,8 @@ def _counter_lost(trial: Trial, wrong: Wrong, names: list[str]) -> str:
     seen = "missing" if held is None else f"{float(held):g}"
     where = f"{in_parameters(trial, _fqns(trial, wrong, {name}))}{_ranks(trial, wrong, {name})}"
     lost = held is None or float(held) == 0
-    why = ": AdamW's bias correction starts anew" if name == "step" and lost else ""
-    return f"the optimizer's {name} counter is {seen} after resuming, {float(saved):g} was saved {where}{why}"
+    why = ": AdamW's bias correction restarts" if name == "step" and lost else ""
+    return f"the optimizer's {name} counter is {seen} after resuming, saved {float(saved):g} {where}{why}"
 
 
 def _fqns(trial: Trial, wrong: Wrong, names: set[str]) -> list[str]:
@@ -264,7 +264,7 @@ def _schedule(trial: Trial, wrong: Wrong) -> Cause | None:
     step = _first_odd_rate(trial)
     if step is None or not all(math.isclose(lr, rates[n - saved], rel_tol=1e-12) for n, lr in seen if n >= step):
         return None
-    text = f"the schedule starts anew after resuming: the learning rate of step {step} is that of step {step - saved}"
+    text = f"the schedule restarts after resuming: the learning rate of step {step} is that of step {step - saved}"
     return Cause("schedule starts anew", text, "", f"{rates[step]:.6g}")
 
 
@@ -287,7 +287,7 @@ def wrong_checkpoint(trial: Trial, broken: Broken) -> Iterator[Fact]:
         return
     texts = [*_more(trial, held), *_other_types(trial, held), *_lacking(trial, held)]
     line = finding_line("checkpoint", broken["checkpoint"])
-    first = texts[0] if texts else f"holds something else than what trained: {line[1]}"
+    first = texts[0] if texts else f"does not hold what was trained: {line[1]}"
     text = f"the checkpoint of step {trial.case.saved_step} {first}"
     yield Fact(Cause("checkpoint", text), ("checkpoint",), (*(("also", f"it {more}") for more in texts[1:]), line))
 
@@ -301,9 +301,9 @@ def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
             kinds.setdefault(tuple(sorted(shown)), []).append(key[1])
     for names, fqns in kinds.items():
         most = "one" if len(names) > 1 else "none"
-        yield f"holds {len(names)} tensors for {most}, {' and '.join(names)}, {in_parameters(trial, fqns)}"
+        yield f"holds {len(names)} tensors, expected {most}, {in_parameters(trial, fqns)}: {' and '.join(names)}"
     if strange := unknown(trial, held):
-        yield f"holds {len(strange)} tensors that are about no parameter: {strange[0].name}"
+        yield f"holds {len(strange)} tensors that belong to no parameter: {strange[0].name}"
 
 
 def _other_types(trial: Trial, held: Checkpoint) -> Iterator[str]:

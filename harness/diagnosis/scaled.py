@@ -128,7 +128,7 @@ def _misfit_lines(wrong: list[Misfit]) -> Lines:
     """The worst ones: numbers that a person can check."""
     texts = (
         f"{one.fqn}: {one.fit:.4g} times the reference's by best fit (bound {one.fit_bound:.1e}),"
-        f" off by {one.distance:.1e} of its length (bound {one.distance_bound:.1e})"
+        f" off by {one.distance:.1e} of its norm (bound {one.distance_bound:.1e})"
         for one in sorted(wrong, key=lambda one: -one.excess)[:3]
     )
     return tuple(("gradients", text) for text in texts)
@@ -191,7 +191,7 @@ def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
 def _by_kind(trial: Trial, fit: Fit) -> str:
     factors = fit.factors
     if not trial.case.exact:
-        shown = f"times {min(factors.values()):.3g} to {max(factors.values()):.3g}"
+        shown = f"{min(factors.values()):.3g} to {max(factors.values()):.3g} times"
     else:
         kinds = sorted({round(factor, 9) for factor in factors.values()})
         members = {kind: [fqn for fqn, factor in factors.items() if round(factor, 9) == kind] for kind in kinds[:4]}
@@ -207,8 +207,8 @@ def _by_stage(trial: Trial, factors: Mapping[str, float]) -> str:
         if len(kinds) > 1:
             return ""
         shown[stage] = kinds.pop()
-    texts = ", ".join(f"{factor:.6g} in stage {stage}" for stage, factor in shown.items())
-    return f"gradients are off by stage, times {texts}" if shown else ""
+    texts = ", ".join(f"{factor:.6g} times in stage {stage}" for stage, factor in shown.items())
+    return f"gradients are scaled by stage: {texts}" if shown else ""
 
 
 def _spans(trial: Trial, fit: Fit) -> Iterator[tuple[str, Scale, int]]:
@@ -242,7 +242,7 @@ def _longer(trial: Trial) -> Iterator[Hypothesis]:
     """By what factor all gradients are longer, where noise hides it of each."""
     first = trial.first_step
     ratio = observed_norm(trial, first) / trial.reference_step(first).grad_norm
-    text = f"gradients are {ratio:.3g} times as long as the reference's, though no entry is beyond its noise"
+    text = f"the gradient norm is {ratio:.3g} times the reference's, though no entry is beyond its noise"
     yield _hypothesis(text, lambda step: dict.fromkeys(trial.plan.shapes, ratio) if step >= first else {}, ())
 
 

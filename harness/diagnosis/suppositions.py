@@ -92,22 +92,20 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
             says = f"its rotary embedding has base {theta:.0f}, requested rope_theta {model.rope_theta:.0f}"
             yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", "attention", setting(rope_theta=theta))
     for heads, kv_heads in _other_heads(model) if "rows" not in order_of_entries(trial) else ():
-        says = (
-            f"its attention has {heads} heads and {kv_heads} of keys, requested {model.n_heads} and {model.n_kv_heads}"
-        )
+        says = f"its attention has {heads} heads and {kv_heads} K/V heads, requested {model.n_heads} and {model.n_kv_heads}"
         line = f"case: model: {{n_heads: {heads}, n_kv_heads: {kv_heads}}}"
         yield Supposition(says, line, "attention", setting(n_heads=heads, n_kv_heads=kv_heads))
     if "rows" in order_of_entries(trial):
-        says = "its rotary embedding turns neighbours in a head, the adapter's `rows` say otherwise"
+        says = "its rotary embedding rotates adjacent entries of a head, but the adapter's `rows` say otherwise"
         yield Supposition(says, "adapter: leave out `rows`", "model", otherwise={"rows": {}})
     else:
-        says = "its rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour"
+        says = "its rotary embedding rotates entry i of a head with entry i + head_dim / 2, not with the next one"
         yield Supposition(says, "adapter: def rows(self, case): return halves(case)", "attention", turn_halves)
     for one, other in SWAPPED:
         yield _swapped(one, other, "block", partial(exchange, one=one, other=other))
     yield _swapped("tok_embeddings", "output", "model", ends_exchanged)
     for names in ((SQUARE[0],), (SQUARE[1],), SQUARE):
-        says = f"{' and '.join(map(_last, names))} multiplies from the left: rows are what it receives"
+        says = f"it multiplies by {' and '.join(map(_last, names))} from the left: rows are inputs"
         line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
         yield Supposition(says, line, "block", transposed(names))
 
@@ -130,7 +128,7 @@ def _float(value: float) -> str:
 
 def _swapped(one: str, other: str, part: str, alter: Alteration) -> Supposition:
     first, second = _last(one), _last(other)
-    says = f"what the adapter calls {first} is the model's {second}, and the other way round"
+    says = f"what the adapter calls {first} is the model's {second}, and vice versa"
     return Supposition(says, f"adapter: exchange {first} and {second} in NAMES", part, alter)
 
 

@@ -73,7 +73,7 @@ def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
     broken, proven = sum(result.verdict is Verdict.FAIL for result in results), found.proofs[0].explained
     failed = {result.check for result in results if result.verdict is Verdict.FAIL} - set(proven)
     seen = dict.fromkeys(law for fact in found.facts for law in fact.laws if law in failed)
-    rest = f"; {', '.join(seen)} saw it" * bool(seen)
+    rest = f"; seen, not proven: {', '.join(seen)}" * bool(seen)
     return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
 
 

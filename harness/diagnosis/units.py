@@ -63,19 +63,17 @@ def _units_text(trial: Trial) -> str:
     if left_out := _in_no_unit(trial, wrong[0]):
         which = f"{len(left_out)} of {len(trial.plan.shapes)} parameters ({some(left_out)})"
         ranks = on_ranks(trial, wrong)
-        return (
-            f"{wrapper} leaves out {which}{ranks}: in no unit, they are neither sharded nor are their gradients reduced"
-        )
+        return f"{wrapper} leaves out {which}{ranks}: no unit shards them or reduces their gradients"
     requested = [frozenset(unit) for unit in trial.plan.units[wrong[0]]]
     seen, ranks = units_seen(trial, wrong[0]), on_ranks(trial, wrong)
     counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(requested)}{ranks}"
     if len(seen) == 1 < len(requested):
-        return f"the whole model is one {wrapper} unit, no block is one of its own{ranks}: {counts}"
+        return f"the whole model is one {wrapper} unit{ranks}: {counts}"
     if all(any(unit <= whole for whole in requested) for unit in seen):
         return f"{wrapper} units are finer than requested: {counts}"
     odd = next((unit for unit in seen if unit not in requested), frozenset())
     together = modules_text(fqn for fqn in trial.plan.shapes if fqn in odd)
-    return f"{wrapper} units are others than requested: {together} are gathered together, {counts}"
+    return f"{wrapper} units differ from those requested: {together} are gathered together, {counts}"
 
 
 def _wrong_units(trial: Trial) -> list[int]:
@@ -182,5 +180,5 @@ def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:
         first = next(iter(left.values()))
         names, when = sorted({fqn for _, fqn, _ in first}), reshard.until(trial, first[0][0])
         text = f"evaluation left {some(names, 3)} gathered {when}{on_ranks(trial, left)}"
-        text, more = f"{text}: nothing reshards what no backward follows", traffic_lines(trial)
+        text, more = f"{text}: no backward follows that would reshard them", traffic_lines(trial)
         yield stated(broken, "reshard", "left gathered by evaluation", text, "traffic", more=more)

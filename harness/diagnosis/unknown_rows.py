@@ -87,7 +87,7 @@ def _of_the_data(trial: Trial, step: int, ranks: list[int], rows: list[np.ndarra
     drawn = _drawn(trial, step, ranks, data)
     if any(id_ is None for ids in drawn.values() for id_ in ids):
         return "none of the data set's"
-    return _dealt(trial, step, drawn, len(data)) or "samples of the data set that these steps do not read"
+    return _dealt(trial, step, drawn, len(data)) or "samples of the data set outside these steps"
 
 
 def _drawn(trial: Trial, step: int, ranks: list[int], data: Dataset) -> dict[int, list[int | None]]:
@@ -129,7 +129,7 @@ def begun_elsewhere(trial: Trial, step: int, ranks: list[int]) -> str:
     (begun, *others) = places or {None}
     if others or begun is None or begun == wanted:
         return ""
-    return f"each dp rank reads on from sample {begun} of its share (counted from 0), requested {wanted}"
+    return f"each dp rank continues at sample {begun} of its share (counted from 0), requested {wanted}"
 
 
 def _fed_as(trial: Trial, rank: int) -> int:
@@ -147,16 +147,16 @@ def _other_deals(trial: Trial, size: int) -> Iterator[tuple[str, Callable[[int],
     usual = sample_order(training, size, 0)
     yield "samples in the data set's own order, not shuffled", lambda share: [*range(size)][share::count]
     block = size // count
-    text = "each dp rank reads a block of the shuffled samples, requested every n-th of them"
+    text = "each dp rank reads a block of the shuffled samples, requested every n-th sample"
     yield text, lambda share: usual[share * block : (share + 1) * block]
     products = {math.prod(some) for n in range(1, 6) for some in itertools.combinations(trial.case.dims.degrees, n)}
     for stride in sorted(products - {1, count}):
-        whole = " (one is for each rank of the world)" * (stride == trial.case.dims.world_size)
+        whole = " (one share per rank of the world)" * (stride == trial.case.dims.world_size)
         text = f"each dp rank reads every {_nth(stride)} of the shuffled samples{whole}, requested every {_nth(count)}"
         yield text, partial(_every, usual, stride)
     for other in (*range(seed + 1, seed + ORDERS), *range(seed - ORDERS, seed), 0):
         text = f"samples of the data set in the order of seed {other}"
-        epochs = f", or of as many epochs on from {seed}" * bool(other)
+        epochs = f", or of epoch {other - seed} (counted from 0)" * (other > seed)
         yield text + epochs, partial(_every, sample_order(training, size, other - seed), count)
 
 

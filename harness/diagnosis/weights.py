@@ -17,8 +17,8 @@ from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.reference.distance import best_fit
 
-ANEW = "each run draws others, as without a seed"
-MULTIPLE, TIMES, FEW = "they are ", " times these", 4
+ANEW = "each run draws new ones, as without a seed"
+MULTIPLE, TIMES, FEW = "they are ", " times the seed's", 4
 
 
 def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -79,7 +79,7 @@ def _several_factors(trial: Trial, instead: Mapping[Pair, str]) -> str:
         f"{text.removeprefix(MULTIPLE).removesuffix(TIMES)} ({some(in_order(trial, fqns))})"
         for text, fqns in by_factor.items()
     )
-    return f"{MULTIPLE}multiples of these: {', '.join(texts)}"
+    return f"{MULTIPLE}multiples of the seed's: {', '.join(texts)}"
 
 
 def _held(trial: Trial, place: Pair) -> tuple[np.ndarray, np.ndarray]:
@@ -217,7 +217,7 @@ def _cause(trial: Trial, changes: dict[int, list[Pair]]) -> Cause | None:
     step = next(iter(changes), None)
     if step is None:
         return None
-    observed = f"weights are changed {update.until(trial, step)}, when the optimizer is done"
+    observed = f"weights are changed outside the optimizer {update.until(trial, step)}"
     how = _as_if(trial, step, changes[step])
     return Cause("weights changed", f"{observed}: {how}{where_text(trial, changes[step])}")
 

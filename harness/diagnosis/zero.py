@@ -59,9 +59,9 @@ def not_gathered(trial: Trial, broken: Broken) -> Iterator[Fact]:
     wanted = planned(trial, rank, step) if late else planned_outside(trial, rank, step)
     moved = {key for key, count in seen if count}
     if any(key[:2] == (ranks, "all_gather") for key in wanted.keys() - moved):
-        where = "in the next step's forward pass" if late else "behind the optimizer"
+        where = "in the next step's forward pass" if late else "after the optimizer"
         text = f"no all_gather ran over {ranks_text(ranks)} {where}"
-        text = f"what the optimizers of other ranks made of parameters is not gathered: {text}"
+        text = f"parameters updated by other ranks are not gathered: {text}"
         laws = ("traffic", *FOLLOWING)
         yield stated(broken, "replica_agreement", "parameters not gathered", text, *laws, more=NOT_TESTED)
 
@@ -76,9 +76,9 @@ def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
     vectors = [_vectors(trial, rank) for rank in trial.ranks]
     near = [sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)]
     if by := next((by for by in near if all(_shifted(trial, *vector, by) for vector in vectors)), 0):
-        where = "early" if by > 0 else "late"
+        where = "too early" if by > 0 else "too late"
         far = f"{abs(by)} element{'s' * (abs(by) > 1)} {where}"
-        text = f"in ZeRO's vector each rank takes its part of the gradients {far}"
+        text = f"each rank takes its part of ZeRO's gradient vector {far}"
         yield stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
 
 

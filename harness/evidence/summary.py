@@ -67,7 +67,7 @@ class Issued:
 class Summary:
     """model: names, whole shapes and dtypes of its parameters. placements: how many are claimed to lie so. slices: which parts
     of them it claims to hold, 0 where something claims nothing. contents, fed: by step. shown: the step of `uses`. idle:
-    groups over which nothing ran. waits: barriers inside of forward and backward. kept: bytes of parameters that are in
+    groups over which nothing ran. waits: barriers inside forward and backward. kept: bytes of parameters that are in
     memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. copies: by group, over which some
     parameters are cut, the contents by step of those that are copied over it. unstepped: parameters that no optimizer has.
     digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that

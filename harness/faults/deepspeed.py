@@ -90,7 +90,7 @@ gradients_not_reduced = fault(
 )
 
 parameters_not_gathered = fault(
-    breaks="what the optimizers of other ranks made of parameters is not gathered",
+    breaks="parameters updated by other ranks are not gathered",
     bug="of the family of G: a collective that is left out",
     case="zero1_2",
     caught_by="replica_agreement traffic",

@@ -97,7 +97,7 @@ def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Resul
     that claim nothing, are replicas by the layout, and began with the same bytes."""
     families = [*replicas(summaries), *copied(summaries), *_replicas_by_layout(summaries, dims)]
     if others := _other_parameters(summaries, dims):
-        told = f"ranks {ranks_text(others)} are replicas by the layout and have other parameters, as stages of a pipeline have"
+        told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
     if not families:
         none = "no two ranks claim the same parts of all parameters"
@@ -142,7 +142,7 @@ def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
         return not_applicable("samples", "no data parallelism")
     fed = {one.rank: tuple(sorted(one.fed.items())) for one in summaries if one.fed and one.rank < dims.world_size}
     if len(fed) < len(summaries):
-        return Result("samples", Verdict.UNKNOWN, note="no tensor was seen that a model is called with")
+        return Result("samples", Verdict.UNKNOWN, note="no input tensor of a model was seen")
     planes: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(fed):
         at = coordinate(dims, rank)

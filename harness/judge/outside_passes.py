@@ -125,7 +125,7 @@ def in_common(one: Section, other: Section) -> tuple[Section, Section]:
 def steps_compared(one: Section, other: Section) -> str:
     steps = _common(one, other)
     if not steps:
-        return "not compared: no step that another followed is on record in both"
+        return "not compared: no step that was followed by another is recorded in both"
     return f"compared in {steps_text(steps)}, which both have on record"
 
 

@@ -95,7 +95,7 @@ def _exit(rank: int, record: RankRecord | Summary | None) -> Exit:
         return Exit(
             rank,
             "killed",
-            error="nothing was heard of its end",
+            error="how it ended is unknown",
             last_collective=record.last.text if record.last else "",
         )
     return Exit(rank, "ok", 0)

@@ -74,7 +74,7 @@ def what_happened(fate: Fate) -> str:
         return f"exited with code {fate.status} without an exception"
     if how == "signal":
         return one_line(f"died by {signal_name(fate.status)}, not sent by the harness. {last_words(fate)}")
-    return {"ok": "", "killed": fate.killed, "lost": f"nothing was heard of its end. {fate.trouble}".strip()}[how]
+    return {"ok": "", "killed": fate.killed, "lost": f"how it ended is unknown. {fate.trouble}".strip()}[how]
 
 
 def raised_words(failure: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ what FSDP gathers into. How long a copy lives shows a weak reference to its stor
 nothing is waited for. Not counted are copies that FSDP makes to gather from, those that DDP sends out when it is made, and the
 probe's.
 
-Not seen are results of arithmetic, what compiled code copies, and casts inside of forward and backward, which are how mixed
+Not seen are results of arithmetic, what compiled code copies, and casts inside forward and backward, which are how mixed
 precision computes. What outlives its step is kept, and no longer this file's business.
 """
 

@@ -159,7 +159,7 @@ def _contents(summaries: Sequence[Summary]) -> str:
     """What is equal by its bytes. Where nothing is claimed, equal bytes are called that and no more."""
     last = max((step for one in summaries for step in one.contents), default=None)
     if last is None:
-        return "nobody looked"
+        return "not examined"
     kinds = together(summaries, lambda one: (one.model, one.contents.get(last)))
     families = replicas(summaries)
     when = f"after step {last}" if last else "before the first step"
@@ -208,7 +208,7 @@ def costs(summaries: Sequence[Summary]) -> Rows:
     rows: Rows = []
     waiting = [one.rank for one in summaries if one.waits]
     if waiting:
-        rows.append(("barriers", f"inside of forward and backward, on {some_ranks(waiting)}"))
+        rows.append(("barriers", f"inside forward and backward, on {some_ranks(waiting)}"))
     on = left_on(summaries)
     if on:
         rows.append(("switched on", ", ".join(f"{name} ({count} ranks)" for name, count in on.items())))
@@ -218,7 +218,7 @@ def costs(summaries: Sequence[Summary]) -> Rows:
 def _own(summaries: Sequence[Summary]) -> str:
     shown = summaries[0].shown
     took = [one.seconds[shown] for one in summaries if one.seconds.get(shown)]
-    step = f"; step {shown} took {max(took):.3g} s without that" if took else ""
+    step = f"; step {shown} took {max(took):.3g} s without it" if took else ""
     return f"{max(one.own for one in summaries):.2f} s of a rank's time in all{step}"
 
 

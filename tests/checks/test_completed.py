@@ -67,7 +67,7 @@ def test_ranks_lost_with_their_launcher_are_no_verdict_on_the_trainer() -> None:
 def test_a_rank_of_whose_end_nothing_is_known_has_not_completed() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = replace(trial, run=replace(trial.run, exits=trial.run.exits[:1]))
-    assert findings("completed", trial) == (Finding("rank 1", "exit code 0", "nothing is known of its end"),)
+    assert findings("completed", trial) == (Finding("rank 1", "exit code 0", "how it ended is unknown"),)
 
 
 def test_a_launch_of_fewer_ranks_than_asked_has_not_completed() -> None:

@@ -175,7 +175,7 @@ def test_recomputation_that_began_with_another_random_state_explains_wrong_gradi
     gradients = {fqn: 1.5 * gradient for fqn, gradient in trial.ranks[0].steps[1].gradients.items()}
     trial = with_step(trial, 0, 2, gradients=gradients)
     told = diagnose(trial, [judged("gradients", trial)])
-    assert told and told.cause.startswith("recomputation of layers.0 began with another random state than forward")
+    assert told and told.cause.startswith("recomputation of layers.0 starts from another random state than forward")
 
 
 # ---- the plan of recomputation
@@ -228,7 +228,7 @@ def test_recomputation_may_put_hooks_on_saved_tensors_and_nobody_else() -> None:
     )
     where = "rank 1, step 2, hooks on tensors saved for backward"
     assert found(trial) == [Finding(where, "none", "torch.autograd.graph.save_on_cpu")]
-    told = "activations saved for backward go through torch.autograd.graph.save_on_cpu, which nobody requested"
+    told = "activations saved for backward go through torch.autograd.graph.save_on_cpu, not requested"
     assert cause(trial) == f"{told} on rank 1"
 
 
@@ -244,15 +244,15 @@ def graphs(trial: Trial, counts: tuple[int, ...]) -> Trial:
 
 def test_blocks_that_are_compiled_in_every_step_are_named() -> None:
     trial = graphs(trial_of(tiny_case("fsdp_2", compile=True)), (2, 4, 6))
-    assert found(trial)[0] == Finding("rank 0, step 3, graphs compiled anew", "0", "2")
-    assert cause(trial) == "blocks are compiled anew in step 3 (graphs on rank 0: 2)"
+    assert found(trial)[0] == Finding("rank 0, step 3, graphs recompiled", "0", "2")
+    assert cause(trial) == "blocks are recompiled in step 3 (graphs on rank 0: 2)"
 
 
 def test_a_limit_at_which_the_compiler_gives_up_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2", compile=True))
     trial = with_rank(trial, 1, compiler={"graphs": 2, "gave up: recompile limit exceeded": 1})
     assert found(trial) == [Finding("rank 1, torch.compile", "no limit reached", "recompile limit exceeded")]
-    assert cause(trial) == "torch.compile gave up and leaves blocks to run eagerly: recompile limit exceeded"
+    assert cause(trial) == "torch.compile gave up, blocks run eagerly: recompile limit exceeded"
 
 
 def test_the_second_step_and_a_new_length_may_compile() -> None:

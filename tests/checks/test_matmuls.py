@@ -59,7 +59,7 @@ def test_a_module_that_was_left_out_of_the_conversion_is_named() -> None:
 def test_a_module_that_was_converted_too_is_named() -> None:
     trial = quantized("float8_rowwise", {QuantizedMatmul("forward", "output", "float8_rowwise"): 1})
     assert found(trial) == [Finding("rank 1, step 2, float8_rowwise matmuls of output in forward", "0", "1")]
-    assert cause(trial) == "float8_rowwise matmuls of output, which nobody requested"
+    assert cause(trial) == "matmuls of output run in float8_rowwise, not requested"
 
 
 @pytest.mark.parametrize(("left_out", "converted"), [((), ("output",)), (("layers.0.attention.wo",), ("output",))])
@@ -75,7 +75,7 @@ def test_other_modules_that_were_converted_on_every_rank_are_assumed(
             trial = with_activity(trial, rank, step, quantized=seen)
     monkeypatch.setattr(assume, "retrain", lambda model, training, reference, **_: reference)
     (proposed,) = quantized_otherwise(trial, broken_laws([judged("features", trial)]))
-    assert proposed.cause.text == "float8_rowwise matmuls of output, which nobody requested"
+    assert proposed.cause.text == "matmuls of output run in float8_rowwise, not requested"
     assert proposed.assume is not None
     assumed = proposed.assume(trial)
     assert judged("features", assumed).verdict is Verdict.PASS
@@ -165,7 +165,7 @@ def test_attention_computed_twice_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = trial.ranks[0].steps[0].activity.attention
     trial = with_activity(trial, 0, 1, attention=seen | {Attention("forward", "attention"): 2})
-    assert cause(trial) == "attention is computed 2 times in forward (rank 0, step 1), once is needed"
+    assert cause(trial) == "attention is computed 2 times in forward (rank 0, step 1), expected once"
 
 
 # ---- what is computed besides
@@ -177,9 +177,9 @@ def test_a_second_pass_of_the_bare_model_is_named(phase: str) -> None:
     record = trial.ranks[0].steps[1].activity
     matmuls, calls = record.matmuls | {Matmul(phase, "float64"): 8}, record.calls | {Call(phase, "layers.0"): 1}
     trial = with_activity(trial, 0, 2, matmuls=matmuls, calls=calls)
-    assert found(trial) == [Finding("rank 0, step 2, matmuls besides training passes", "0", "8")]
-    told = "8 matmuls, some in its blocks, outside of forward and backward (rank 0, step 2)"
-    assert cause(trial) == f"the model runs besides its training passes: {told}"
+    assert found(trial) == [Finding("rank 0, step 2, matmuls outside training passes", "0", "8")]
+    told = "8 matmuls, some in its blocks, outside forward and backward (rank 0, step 2)"
+    assert cause(trial) == f"the model runs outside its training passes: {told}"
 
 
 def two_layers(case: dict[str, Any]) -> Trial:
@@ -208,7 +208,7 @@ def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> No
         in found(two_layers({"matmuls": matmuls | {Matmul("backward", "float64"): 35}}))[0].where
     )
     whole = {Matmul("forward", "float64"): 15, Matmul("other", "float64"): 2, Matmul("backward", "float64"): 30}
-    assert "besides" in found(two_layers({"matmuls": whole}))[0].where
+    assert "outside" in found(two_layers({"matmuls": whole}))[0].where
 
 
 # ---- what the mutants of the laws requested

@@ -50,7 +50,7 @@ def test_logits_that_are_kept_in_every_step_are_found_and_named() -> None:
         ),
     )
     assert cause_of(diagnose(trial, judge(trial))) == (
-        f"512 B more are kept after every step on rank 1: {LOGITS}, float64 [5]"
+        f"memory held between steps grows by 512 B a step on rank 1: {LOGITS}, float64 [5]"
     )
 
 
@@ -59,8 +59,8 @@ def test_results_of_collectives_that_nobody_waits_for_are_told_with_what_grows()
     for step in (1, 2, 3):
         trial = with_step(trial, 1, step, unwaited=step)
     assert cause_of(diagnose(trial, judge(trial))) == (
-        f"512 B more are kept after every step on rank 1: {LOGITS}; "
-        "torch keeps the results of 2 functional collectives that nobody waited for"
+        f"memory held between steps grows by 512 B a step on rank 1: {LOGITS}; "
+        "torch keeps the results of 2 functional collectives that nothing waited for"
     )
 
 
@@ -86,9 +86,9 @@ def test_copies_of_all_weights_within_a_step_are_found_and_named() -> None:
     """The largest slice has 16 numbers."""
     trial = copying("other", 936)
     where = "rank 1, step 2, copies of weights at once in phase other"
-    assert findings(trial) == (Finding(where, "at most 256 B, of two at a time", "936 B"),)
+    assert findings(trial) == (Finding(where, "at most 256 B, two at a time", "936 B"),)
     assert cause_of(diagnose(trial, judge(trial))) == (
-        "936 B of copies of weights exist at once outside of forward and backward in step 2, and are given up again on rank 1"
+        "936 B of copies of weights exist at once outside forward and backward in step 2, and are freed again on rank 1"
     )
 
 

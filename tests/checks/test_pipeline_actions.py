@@ -87,7 +87,7 @@ def test_an_action_left_out_is_named() -> None:
         "rank 1, step 1, action 7", "1B3 (8 in all)", "nothing more (7 in all)"
     )
     assert named(trial) == (
-        "the pipeline's order is not that of 1F1B: rank 1, step 1, action 7: expected 1B3 (8 in all), observed nothing"
+        "the pipeline does not follow schedule 1F1B: rank 1, step 1, action 7: expected 1B3 (8 in all), observed nothing"
         " more (7 in all)"
     )
 
@@ -97,7 +97,7 @@ def test_two_actions_exchanged_are_shown() -> None:
     first, second, *rest = trial.ranks[0].steps[0].actions
     trial = with_actions(trial, 0, (second, first, *rest))
     assert named(trial) == (
-        "the pipeline's order is not that of 1F1B: rank 0, step 1, action 0: expected 0F0 0F1 0B0 0F2 0B1 0F3 ..."
+        "the pipeline does not follow schedule 1F1B: rank 0, step 1, action 0: expected 0F0 0F1 0B0 0F2 0B1 0F3 ..."
         " (8 in all), observed 0F1 0F0 0B0 0F2 0B1 0F3 ... (8 in all)"
     )
 

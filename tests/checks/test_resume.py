@@ -74,7 +74,9 @@ def test_what_saving_does_to_the_weights_that_train_on_is_named() -> None:
     (kept,) = [step.parameters for step in saved.ranks[0].steps if step.step == 2]
     rounded = {fqn: value.astype(np.float32).astype(np.float64) for fqn, value in kept.items()}
     trial = replace(trial, saved=(with_step(saved, 0, 2, changed=rounded),))
-    assert cause(trial).startswith("saved_1: weights are changed between steps 2 and 3, where it saves")
+    assert cause(trial).startswith(
+        "saved_1: weights are changed outside the optimizer between steps 2 and 3, where it saves"
+    )
 
 
 def test_moments_are_judged_where_they_are_saved_too() -> None:
@@ -142,8 +144,7 @@ def test_a_counter_that_starts_anew_is_named() -> None:
         "rank 0, tok_embeddings.weight, step", "what was saved after step 2", "0 instead of 2"
     )
     assert cause(trial) == (
-        "the optimizer's step counter is 0 after resuming, 2 was saved in every parameter: AdamW's bias correction"
-        " starts anew"
+        "the optimizer's step counter is 0 after resuming, saved 2 in every parameter: AdamW's bias correction restarts"
     )
 
 
@@ -183,7 +184,7 @@ def test_a_schedule_that_starts_anew_is_named() -> None:
         trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr, reported_lr=trial.reference.steps[0].lr)
     assert judged("resume", trial).findings[0] == Finding("rank 0, step 3, learning rate", "0.0075", "0.005")
     assert cause(trial) == (
-        "the schedule starts anew after resuming: the learning rate of step 3 is that of step 1, requested 0.0075"
+        "the schedule restarts after resuming: the learning rate of step 3 is that of step 1, requested 0.0075"
     )
 
 
@@ -192,14 +193,14 @@ def test_samples_of_another_step_are_named() -> None:
     for rank in trial.ranks:
         trial = with_step(trial, rank, 3, microbatches=whole.ranks[rank].steps[0].microbatches)
     assert judged("resume", trial).findings[0].observed == "2 of 2 are not of that step, all are of step 1"
-    assert cause(trial) == "the data position starts anew after resuming: step 3 receives the samples of step 1"
+    assert cause(trial) == "the data position restarts after resuming: step 3 receives the samples of step 1"
 
 
 def test_without_a_ranks_account_of_what_it_resumed_nothing_passes() -> None:
     result = judged("resume", with_rank(resumed(), 1, resumed=None))
     assert (result.verdict, result.note) == (
         Verdict.UNKNOWN,
-        "a rank does not say what it held when it had resumed",
+        "a rank did not record what it held after resuming",
     )
 
 
@@ -251,9 +252,7 @@ def test_rows_that_change_places_are_named_also_among_parameters_of_other_shapes
         return held | {fqn: held[fqn][::-1].copy() for fqn in names}
 
     trial = everywhere(resumed(after=ParallelDims()), "parameters", other_way_round)
-    assert cause(trial) == (
-        f"rows or columns have changed places over the checkpoint in 2 of 12 parameters ({', '.join(names)})"
-    )
+    assert cause(trial) == (f"entries are in another order after resuming in 2 of 12 parameters ({', '.join(names)})")
 
 
 # ---- the edges of the law

@@ -84,7 +84,7 @@ def test_a_copy_of_weights_kept_anywhere_is_found() -> None:
     most = trial.plan.spare_bytes[1]
     assert most == 2 * 4 * 2 * 8  # cosine and sine of 4 positions, for the 2 entries of a head
     observed = "512 B in 2 tensors: float64 [8, 4], float32 [64]"
-    expected = Finding("rank 1, after the last step, beside them", "at most 128 B", observed)
+    expected = Finding("rank 1, after the last step, unaccounted tensors", "at most 128 B", observed)
     assert findings("memory", trial) == (expected,)
 
 
@@ -113,5 +113,5 @@ def test_only_ddp_has_buckets_of_all_its_gradients(layout: str, verdict: Verdict
 
 def test_without_a_look_at_what_is_kept_memory_is_unknown() -> None:
     result = judged("memory", with_rank(trial_of(tiny_case("ddp_2")), 1, held=None))
-    told = "nobody looked what rank 1 keeps besides parameters, gradients and optimizer state"
+    told = "what rank 1 keeps besides parameters, gradients and optimizer state was not observed"
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, told)

@@ -54,7 +54,7 @@ def test_two_ranks_fed_the_same_samples_are_named() -> None:
         Finding(
             "step 1",
             "each of 8 samples received by one dp rank",
-            "4 received more than once (0, 1, 2, 3); 4 received by nobody (4, 5, 6, 7); ranks [0, 1] received the same",
+            "4 received more than once (0, 1, 2, 3); 4 received by no rank (4, 5, 6, 7); ranks [0, 1] received the same",
         ),
     )
 
@@ -65,7 +65,7 @@ def test_ranks_fed_with_rows_that_are_no_samples_are_not_said_to_receive_the_sam
         (batch,) = trial.ranks[rank].steps[0].microbatches
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, tokens=np.full_like(batch.tokens, token)),))
     (first, *_) = findings("samples", trial)
-    assert first.observed == "8 received by nobody (0, 1, 2, 3, ...)"
+    assert first.observed == "8 received by no rank (0, 1, 2, 3, ...)"
 
 
 def test_a_tp_peer_fed_other_samples_is_named() -> None:
@@ -80,7 +80,7 @@ def test_samples_of_the_next_step_are_named() -> None:
         Finding(
             "step 2",
             "each of 8 samples received by one dp rank",
-            "1 received by nobody (8); 1 of another step (16)",
+            "1 received by no rank (8); 1 of another step (16)",
         ),
     )
 

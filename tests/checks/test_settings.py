@@ -35,26 +35,26 @@ def test_anomaly_detection_left_on_is_named() -> None:
         Finding("rank 0, step 1, autograd anomaly detection", "off", "on"),
         Finding("rank 1, step 1, autograd anomaly detection", "off", "on"),
     )
-    assert cause(trial) == "autograd anomaly detection is on from step 1 on, requested off"
+    assert cause(trial) == "autograd anomaly detection is on, requested off (from step 1 on)"
 
 
 def test_a_switch_that_is_on_for_a_part_of_one_step_is_a_finding() -> None:
     trial = with_setting(trial_of(tiny_case("fsdp_2")), "autograd anomaly detection", "off", "on", at=((1, 2),))
-    assert cause(trial) == "autograd anomaly detection is off and on on rank 1 from step 2 on, requested off"
+    assert cause(trial) == "autograd anomaly detection is off and on, requested off (on rank 1 from step 2 on)"
     (finding,) = judged("settings", trial).findings
     assert (finding.rank, finding.step, finding.name) == (1, 2, "autograd anomaly detection")
 
 
 def test_what_a_rank_was_started_with_or_an_adapter_declares_is_right() -> None:
     trial = with_setting(trial_of(tiny_case("fsdp_2")), "threads", "4")
-    assert cause(trial) == "threads are 4 from step 1 on, requested 1"
+    assert cause(trial) == "threads are 4, requested 1 (from step 1 on)"
     for rank in trial.ranks:
         trial = with_rank(trial, rank, settings=trial.ranks[rank].settings | {"threads": "4"})
     assert judged("settings", trial).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"), [(1, "deterministic algorithms are on from step 1 on, requested off"), (2, "")]
+    ("runs", "said"), [(1, "deterministic algorithms are on, requested off (from step 1 on)"), (2, "")]
 )
 def test_deterministic_algorithms_are_for_cases_that_run_twice(runs: int, said: str) -> None:
     assert cause(with_setting(trial_of(tiny_case("fsdp_2", runs=runs)), "deterministic algorithms", "on")) == said
@@ -63,7 +63,7 @@ def test_deterministic_algorithms_are_for_cases_that_run_twice(runs: int, said: 
 def test_lower_matmul_precision_is_a_finding_where_float32_is_multiplied() -> None:
     float64, float32 = trial_of(tiny_case("fsdp_2")), trial_of(tiny_case("fsdp_2", FLOAT32))
     assert cause(with_setting(float64, "float32 matmul precision", "high")) == ""
-    told = "float32 matmul precision is high from step 1 on, requested highest"
+    told = "float32 matmul precision is high, requested highest (from step 1 on)"
     assert cause(with_setting(float32, "float32 matmul precision", "high")) == told
 
 
@@ -80,7 +80,7 @@ def test_what_a_trainer_may_choose_is_chosen_by_all_ranks_and_in_all_steps() -> 
     assert cause(with_setting(trial, "cudnn.benchmark", "on")) == ""
     trial = with_setting(trial, "cudnn.benchmark", "on", at=((1, 3),))
     assert judged("settings", trial).findings == (Finding("rank 1, step 3, cudnn.benchmark", "off as elsewhere", "on"),)
-    assert cause(trial) == "cudnn.benchmark is on on rank 1 from step 3 on, requested off as elsewhere"
+    assert cause(trial) == "cudnn.benchmark is on, requested off as elsewhere (on rank 1 from step 3 on)"
 
 
 def test_the_recipes_dtype_may_be_the_default_of_tensors_everywhere_and_no_other() -> None:
@@ -102,5 +102,5 @@ def test_tf32_is_on_where_the_recipe_has_it_and_off_where_it_does_not() -> None:
     requested, silent = (trial_of(tiny_case("fsdp_2", replace(FLOAT32, tf32=on))) for on in (True, False))
     switched = with_setting(with_setting(requested, name, "on"), "float32 matmul precision", "high")
     assert judged("settings", switched).verdict is Verdict.PASS
-    assert cause(requested) == f"{name} are off from step 1 on, requested on"
-    assert cause(with_setting(silent, name, "on")) == f"{name} are on from step 1 on, requested off"
+    assert cause(requested) == f"{name} are off, requested on (from step 1 on)"
+    assert cause(with_setting(silent, name, "on")) == f"{name} are on, requested off (from step 1 on)"

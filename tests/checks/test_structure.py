@@ -98,8 +98,8 @@ def test_a_wrapper_that_replicates_over_nothing_is_named() -> None:
 def test_a_replicate_axis_that_nothing_claims_is_named() -> None:
     trial = with_every_rank(trial_of(tiny_case("ddp_2")), lambda trial, rank: with_rank(trial, rank, structure={}))
     assert findings("placements", trial) == (
-        Finding("rank 0, dp_replicate", "something replicated over [0,1]", "nothing claims it"),
-        Finding("rank 1, dp_replicate", "something replicated over [0,1]", "nothing claims it"),
+        Finding("rank 0, dp_replicate", "a wrapper or parameter replicated over [0,1]", "none"),
+        Finding("rank 1, dp_replicate", "a wrapper or parameter replicated over [0,1]", "none"),
     )
 
 
@@ -200,7 +200,7 @@ def test_units_of_other_parameters_are_found_wherever_they_are_claimed() -> None
         "in 1 units, together with 9 others",
         "in 1 units, together with 1 others",
     ]
-    assert "units are others than requested" in cause_of(diagnose(coarser, judge(coarser)))
+    assert "units differ from those requested" in cause_of(diagnose(coarser, judge(coarser)))
     assert judged("placements", gathering(trial, 0, last, first, tuple(reversed(block)))).verdict == Verdict.PASS
 
 
@@ -220,10 +220,10 @@ def test_ranks_do_not_wait_for_each_other_inside_of_a_pass(op: str, size: int, p
         waiting = Collective(op, (0, 1), "(0, 1)", "uint8", size, phase, 2, len(calls))
         trial = with_rank(trial, rank, collectives=(*calls, waiting))
     result = judged("traffic", trial)
-    expected = Finding(f"rank 0, step 2, {phase}", "no rank waits for others", f"1 x {op} of no bytes")
+    expected = Finding(f"rank 0, step 2, {phase}", "no collective without data", f"1 x {op} without data")
     assert (result.findings[:1] == (expected,)) is wrong
     told = diagnose(trial, [result])
-    named = f"ranks wait for each other in {phase}: 1 x {op} of no bytes over [0,1] (rank 0, step 2)"
+    named = f"ranks synchronize in {phase} without moving data: 1 x {op} over [0,1] (rank 0, step 2)"
     assert (told.cause if told else None) == (named if wrong else None)
 
 

@@ -66,7 +66,7 @@ def test_gradients_reduced_in_half_the_bytes_are_named() -> None:
     assert findings("traffic", with_collectives(trial_of(tiny_case("fsdp_2")), 1, narrow))[0] == Finding(
         "rank 1, step 1, backward reduce_scatter over dp_shard [0,1]",
         "1.888 kB (1888)",
-        "944 B (944): 236 elements of float32; as many of float64 are what was expected",
+        "944 B (944): 236 elements of float32; expected as many of float64",
     )
 
 
@@ -119,8 +119,8 @@ def test_a_collective_that_one_rank_skips_is_named_at_its_place() -> None:
     assert findings("collective_order", with_collectives(trial_of(tiny_case("ddp_2")), 1, skip_the_third)) == (
         Finding(
             "group [0,1], collective 2",
-            "every rank: all_reduce of 8 B float64 (step 1, other)",
-            "rank 1: all_reduce of 8 B float64 (step 2, backward)",
+            "all_reduce of 8 B float64 (step 1, other) on every rank",
+            "all_reduce of 8 B float64 (step 2, backward) on rank 1",
         ),
     )
 
@@ -132,8 +132,8 @@ def test_the_odd_rank_among_several_is_named_not_the_majority() -> None:
     assert findings("collective_order", with_collectives(trial_of(tiny_case("hsdp_2x2")), 3, widen)) == (
         Finding(
             "group [0-3], collective 2",
-            "every rank: all_reduce of 8 B float64 (step 3, other)",
-            "rank 3: all_reduce of 8 B float32 (step 3, other)",
+            "all_reduce of 8 B float64 (step 3, other) on every rank",
+            "all_reduce of 8 B float32 (step 3, other) on rank 3",
         ),
     )
 
@@ -143,7 +143,7 @@ def test_the_last_collective_that_a_rank_never_issues_is_named() -> None:
     trial = with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1])
     assert findings("collective_order", trial) == (
         Finding(
-            "group [0,1], collective 8", "every rank: all_reduce of 8 B float64 (step 3, other)", "rank 1: nothing"
+            "group [0,1], collective 8", "all_reduce of 8 B float64 (step 3, other) on every rank", "nothing on rank 1"
         ),
     )
 

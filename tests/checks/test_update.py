@@ -20,7 +20,7 @@ def test_a_parameter_that_an_optimizer_forgot_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     start = trial.ranks[1].parameters[-2].value
     assert findings("update", with_value(trial, 1, 1, "parameters", NORM, lambda _: start))[0] == Finding(
-        f"rank 1, step 1, {NORM}", "moved by the optimizer", "not changed at all"
+        f"rank 1, step 1, {NORM}", "moved by the optimizer", "unchanged"
     )
 
 
@@ -132,7 +132,7 @@ def test_a_parameter_that_is_changed_after_the_optimizer_is_not_the_optimizers_m
     left = trial.ranks[1].steps[0].parameters[NORM]
     trial = with_step(trial, 1, 1, changed={NORM: left + np.array([0.0, 0.5])})
     expected = Finding(
-        f"rank 1, step 1, {NORM}", "left alone between steps 1 and 2", "1 of 2 entries changed, by up to 0.5"
+        f"rank 1, step 1, {NORM}", "unchanged between steps 1 and 2", "1 of 2 entries changed, by up to 0.5"
     )
     assert findings("update", trial) == (expected,)
 
@@ -141,10 +141,10 @@ def test_a_parameter_that_is_changed_after_the_last_step_is_seen() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     left = trial.ranks[0].steps[2].parameters[NORM]
     trial = with_step(trial, 0, 3, changed={NORM: left.astype(np.float32)})
-    expected = Finding(f"rank 0, step 3, {NORM}", "left alone after the last step", "float64 (4,) became float32 (4,)")
+    expected = Finding(f"rank 0, step 3, {NORM}", "unchanged after the last step", "float64 (4,) became float32 (4,)")
     assert findings("update", trial) == (expected,)
 
 
 def test_without_a_look_at_what_followed_a_step_its_update_is_unknown() -> None:
     result = judged("update", with_step(trial_of(tiny_case("ddp_2")), 1, 2, changed=None))
-    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "nobody looked at parameters between steps 2 and 3")
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "parameters were not observed between steps 2 and 3")

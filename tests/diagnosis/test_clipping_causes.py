@@ -41,8 +41,8 @@ def squares(gradients: Arrays) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("whose", "norm_of"),
     [
-        ("the largest entry (an infinity norm)", lambda of: max(float(np.abs(g).max()) for g in of.values())),
-        ("the sum of all entries' sizes (norm type 1)", lambda of: sum(float(np.abs(g).sum()) for g in of.values())),
+        ("the largest absolute entry (infinity norm)", lambda of: max(float(np.abs(g).max()) for g in of.values())),
+        ("the sum of all absolute entries (norm type 1)", lambda of: sum(float(np.abs(g).sum()) for g in of.values())),
         ("the sum of the norms of all parameters", lambda of: sum(map(math.sqrt, squares(of).values()))),
         ("the square of the global norm", lambda of: sum(squares(of).values())),
         (
@@ -90,7 +90,7 @@ def test_gradients_clipped_entry_by_entry() -> None:
     ("chains", "whose"),
     [
         (1, ""),
-        (2, "; before they are reduced, each rank's by the norm of its own"),
+        (2, "; each rank clips its own before they are reduced"),
     ],
 )
 def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int, whose: str) -> None:
@@ -101,5 +101,5 @@ def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int,
         norm = math.sqrt(sum(squares({fqn: sum_of_samples(trial, fqn, only) for fqn in trial.plan.shapes}).values()))
         assert norm > LOW_CLIP.max_norm
         weights |= dict.fromkeys(own, clip(norm, LOW_CLIP))
-    told = f"gradients are clipped after every microbatch, as they add up, not once a step{whose}"
+    told = f"accumulated gradients are clipped after every microbatch, requested once a step{whose}"
     expect_first(with_scaled_samples(trial, weights), told)

@@ -144,7 +144,7 @@ def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() ->
     found = wrong_positions(replace(telling(trial, 1, np.arange(4)), plan=plan))
     assert found is not None
     told = "rank 1 receives positions 0-3 for its tokens at 4-7"
-    assert found.text == f"later pipeline stages turn queries and keys by other positions than the first: {told}"
+    assert found.text == f"later pipeline stages use other rotary positions than the first: {told}"
 
 
 # ---- what a cp rank receives
@@ -261,12 +261,12 @@ def test_labels_that_are_cut_over_cp_in_another_way_than_tokens_are_named() -> N
         labels = trial.reference.labels[rows][:, other]
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=labels),))
     told = "they are cut over cp as if cp_load_balance were False, the tokens as if it were True"
-    assert cause(trial).endswith(f" labels of step 1 are not those of their tokens: {told}")
+    assert cause(trial).endswith(f" labels of step 1 do not match them: {told}")
 
 
 def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
     cut = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
-    wider = "masked, where they should be trained on"
+    wider = "masked, but should be trained on"
     balanced, contiguous = cp_trial(), cp_trial(cp_load_balance=False)  # of rank 0: 0, 1, 6, 7; and 0 to 3
     for trial, masked, said in (
         (balanced, {0: (1, 3), 1: (3,)}, cut),
@@ -276,7 +276,7 @@ def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
         (contiguous, {0: (1, 3)}, f": {wider}"),
         (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, f": {wider}"),
     ):
-        assert cause(with_labels(trial, masked)).endswith(f"are not those of their tokens{said}"), masked
+        assert cause(with_labels(trial, masked)).endswith(f"do not match them{said}"), masked
 
 
 # ---- what a cp rank counts for
@@ -302,7 +302,7 @@ def test_the_weights_of_cp_ranks_are_found_from_the_gradient() -> None:
         (0, 2.0),
         (1, 0.5),
     }
-    assert cause(trial) == "tokens count unequally in the gradient: weights 2, 0.5 by cp rank, each should have 1"
+    assert cause(trial) == "tokens count unequally in the gradient: weights 2, 0.5 by cp rank, requested 1 each"
 
 
 def test_a_mean_taken_on_each_cp_rank_is_named() -> None:
@@ -322,8 +322,8 @@ def test_gradients_that_are_no_mixture_of_what_cp_ranks_received_are_located() -
 
 def test_a_reduction_over_cp_whose_result_is_dropped_is_named() -> None:
     trial = with_parts(cp_trial(cp_load_balance=False), {0: [1.0] * 4 + [0.0] * 4, 1: [0.0] * 4 + [1.0] * 4})
-    told = "rank 0's gradient holds the tokens of [0] of 2 cp ranks only"
-    assert cause(trial) == f"gradient reduction without effect over cp: {told}, though collectives ran"
+    told = "rank 0's gradient holds only the tokens of cp rank 0 of 2"
+    assert cause(trial) == f"gradient reduction over cp has no effect: {told}, though collectives ran"
 
 
 # ---- what is reported

@@ -57,7 +57,7 @@ def test_the_last_microbatch_lost() -> None:
 def test_a_microbatch_counted_twice() -> None:
     expect_first(
         with_scaled_samples(accumulating(), dict.fromkeys((2, 3, 6, 7), 2.0)),
-        """microbatches contribute with weights 1, 2 to the gradient, each should have 1""",
+        """microbatches contribute to the gradient with weights 1, 2, requested 1 each""",
     )
 
 
@@ -65,7 +65,7 @@ def test_a_reduction_that_is_dropped_in_every_microbatch_is_not_taken_for_one_th
     trial = with_own_samples(accumulating(), {0: [0], 1: [1]}, ())
     expect_first(
         trial,
-        """gradient reduction without effect over dp_replicate: rank 0's gradient holds the samples of rank 0 only, though collectives ran""",
+        """gradient reduction over dp_replicate has no effect: rank 0's gradient holds only the samples of rank 0, though collectives ran""",
     )
 
 
@@ -170,7 +170,7 @@ def test_loss_averaged_per_rank_and_summed_over_them() -> None:
 def test_samples_that_count_unequally_for_no_known_reason() -> None:
     expect_first(
         with_scaled_samples(fsdp_4(), {0: 0.0, 1: 1.5, 7: 0.5}),
-        """samples count unequally in the gradient: weights 0 to 1.5, 1 of 7 do not count at all, each should have 1""",
+        """samples count unequally in the gradient: weights 0 to 1.5, 1 of 7 do not count at all, requested 1 each""",
     )
 
 
@@ -184,7 +184,7 @@ def test_a_microbatch_that_is_added_after_the_reduction() -> None:
 
     expect_first(
         with_step_1_gradients(trial, gradient),
-        """gradients of microbatch 2 of 2 are not reduced over dp_replicate: each rank adds its own only; its own counts 2 times, for what is not reduced is not divided either""",
+        """gradients of microbatch 2 of 2 are not reduced over dp_replicate: each rank adds only its own; each rank's own share counts 2 times, as if not divided either""",
     )
 
 

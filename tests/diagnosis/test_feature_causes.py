@@ -59,7 +59,7 @@ def test_parameters_kept_gathered_after_the_step() -> None:
     memory = trial.ranks[1].steps[2].memory | {"parameters": 1888}
     expect_first(
         with_step(trial, 1, 3, memory=memory),
-        """memory held between steps is not the plan's: rank 1, step 3, parameters: expected 944 B, observed 1.888 kB""",
+        """memory held between steps differs from the plan: rank 1, step 3, parameters: expected 944 B, observed 1.888 kB""",
     )
 
 
@@ -88,7 +88,7 @@ def recomputing(*blocks: int, requested: str = "layer") -> Trial:
 
 
 def test_blocks_recomputed_in_the_place_of_others_are_named_beside_those_requested() -> None:
-    told = "activation checkpointing layer is in the wrong place: recomputed are"
+    told = "activation checkpointing layer recomputes the wrong blocks:"
     assert seen_text(odd_traces, recomputing(0, 2), "features") == f"{told} layers.0, layers.2, requested layers.1"
     assert seen_text(odd_traces, recomputing(2), "features") == f"{told} layers.2, requested layers.1"
 
@@ -97,7 +97,7 @@ def test_a_rank_that_recomputes_other_blocks_than_its_peers_is_named() -> None:
     trial, odd = recomputing(1), recomputing(0)
     trial = with_rank(trial, 1, steps=odd.ranks[1].steps)
     assert seen_text(odd_traces, trial, "features") == (
-        "activation checkpointing layer is in the wrong place on rank 1: recomputed are layers.0, requested layers.1"
+        "activation checkpointing layer recomputes the wrong blocks on rank 1: layers.0, requested layers.1"
     )
 
 
@@ -111,7 +111,7 @@ def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradien
         return with_step(trial, 0, 2, activity=activity)
 
     other = drawing({"forward": 2, "backward": 2}, "layers.0", "layers.0.attention")
-    told = "recomputation of layers.0 began with another random state than forward: its masks are not those that the loss was computed with"
+    told = "recomputation of layers.0 starts from another random state than forward: its dropout masks differ from those of the loss"
     assert seen_text(as_seen(masks_drawn_again), other, "gradients") == told
     assert not seen_text(as_seen(masks_drawn_again), other, "features")
     assert not seen_text(as_seen(masks_drawn_again), drawing({"forward": 2}, "layers.0"), "gradients")
@@ -133,12 +133,12 @@ def test_up_to_four_blocks_are_told_and_none_is_told_as_none() -> None:
             calls = {key: 1 for key in step.activity.calls if key.phase == "forward"}
             again = {Call("backward", f"layers.{block}.ffn_norm"): 1 for block in (0, 2, 4, 6, 8)}
             five = with_step(five, rank, step.step, activity=replace(step.activity, calls=calls | again))
-    told = seen_text(odd_traces, five, "features").partition("recomputed are ")[2]
+    told = seen_text(odd_traces, five, "features").partition("wrong blocks: ")[2]
     assert told == (
         "layers.0, layers.2, layers.4, layers.6 and 1 more, requested layers.1, layers.11, layers.3, layers.5 and 2 more"
     )
     nothing = with_rank(recomputing(1), 1, steps=recomputing().ranks[1].steps)
-    told = seen_text(odd_traces, nothing, "features").partition("recomputed are ")[2]
+    told = seen_text(odd_traces, nothing, "features").partition("wrong blocks on rank 1: ")[2]
     assert told == "none, requested layers.1"
 
 
@@ -184,7 +184,7 @@ def test_a_model_that_is_one_unit_is_told_as_such() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="never"))
     names = tuple(trial.plan.shapes)
     assert first_line(with_units(trial, names)) == (
-        "the whole model is one fsdp2 unit, no block is one of its own: parameters are gathered in 1 piece, requested 3"
+        "the whole model is one fsdp2 unit: parameters are gathered in 1 piece, requested 3"
     )
 
 
@@ -192,7 +192,7 @@ def test_a_block_that_is_no_unit_of_its_own_is_named_with_what_it_is_gathered_wi
     trial = trial_of(tiny_case("fsdp_2"))
     first, block, last = trial.plan.units[0]
     assert first_line(with_units(trial, (*first, *block), last)).startswith(
-        "fsdp2 units are others than requested: tok_embeddings, layers.0 are gathered together,"
+        "fsdp2 units differ from those requested: tok_embeddings, layers.0 are gathered together,"
         " parameters are gathered in 2 pieces, requested 3"
     )
 
@@ -242,4 +242,4 @@ def test_copies_are_told_by_whose_shapes_they_have(shapes: tuple[tuple[int, ...]
     line = first_line(with_rank(trial, 1, held=held))
     size = "600 B" if len(shapes) == 1 else "1.2 kB"
     kept = f"{size} of float32 are retained in unaccounted tensors on rank 1"
-    assert line.startswith(kept) and f"{told} (where that is by choice, `allow`" in line
+    assert line.startswith(kept) and f"{told} (if intended, declare it with `allow`" in line

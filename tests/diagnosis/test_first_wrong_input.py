@@ -47,14 +47,14 @@ def cause(trial: Trial) -> str:
 
 def test_the_first_module_into_which_something_of_another_length_goes_is_named() -> None:
     assert cause(wrong_forward({"layers.0.attention.wo": (2.01, 8.0), "norm": (80.0, 8.0)})) == (
-        ": what goes into layers.0.attention.wq matches the reference in mean square,"
-        " what goes into layers.0.attention.wo does not"
+        ": the input of layers.0.attention.wq matches the reference in mean square,"
+        " the input of layers.0.attention.wo does not"
     )
 
 
 def test_a_difference_of_one_part_in_1e_8_on_one_rank_is_enough() -> None:
     assert cause(wrong_forward({"norm": (72 * (1 + 1e-8), 8.0)})) == (
-        ": what goes into layers.0.attention.wo matches the reference in mean square, what goes into norm does not"
+        ": the input of layers.0.attention.wo matches the reference in mean square, the input of norm does not"
     )
 
 
@@ -66,7 +66,7 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
         activity = trial.ranks[rank].steps[0].activity
         trial = with_step(trial, rank, 1, activity=replace(activity, inputs=activity.inputs | {inner: (8.0, 8.0)}))
     assert cause(trial) == (
-        f": what goes into {inner} matches the reference in mean square, what goes into layers.0.attention.wo does not"
+        f": the input of {inner} matches the reference in mean square, the input of layers.0.attention.wo does not"
     )
 
 
@@ -77,9 +77,9 @@ def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong()
         activity = trial.ranks[rank].steps[0].activity
         trial = with_step(trial, rank, 1, activity=replace(activity, inputs={**activity.inputs, gives: (squares, 8.0)}))
     wrong = replace(trial, reference=replace(trial.reference, inputs=inputs))
-    apart = f"what goes into {gives} does not, and differs among tp ranks [0,1], which are to have one sum"
+    apart = f"the input of {gives} does not, and differs among tp ranks [0,1], which should have the same sum"
     assert first_wrong_input(without_sequence_parallel(wrong)).endswith(apart)
-    assert first_wrong_input(wrong).endswith(f"what goes into {gives} does not")  # each has its part of the sequence
+    assert first_wrong_input(wrong).endswith(f"the input of {gives} does not")  # each has its part of the sequence
 
 
 def without_sequence_parallel(trial: Trial) -> Trial:
@@ -100,19 +100,19 @@ def test_weights_that_are_updated_wrongly_do_not_go_into_the_first_forward_pass(
 def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:
     assert (
         cause(wrong_forward({"layers.0": (0.0, 8.0)}))
-        == ": what goes into layers.0 does not match the reference in mean square"
+        == ": the input of layers.0 does not match the reference in mean square"
     )
 
 
 def test_where_every_length_is_right_that_is_said() -> None:
-    assert cause(wrong_forward({})) == ": what goes into each module matches the reference in mean square"
+    assert cause(wrong_forward({})) == ": the input of every module matches the reference in mean square"
 
 
 def test_a_module_that_nobody_saw_is_passed_over() -> None:
     trial = wrong_forward({"norm": (80.0, 8.0)})
     inputs = {"layers.0": 4.0, "layers.0.dropout": 2.0, "norm": 9.0}
     assert cause(replace(trial, reference=replace(trial.reference, inputs=inputs))) == (
-        ": what goes into layers.0 matches the reference in mean square, what goes into norm does not"
+        ": the input of layers.0 matches the reference in mean square, the input of norm does not"
     )
 
 

@@ -146,7 +146,7 @@ def test_a_tied_weight_that_only_the_embedding_trains() -> None:
         gradient = trial.reference.steps[0].gradients[fqn]
         return read * gradient**2 if fqn == "tok_embeddings.weight" else gradient
 
-    told = "the output's part of the gradient of the tied weight is missing: tok_embeddings.weight has the embedding's only"
+    told = "the gradient of the tied weight lacks the output's part: tok_embeddings.weight has only the embedding's"
     wrong = with_step_1_gradients(trial, lost)
     assert first_line(wrong) == told
 
@@ -190,7 +190,7 @@ def test_where_backward_loses_something_is_told_by_the_place_in_the_block(right:
     wrong = [fqn for fqn in trial.plan.shapes if fqn.split(".")[-2] not in (*right, "norm", "output")]
     found = _lost_before(trial, [(0, fqn) for fqn in wrong], 1)
     told = found and found.cause.text
-    assert told == f"gradients are right in {shown}, and wrong in all that lies before: backward goes wrong there"
+    assert told == f"gradients are right in {shown}, and wrong in all parameters before: backward goes wrong there"
 
 
 def test_what_is_wrong_on_both_sides_of_something_right_was_not_lost_on_the_way() -> None:
@@ -212,7 +212,7 @@ def test_gradients_that_are_lost_before_the_output() -> None:
     wrong |= {LAST: reference_gradient(trial, LAST)}
     expect_first(
         with_step_1_gradients(trial, lambda _, fqn: wrong[fqn]),
-        """gradients are right in output.weight, and wrong in all that lies before: backward goes wrong there""",
+        """gradients are right in output.weight, and wrong in all parameters before: backward goes wrong there""",
     )
 
 
@@ -231,7 +231,7 @@ def test_gradients_that_are_lost_in_a_feed_forward_whose_sum_is_not_there() -> N
     )
     expect_first(
         silent,
-        """gradients are right in layers.0.feed_forward.w1.weight, layers.0.feed_forward.w3.weight and what follows, and wrong in all that lies before: backward loses something there, a sum over tp""",
+        """gradients are right in layers.0.feed_forward.w1.weight, layers.0.feed_forward.w3.weight and what follows, and wrong in all parameters before: backward moves less than planned over tp""",
     )
 
 
@@ -241,8 +241,8 @@ def test_a_backward_pass_that_goes_wrong_where_blocks_are_recomputed_need_not_ha
     fact = _lost_before(trial, [pair for pairs in wrong.values() for pair in pairs], 1)
     assert fact is not None
     assert fact.cause.text == (
-        f"gradients are right in {LAST}, and wrong in all that lies before: backward goes wrong there, or what is recomputed"
-        " for it is not what forward computed"
+        f"gradients are right in {LAST}, and wrong in all parameters before: backward goes wrong there, or recomputation"
+        " differs from forward"
     )
 
 

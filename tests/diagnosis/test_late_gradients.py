@@ -38,7 +38,7 @@ def test_a_microbatch_that_is_reduced_with_the_next_step_is_told_from_one_that_i
     (trained,) = retrain_apart(case.model, case.training, reference(case), apart)
     found = diagnosed(ran(case, trained))
     assert found.cause == (
-        "the gradient of microbatch 2 of 2 comes one step late: it is not reduced in its own step, but with the next one's"
+        "the gradient of microbatch 2 of 2 comes one step late: it is added to the next step's gradient"
         if carried
         else "microbatch 2 of 2 does not contribute to the gradient (weights 1, 0)"
     )

@@ -212,7 +212,7 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], requested: ParallelDims
     other = renamed(trial, {place: rank for rank, place in enumerate(places)})
     assert other.ranks[1].rank == 1 and len(other.ranks) == len(trial.ranks)
     assert first_line(other) == (
-        f"axes in the wrong order: parameters lie as in a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
+        f"axes in the wrong order: parameters lie as on a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
     )
 
 
@@ -330,9 +330,7 @@ def test_fsdp1_without_units_is_told_as_that_and_not_as_another_policy() -> None
             for step in evidence.steps
         )
         trial = with_rank(trial, rank, structure={"": replace(wrapper, parameters=everything)}, steps=steps)
-    assert first_line(trial) == (
-        "the whole model is one fsdp1 unit, no block is one of its own: parameters are gathered in 1 piece, requested 2"
-    )
+    assert first_line(trial) == ("the whole model is one fsdp1 unit: parameters are gathered in 1 piece, requested 2")
 
 
 def test_parameters_that_fsdp1_ignores_are_told_as_left_out_and_not_as_finer_units() -> None:
@@ -344,8 +342,8 @@ def test_parameters_that_fsdp1_ignores_are_told_as_left_out_and_not_as_finer_uni
         }
         trial = with_rank(trial, rank, structure=structure)
     assert first_line(trial) == (
-        "fsdp1 leaves out 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): in no"
-        " unit, they are neither sharded nor are their gradients reduced"
+        "fsdp1 leaves out 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): no"
+        " unit shards them or reduces their gradients"
     )
 
 

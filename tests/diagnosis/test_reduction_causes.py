@@ -53,8 +53,8 @@ def test_gradient_reduction_missing_over_dp_replicate() -> None:
         """\
 gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]
   assuming this: 5 of 5 broken laws hold, and none that held breaks
-  samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
-  samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
+  samples: rank 0's gradient holds the samples of ranks [0,1], expected [0-3]
+  samples: rank 1's gradient holds the samples of ranks [0,1], expected [0-3]
   traffic: gradients: all_reduce over dp_replicate in backward: expected 944 B per step, observed 0 B
   loss: equal to the reference exactly: a loss-curve test passes here
   groups: every group of the plan exists: a listing of process groups passes here""",
@@ -83,10 +83,10 @@ def test_a_reduction_whose_result_is_dropped() -> None:
     expect(
         with_own_samples(trial_of(tiny_case("hsdp_2x2")), heard, ()),
         """\
-gradient reduction without effect over dp_replicate: rank 0's gradient holds the samples of ranks [0,1] only, though collectives ran
+gradient reduction over dp_replicate has no effect: rank 0's gradient holds only the samples of ranks [0,1], though collectives ran
   assuming this: 4 of 4 broken laws hold, and none that held breaks
-  samples: rank 0's gradient holds those received by ranks [0,1], expected [0-3]
-  samples: rank 1's gradient holds those received by ranks [0,1], expected [0-3]
+  samples: rank 0's gradient holds the samples of ranks [0,1], expected [0-3]
+  samples: rank 1's gradient holds the samples of ranks [0,1], expected [0-3]
   loss: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -107,7 +107,7 @@ def test_one_parameter_that_no_reduction_reaches_is_named_and_explains_the_bytes
     said = diagnosis_text(with_every_rank(wrong, lambda t, rank: with_collectives(t, rank, less))).splitlines()
     assert said[0] == (
         "gradients are not reduced over dp_replicate in 1 of 12 parameters (output.weight):"
-        " rank 0's gradient holds the samples of rank 0 only"
+        " rank 0's gradient holds only the samples of rank 0"
     )
     assert "assuming this: 5 of 5 broken laws hold, and none that held breaks" in said[1]
 
@@ -158,7 +158,7 @@ def test_a_reduction_over_groups_of_no_axis() -> None:
         trial = with_collectives(trial, rank, lambda c: (replace(c, ranks=partners.get(c.ranks, c.ranks)),))
     expect_first(
         trial,
-        """gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]; ranks of a group do not issue the same collectives: group [0,3], collective 0: rank 3: nothing, every rank: all_reduce of 8 B float64 (step 1, backward)""",
+        """gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3], but over [0,3] [1,2]; ranks of a group do not issue the same collectives: group [0,3], collective 0: expected all_reduce of 8 B float64 (step 1, backward) on every rank, observed nothing on rank 3""",
     )
 
 
@@ -180,7 +180,7 @@ def test_gradients_wrong_in_one_group_only() -> None:
 def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf_everywhere() -> None:
     assert _less_than_planned(DDP_2, 1) == ""
     silent = with_collectives(DDP_2, 0, lambda call: [call] if call.phase != "backward" else [])
-    assert _less_than_planned(silent, 1) == "backward loses something there, a sum over dp_replicate"
+    assert _less_than_planned(silent, 1) == "backward moves less than planned over dp_replicate"
 
 
 # ---- tensors that change places
@@ -237,13 +237,13 @@ def reduced_over_tp(trial: Trial, factor: float, since: int = 1) -> Trial:
 @pytest.mark.parametrize(("factor", "each"), [(0.5, "the mean"), (1.0, "the sum"), (0.25, "0.25 times the sum")])
 def test_gradients_that_are_reduced_over_tp_too_are_named_with_what_each_rank_has(factor: float, each: str) -> None:
     trial = reduced_over_tp(trial_of(tiny_case(dims(shard=2, tp=2))), factor)
-    told = f"gradients are reduced over tp as well, whose ranks hold different slices: each has {each} of all in "
+    told = f"gradients are also reduced over tp, whose ranks hold different slices: each has {each} of all in "
     assert first_line(trial).startswith(told)
     assert "2 of 2 broken laws hold" in diagnosis_text(trial)
 
 
 def test_from_the_step_on_in_which_gradients_are_reduced_over_tp_they_are_named_so() -> None:
-    assert "reduced over tp as well" in first_line(reduced_over_tp(trial_of(tiny_case(dims(tp=2))), 0.5, since=2))
+    assert "also reduced over tp" in first_line(reduced_over_tp(trial_of(tiny_case(dims(tp=2))), 0.5, since=2))
 
 
 def test_gradients_of_one_tp_rank_alone_or_at_random_are_no_mixed_slices() -> None:

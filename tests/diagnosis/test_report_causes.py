@@ -56,7 +56,7 @@ def test_replicas_that_drift_by_a_last_bit() -> None:
         with_value(trial, 2, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0)),
         """\
 replicas drift apart: step 2, gradients of norm.weight, ranks [0,2]: rank 2 differs by 2.05e-16 of the largest entry
-  why: within rounding of the reference, but replicas that differ in one bit drift on: they must be equal
+  why: within rounding of the reference, but replicas must be bitwise equal: a difference of one bit grows
   loss, gradients: equal to the reference within 2.1e-16: a loss-curve test passes here""",
     )
 
@@ -170,7 +170,7 @@ def test_a_repeat_that_is_fed_its_samples_in_another_order() -> None:
     other = with_value(received(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
     expect_first(
         replace(trial, repeat=other.run),
-        """the same case run twice gives different bytes: the repeat received the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+        """two runs of the same case are not bitwise equal: the repeat received the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
     )
 
 
@@ -178,7 +178,7 @@ def test_a_repeat_that_is_fed_other_samples() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
     expect_first(
         replace(trial, repeat=received(trial, 0, 3, [16, 17, 18, 18]).run),
-        """the same case run twice gives different bytes: the repeat received other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
+        """two runs of the same case are not bitwise equal: the repeat received other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
     )
 
 
@@ -187,7 +187,7 @@ def test_a_repeat_that_differs() -> None:
     other = with_value(trial, 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
     expect_first(
         replace(trial, repeat=other.run),
-        """the same case run twice gives different bytes, first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+        """two runs of the same case are not bitwise equal, first on rank 1, step 2: 1 differ: gradients of norm.weight""",
     )
 
 
@@ -196,7 +196,7 @@ def test_a_reduction_after_every_microbatch() -> None:
         return [call, call] if call.op == "all_reduce" and call.phase == "backward" else [call]
 
     trial = with_every_rank(accumulating(), lambda t, rank: with_collectives(t, rank, twice))
-    expect_first(trial, """gradients are reduced after every microbatch (2 times a step), once a step is requested""")
+    expect_first(trial, """gradients are reduced after every microbatch (2 times a step), requested once a step""")
 
 
 def test_a_collective_that_one_rank_skips() -> None:
@@ -204,8 +204,8 @@ def test_a_collective_that_one_rank_skips() -> None:
     expect(
         with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1]),
         """\
-ranks of a group do not issue the same collectives: group [0-3], collective 20: rank 1: nothing, every rank: all_reduce of 8 B float64 (step 3, other)
-  collective_order: group [0-3], collective 20: expected every rank: all_reduce of 8 B float64 (step 3, other), observed rank 1: nothing
+ranks of a group do not issue the same collectives: group [0-3], collective 20: expected all_reduce of 8 B float64 (step 3, other) on every rank, observed nothing on rank 1
+  collective_order: group [0-3], collective 20: expected all_reduce of 8 B float64 (step 3, other) on every rank, observed nothing on rank 1
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -218,7 +218,7 @@ def test_a_rank_that_reduces_in_another_order_is_told_beside_wrong_numbers() -> 
     trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
     expect_first(
         with_collectives(trial, 1, first_other_as_integer()),
-        """gradients are 2 times what they should be in every parameter, in step 1 alone: as if not divided by dp_shard (2); ranks of a group do not issue the same collectives: group [0,1], collective 6: rank 1: all_reduce of 8 B int64 (step 1, other), every rank: all_reduce of 8 B float64 (step 1, other)""",
+        """gradients are 2 times what they should be in every parameter, in step 1 alone: as if not divided by dp_shard (2); ranks of a group do not issue the same collectives: group [0,1], collective 6: expected all_reduce of 8 B float64 (step 1, other) on every rank, observed all_reduce of 8 B int64 (step 1, other) on rank 1""",
     )
 
 
@@ -283,7 +283,7 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
 def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
     found = seen(of_two_runs, fsdp_4(), "collective_order", "loss")
     assert found is not None and found.laws == ("collective_order",)
-    assert found.cause.text == "ranks of a group do not issue the same collectives: here: that, this"
+    assert found.cause.text == "ranks of a group do not issue the same collectives: here: expected this, observed that"
     assert found.lines == (("collective_order", "here: expected this, observed that"),)
     assert not seen_text(of_two_runs, fsdp_4(), "loss")
 
@@ -291,10 +291,10 @@ def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
 @pytest.mark.parametrize(
     ("law", "told"),
     [
-        ("process_groups", "process groups are not the plan's"),
-        ("traffic", "bytes moved are not the plan's"),
-        ("placements", "wrappers or placements claim something else than the plan"),
-        ("memory", "memory held between steps is not the plan's"),
+        ("process_groups", "process groups differ from the plan"),
+        ("traffic", "traffic differs from the plan"),
+        ("placements", "wrappers or placements differ from the plan"),
+        ("memory", "memory held between steps differs from the plan"),
     ],
 )
 def test_a_structure_that_no_feature_explains_is_told_by_its_law(law: str, told: str) -> None:
@@ -307,10 +307,8 @@ def test_what_is_gathered_between_backward_and_the_optimizer_is_told_by_its_coll
     for rank in trial.ranks:
         outside = Collective("all_gather", (0, 1, 2, 3), "0", "float64", whole, "other", 1, 99)
         trial = with_rank(trial, rank, collectives=(*trial.ranks[rank].collectives, outside))
-    told = "by all_gather over dp_shard [0-3], as many as all parameters or their gradients have"
-    assert first_line(trial).startswith(
-        "bytes moved are not the plan's: rank 0, step 1, outside forward and backward: "
-    )
+    told = "by all_gather over dp_shard [0-3], the size of all parameters or all gradients"
+    assert first_line(trial).startswith("traffic differs from the plan: rank 0, step 1, outside forward and backward: ")
     assert first_line(trial).endswith(told)
 
 

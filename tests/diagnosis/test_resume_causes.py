@@ -32,16 +32,16 @@ def test_a_counter_that_is_not_there_and_one_of_another_name_are_told() -> None:
         trial = everywhere(trial, "optimizer_state", lambda held: {fqn: strip(arrays) for fqn, arrays in held.items()})
         return replace(trial, saved=(before,))
 
-    anew = ": AdamW's bias correction starts anew"
+    anew = ": AdamW's bias correction restarts"
     assert cause(counting("step", 2.0, None)) == (
-        f"the optimizer's step counter is missing after resuming, 2 was saved in every parameter{anew}"
+        f"the optimizer's step counter is missing after resuming, saved 2 in every parameter{anew}"
     )
     assert cause(counting("step", 2.0, 0.0)).endswith(anew)
     assert cause(counting("step", 2.0, 1.0)) == (
-        "the optimizer's step counter is 1 after resuming, 2 was saved in every parameter"
+        "the optimizer's step counter is 1 after resuming, saved 2 in every parameter"
     )
     assert cause(counting("seen", 7.0, 3.0)) == (
-        "the optimizer's seen counter is 3 after resuming, 7 was saved in every parameter"
+        "the optimizer's seen counter is 3 after resuming, saved 7 in every parameter"
     )
 
 
@@ -73,7 +73,7 @@ def test_what_else_did_not_arrive_is_told_below_the_first() -> None:
     found = diagnose(trial, judge(trial))
     assert found is not None and "resumed without optimizer state" in found.cause
     told = found.cause + " ".join(text for _, text in found.evidence)
-    assert "the schedule starts anew after resuming" in told or "learning rate of step 3 is 0.005" in told
+    assert "the schedule restarts after resuming" in told or "learning rate of step 3 is 0.005" in told
 
 
 def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_told_by_their_names() -> None:

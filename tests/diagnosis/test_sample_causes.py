@@ -46,7 +46,7 @@ def test_ranks_fed_the_same_samples_although_loss_and_gradients_are_wrong_too() 
         """\
 ranks [0-3] received the same samples, dp ranks must partition the global batch; the loss is averaged per rank: each divides by its own number of valid tokens, not by the global one
   assuming this: 3 of 4 broken laws hold, and none that held breaks
-  samples: step 1: 2 received more than once (0, 1); 6 received by nobody (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same
+  samples: step 1: 2 received more than once (0, 1); 6 received by no rank (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same
   not explained: with that assumed, the loss of step 1 is off by 1.4e-01, its gradients match within the bound of 2.5e-14
   tried: 6 hypotheses, none explains this
   loss: step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)""",
@@ -64,9 +64,9 @@ def test_overlapping_samples() -> None:
     expect(
         received(fsdp_4(), 3, 1, [5, 6]),
         """\
-dp ranks draw overlapping samples: some are received twice and some by nobody
+dp ranks draw overlapping samples: some are received more than once
   assuming this: 1 of 2 broken laws hold, and none that held breaks
-  samples: step 1: 1 received more than once (5); 1 received by nobody (7)
+  samples: step 1: 1 received more than once (5); 1 received by no rank (7)
   not explained: with that assumed, the loss of step 1 is off by 9.7e-02, its gradients match within the bound of 2.5e-14
   tried: 2 hypotheses, none explains this
   loss: step 1: expected 2.53460829689014, observed 2.781272991204308 (off by 9.73e-02)
@@ -82,14 +82,14 @@ def test_samples_of_another_step() -> None:
 
 
 def test_samples_fed_to_nobody() -> None:
-    expect_first(received(fsdp_4(), 3, 1, [6]), """samples received by nobody: 1 of 8""")
+    expect_first(received(fsdp_4(), 3, 1, [6]), """1 of 8 samples are received by no rank""")
 
 
 def test_tokens_of_no_sample() -> None:
     trial = fsdp_4()
     batch = trial.ranks[2].steps[0].microbatches[0]
     trial = with_step(trial, 2, 1, microbatches=(replace(batch, tokens=batch.tokens + 50),))
-    expect_first(trial, """received tokens of no sample of the recipe's 3 steps on rank 2""")
+    expect_first(trial, """received tokens belong to no sample of the recipe's 3 steps on rank 2""")
 
 
 def test_ranks_that_each_shuffle_by_themselves() -> None:
@@ -99,15 +99,13 @@ def test_ranks_that_each_shuffle_by_themselves() -> None:
     trial = with_step(trial, 3, 1, microbatches=(replace(strange, tokens=strange.tokens + 50),))
     expect_first(
         trial,
-        """dp ranks draw overlapping samples, each by an order of its own: received tokens of no sample of the recipe's 3 steps on rank 3""",
+        """dp ranks draw overlapping samples, each in its own order: received tokens belong to no sample of the recipe's 3 steps on rank 3""",
     )
 
 
 def test_tp_peers_fed_different_samples() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
-    expect_first(
-        received(trial, 1, 1, [4, 5, 6, 7]), """tp peers receive different samples: rank 1 not what rank 0 receives"""
-    )
+    expect_first(received(trial, 1, 1, [4, 5, 6, 7]), """tp peers receive different samples: rank 1 unlike rank 0""")
 
 
 def test_of_what_follows_from_different_samples_of_tp_peers_nothing_is_said_but_that_it_was_not_tested() -> None:
@@ -143,7 +141,7 @@ def test_a_part_of_the_vocabulary_whose_labels_are_masked_is_told(above: bool) -
         masked = replace(batch, labels=np.where(beyond, -100, batch.labels))
         trial = with_step(trial, rank, 1, microbatches=(masked,))
     which = f"all {'from' if above else 'up to'} token {edge}{' on' if above else ''} are masked"
-    assert f"labels of step 1 are not those of their tokens: {which}" in first_line(trial)
+    assert f"labels of step 1 do not match them: {which}" in first_line(trial)
 
 
 @pytest.mark.parametrize("side", ["late", "early"])
@@ -155,7 +153,7 @@ def test_a_mask_of_labels_one_position_beside_its_place_is_told_with_the_side(si
         beside = masked[:, np.maximum(places - 1, 0) if side == "late" else np.minimum(places + 1, places[-1])]
         moved = np.where(beside, -100, np.where(masked, 3, batch.labels))
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=moved),))
-    assert first_line(trial).endswith(f"are not those of their tokens: what is masked lies one position {side}")
+    assert first_line(trial).endswith(f"do not match them: the mask is one position {side}")
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -166,8 +164,8 @@ def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
     labels = batch.labels.copy()
     labels[row, place] = -100 if masked else 3
     found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
-    how = "masked, where they should be trained on" if masked else "trained on, where they should be masked"
-    told = "tokens are right, 1 labels of step 1 are not those of their tokens"
+    how = "masked, but should be trained on" if masked else "trained on, but should be masked"
+    told = "tokens are right, 1 labels of step 1 do not match them"
     assert found == f"wrong labels on rank 2: {told}: {how}"
 
 
@@ -200,7 +198,7 @@ def test_a_mean_over_no_valid_token() -> None:
 
 def test_what_is_fed_wrongly_in_a_later_step_is_told_with_the_step() -> None:
     assert first_line(received(fsdp_4(), 3, 3, [21, 22])) == (
-        "dp ranks draw overlapping samples in step 3: some are received twice and some by nobody"
+        "dp ranks draw overlapping samples in step 3: some are received more than once"
     )
 
 
@@ -260,9 +258,9 @@ def test_microbatches_that_are_an_earlier_one_again_are_named() -> None:
         for rank in (0, 1):
             own = [8 * step - 8 + 4 * rank, 8 * step - 7 + 4 * rank]
             trial = fed(trial, rank, step, own, own[::-1])
-    told = "in each step microbatches 1-2 have the same tokens on every rank, 4 of 8 samples are received by nobody"
+    told = "in each step microbatches 1-2 have the same tokens on every rank, 4 of 8 samples are received by no rank"
     assert first_line(trial) == told
-    told = "in step 2 microbatches 1-2 have the same tokens on rank 1, 2 of 8 samples are received by nobody"
+    told = "in step 2 microbatches 1-2 have the same tokens on rank 1, 2 of 8 samples are received by no rank"
     assert first_line(fed(right, 1, 2, [12, 13], [12, 13])) == told
 
 
@@ -284,14 +282,14 @@ def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass
         again = replace(own, loss_sum=None, labels=None, valid_tokens=None)
         trial = with_step(trial, 0, record.step, microbatches=(own, again))
     assert first_line(trial) == (
-        "the model runs besides its training passes: in each step microbatches 1-2 have the same tokens on every rank, no"
-        " loss is computed of number 2"
+        "the model runs outside its training passes: in each step microbatches 1-2 have the same tokens on every rank,"
+        " no loss for microbatch 2"
     )
 
 
 def test_several_microbatches_that_are_earlier_ones_again_are_named_together() -> None:
     trial = trial_of(tiny_case("single", accumulation=4))
-    told = "in step 1 microbatches 1-4 have the same tokens on every rank, 6 of 8 samples are received by nobody"
+    told = "in step 1 microbatches 1-4 have the same tokens on every rank, 6 of 8 samples are received by no rank"
     assert first_line(fed(trial, 0, 1, *[[0, 1]] * 4)) == told
     told = "in step 1 microbatches 1-2 have the same tokens, and microbatches 3-4 have the same tokens on every rank"
     assert first_line(fed(trial, 0, 1, [0, 1], [0, 1], [2, 3], [2, 3])).startswith(told)
@@ -305,7 +303,10 @@ def test_a_sample_twice_in_other_microbatches_is_no_microbatch_again() -> None:
 
 
 def test_some_samples_of_another_step_are_counted() -> None:
-    assert first_line(received(fsdp_4(), 3, 1, [6, 9])) == "in step 1 1 of 8 samples are those of step 2 on rank 3"
+    assert (
+        first_line(received(fsdp_4(), 3, 1, [6, 9]))
+        == "1 of 8 samples received in step 1 are those of step 2 on rank 3"
+    )
 
 
 def test_a_label_of_token_0_is_not_taken_for_a_masked_one() -> None:
@@ -315,4 +316,4 @@ def test_a_label_of_token_0_is_not_taken_for_a_masked_one() -> None:
     labels = batch.labels.copy()
     labels[row, place] = 0
     found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
-    assert found == "wrong labels on rank 2: tokens are right, 1 labels of step 1 are not those of their tokens"
+    assert found == "wrong labels on rank 2: tokens are right, 1 labels of step 1 do not match them"

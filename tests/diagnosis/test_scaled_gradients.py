@@ -56,18 +56,18 @@ def proposed(trial: Trial) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "features", "factor", "name"),
     [
-        (dims(shard=4), {}, 1 / 4, "as if divided by dp_shard (1/4) once too often"),
+        (dims(shard=4), {}, 1 / 4, "as if divided an extra time by dp_shard (4)"),
         (dims(shard=4), {}, 4, "as if not divided by dp_shard (4)"),
-        (dims(replicate=2), {}, 1 / 2, "as if divided by dp_replicate (1/2) once too often"),
+        (dims(replicate=2), {}, 1 / 2, "as if divided an extra time by dp_replicate (2)"),
         (dims(replicate=2), {}, 2, "as if not divided by dp_replicate (2)"),
-        (dims(2, 4), {}, 1 / 8, "as if divided by dp_replicate x dp_shard or the number of samples (1/8) once too often"),
+        (dims(2, 4), {}, 1 / 8, "as if divided an extra time by dp_replicate x dp_shard or the number of samples (8)"),
         (dims(2, 4), {}, 8, "as if not divided by dp_replicate x dp_shard or the number of samples (8)"),
         (dims(2, 4), {}, 4, "as if not divided by dp_shard (4)"),
         (dims(2, 2), {}, 2, "as if not divided by dp_replicate or dp_shard (2)"),
-        (dims(1, 2, 2), {}, 1 / 2, "as if divided by dp_shard or tp (1/2) once too often"),
+        (dims(1, 2, 2), {}, 1 / 2, "as if divided an extra time by dp_shard or tp (2)"),
         (dims(tp=2), {}, 2, "as if not divided by tp (2)"),
         (dims(1, 4), {"accumulation": 2}, 2, "as if not divided by accumulation (2)"),
-        (dims(1, 4), {"accumulation": 2}, 1 / 8, "as if divided by dp_shard x accumulation or the number of samples (1/8) once too often"),
+        (dims(1, 4), {"accumulation": 2}, 1 / 8, "as if divided an extra time by dp_shard x accumulation or the number of samples (8)"),
         (dims(1, 4), {}, -1, "the sign is wrong"),
         (dims(1, 4), {}, 1.7, ""),
     ],
@@ -89,7 +89,7 @@ def by_tokens(trial: Trial, factor: Callable[[int, int], float]) -> Trial:
     ("factor", "name"),
     [
         (lambda valid, size: valid, "not divided by the number of valid tokens (16)"),
-        (lambda valid, size: 1 / valid, "divided by the number of valid tokens (1/16) once too often"),
+        (lambda valid, size: 1 / valid, "divided an extra time by the number of valid tokens (16)"),
         (lambda valid, size: valid / size, "divided by the number of all tokens, not of the valid ones"),
     ],
 )
@@ -116,7 +116,7 @@ def test_the_reported_loss_goes_with_gradients_that_are_divided_by_the_same_numb
     for rank, evidence in trial.ranks.items():
         for step in evidence.steps:
             trial = with_step(trial, rank, step.step, reported_loss=0.25 * step.reported_loss)
-    told = "gradients and the reported loss are 0.25 times what they should be in every parameter: as if divided by dp_shard (1/4) once too often"
+    told = "gradients and the reported loss are 0.25 times what they should be in every parameter: as if divided an extra time by dp_shard (4)"
     assert first_line(trial) == told
 
 
@@ -144,7 +144,7 @@ def test_norm_gradients_averaged_over_tp() -> None:
     trial = trial_of(tiny_case("tp_2"))
     expect_first(
         with_factors(trial, lambda rank, step, fqn: 0.5 if "norm" in fqn else 1.0),
-        """gradients are 0.5 times what they should be in 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): as if divided by tp (1/2) once too often""",
+        """gradients are 0.5 times what they should be in 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more): as if divided an extra time by tp (2)""",
     )
 
 
@@ -246,7 +246,7 @@ def test_gradients_off_by_stage_are_told_with_each_stages_factor() -> None:
     trial = trial_of(tiny_case("single"))
     piped = replace(trial, case=tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4))
     halved = {fqn: 0.5 for fqn in trial.plan.shapes if fqn.startswith(("tok_embeddings", "layers.0"))}
-    assert _by_stage(piped, halved) == "gradients are off by stage, times 0.5 in stage 0, 1 in stage 1"
+    assert _by_stage(piped, halved) == "gradients are scaled by stage: 0.5 times in stage 0, 1 times in stage 1"
     assert _by_stage(piped, {WQ: 0.5}) == "", "not all of a stage"
     assert _by_stage(trial, halved) == "", "without a pipeline there are no stages"
 
@@ -311,7 +311,7 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
     trial = with_noise(trial_of(tiny_case("ddp_2")), loss=1e-4, grad_norm=1e-3, gradient=1e-2, distance=1e-2, fit=1e-2)
     trial = with_factors(trial, lambda rank, step, fqn: 1.018)
     assert judged("gradients", trial).verdict is Verdict.PASS
-    told = "gradients are 1.02 times as long as the reference's, though no entry is beyond its noise"
+    told = "the gradient norm is 1.02 times the reference's, though no entry is beyond its noise"
     assert in_noise(trial) == [told]
 
 
@@ -324,9 +324,7 @@ def test_roundings_of_one_parameter_beyond_its_noise_are_located_and_no_factor_i
     trial, draw = loud(), np.random.default_rng(1)
     for rank in trial.ranks:
         trial = with_value(trial, rank, 1, "gradients", WQ, lambda g: g * (1 + 1e-2 * draw.choice([-1, 1], g.shape)))
-    told = (
-        f"gradients are off in 1 of 12 parameters ({WQ}), and no factor explains it: by 1.0e-02 of its length in {WQ}"
-    )
+    told = f"gradients are off in 1 of 12 parameters ({WQ}), and no factor explains it: by 1.0e-02 of its norm in {WQ}"
     assert located(with_updates_that_follow(trial)).startswith(told)
     for rank in trial.ranks:
         part = trial.ranks[rank].steps[0].microbatches[0]

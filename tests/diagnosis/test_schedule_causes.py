@@ -30,19 +30,19 @@ def after_the_warm_up(step: int, then: float) -> float:
 
 
 RULES: dict[str, Callable[[int], float]] = {
-    "that of the step before, in every step": lambda step: requested(step - 1),
-    "that of the next step, in every step": lambda step: requested(step + 1),
-    "each step takes 2 steps of the schedule": lambda step: requested(2 * step - 1),
-    "each step takes 5 steps of the schedule": lambda step: requested(5 * step - 4),
-    "that of the step before since step 2": lambda step: requested(step - (step >= 2)),
-    "that of the step before since step 7": lambda step: requested(step - (step >= 7)),
+    "every step takes the rate of the step before": lambda step: requested(step - 1),
+    "every step takes the rate of the next step": lambda step: requested(step + 1),
+    "each step advances the schedule by 2": lambda step: requested(2 * step - 1),
+    "each step advances the schedule by 5": lambda step: requested(5 * step - 4),
+    "each step from step 2 on takes the rate of the step before": lambda step: requested(step - (step >= 2)),
+    "each step from step 7 on takes the rate of the step before": lambda step: requested(step - (step >= 7)),
     "as without a schedule": lambda step: 1.0,
-    "constant behind the warm-up": lambda step: after_the_warm_up(step, 1.0),
-    "a line falls behind the warm-up, in place of a cosine": lambda step: after_the_warm_up(
+    "constant after the warm-up": lambda step: after_the_warm_up(step, 1.0),
+    "linear decay after the warm-up, not cosine": lambda step: after_the_warm_up(
         step, 1 - (1 - LAST) * (step - WARMUP) / (STEPS - WARMUP)
     ),
     "the cosine counts the steps of the warm-up as well": lambda step: after_the_warm_up(step, cosine(step / STEPS)),
-    "the cosine takes as many steps as there are, behind the warm-up": lambda step: after_the_warm_up(
+    "the cosine takes all steps of the run, starting after the warm-up": lambda step: after_the_warm_up(
         step, cosine((step - WARMUP) / STEPS)
     ),
     "the cosine also multiplies the warm-up": lambda step: min(1.0, step / WARMUP) * cosine(step / STEPS),
@@ -85,13 +85,13 @@ def test_rates_of_no_schedule_are_not_named() -> None:
 
 def test_a_schedule_gives_the_rates_that_are_right_as_well() -> None:
     assert named({1: PEAK, 2: PEAK, 3: PEAK / 2}) == ""
-    assert named({1: PEAK / 3, 2: 2 * PEAK / 3, 4: PEAK, 5: PEAK}) == ": constant behind the warm-up"
+    assert named({1: PEAK / 3, 2: 2 * PEAK / 3, 4: PEAK, 5: PEAK}) == ": constant after the warm-up"
 
 
 def test_one_wrong_rate_is_a_schedules_only_between_right_ones() -> None:
     short = replace(EIGHT_STEPS, steps=3, warmup_steps=2, final_lr_fraction=0.1)
     trial = replace(TRIAL, case=replace(TRIAL.case, training=short))
     shown = {(0, 1): PEAK / 2, (0, 2): PEAK / 10, (0, 3): PEAK / 10}
-    assert schedule_of(trial, {(0, 2): PEAK / 10}, shown) == ": each step takes 2 steps of the schedule"
+    assert schedule_of(trial, {(0, 2): PEAK / 10}, shown) == ": each step advances the schedule by 2"
     assert named({1: PEAK}) == ""
     assert named({1: PEAK / 3, 2: PEAK / 3}) == ""

@@ -73,11 +73,11 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
 @pytest.mark.parametrize(
     ("name", "modules", "where"),
     [
-        ("the gradient that leaves feed-forward is 2 times", ["layers.0.feed_forward"], ""),
-        ("no gradient goes through the norm's root", ["norm"], " in norm"),
-        ("no gradient goes along the residual stream where feed-forward is added", ["layers.0"], ""),
+        ("the gradient that feed-forward passes to its input is multiplied by 2", ["layers.0.feed_forward"], ""),
+        ("no gradient flows through the norm's root", ["norm"], " in norm"),
+        ("no gradient flows along the residual stream where feed-forward is added", ["layers.0"], ""),
         (
-            "gradients are of a loss with 0.0001 times the square of its normaliser's logarithm (z-loss)",
+            "gradients include a z-loss of 0.0001 * logsumexp(logits)^2",
             [""],
             ", requested none",
         ),
@@ -134,7 +134,11 @@ def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:
             "the feed-forward's activation is GELU, requested SiLU",
         ),
         *(
-            (f"what {part} adds is counted 2 times, and once in backward", [module], "{name}, requested once")
+            (
+                f"the output of {part} is counted 2 times in forward, once in backward",
+                [module],
+                "{name}, requested once",
+            )
             for part, module in (("attention", "layers.0.attention.wo"), ("feed-forward", "layers.0.feed_forward"))
         ),
         (
@@ -158,7 +162,7 @@ LAYERS = replace(MODEL, n_layers=3)
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
-        ("layers 1 and 2 run in exchanged order", [""]),
+        ("layers 1 and 2 run in swapped order", [""]),
         ("the residual stream is taken after the norm where attention is added", ["layers.1"]),
     ],
 )
@@ -240,10 +244,10 @@ def test_rows_of_an_embedding_that_other_tp_ranks_hold_are_masked_or_named(ran: 
 @pytest.mark.parametrize("place", ["attention", "feed-forward", "attention and feed-forward"])
 def test_dropout_of_the_sum_with_the_residual_stream_is_told_by_its_place(ran: Ran, place: str) -> None:
     case = case_of(model=replace(MODEL, dropout=0.25))
-    told = f"dropout is applied to the sum with the residual stream after {place}"
+    told = f"dropout after {place} is applied to the sum with the residual stream"
     (variation,) = [one for one in other_dropout(case.model) if one.observed == told]
     trial = ran(case, altered=altering(variation, ["layers.0"], 1))
-    assert diagnosed(trial).cause == f"{told}, requested to what is added to it"
+    assert diagnosed(trial).cause == f"{told}, requested before that sum"
     assert not not_explained(trial)
 
 
@@ -254,7 +258,7 @@ def test_logits_of_padding_in_the_softmax_are_counted(ran: Ran) -> None:
     assert diagnosed(trial).cause == f"{padded.observed}, requested none"
 
 
-GATHERED = "the loss over a split vocabulary is given gathered logits: its normaliser counts each 2 times"
+GATHERED = "the loss over a split vocabulary is given gathered logits: its normaliser counts each logit 2 times"
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -292,9 +296,9 @@ def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
 @pytest.mark.parametrize(("rows", "where"), [(None, ""), (np.arange(8) >= 4, " on rank 1")])
 def test_a_document_mask_that_is_lost_is_told_with_its_ranks(ran: Ran, rows: np.ndarray | None, where: str) -> None:
     case = case_of(training=replace(RECIPE, document_mask=True))
-    (lost,) = [one for one in variations(case.model, case.training) if one.observed == "documents see each other"]
+    (lost,) = [one for one in variations(case.model, case.training) if one.observed == "attention crosses documents"]
     trial = ran(case, altered=altering(lost, [""], 1, rows))
-    assert diagnosed(trial).cause == f"documents see each other{where}"
+    assert diagnosed(trial).cause == f"attention crosses documents{where}"
 
 
 def test_labels_that_are_smoothed_are_told_with_the_number_that_was_fitted(ran: Ran) -> None:

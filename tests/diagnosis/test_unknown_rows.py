@@ -65,7 +65,7 @@ def test_a_rank_that_shuffles_by_another_seed_is_told_with_it(ran: Ran) -> None:
     share = np.stack([data[index][0].numpy() for index in order])[1::2]
     cause = wrong_samples(fed(trial, lambda rank, rows: share if rank == 1 else rows))
     seed = case.training.seed
-    told = f"samples of the data set in the order of seed {seed + 1}, or of as many epochs on from {seed}"
+    told = f"samples of the data set in the order of seed {seed + 1}, or of epoch 1 (counted from 0)"
     assert cause is not None and cause.hint == told and cause.kind == "samples of no step"
 
 
@@ -76,7 +76,7 @@ def test_samples_that_are_not_shuffled_and_blocks_in_place_of_every_nth_are_told
     for told, of_rank in (
         ("samples in the data set's own order, not shuffled", lambda rank: [*range(8)][rank::2]),
         (
-            "each dp rank reads a block of the shuffled samples, requested every n-th of them",
+            "each dp rank reads a block of the shuffled samples, requested every n-th sample",
             lambda rank: order[rank * (len(data) // 2) :][:4],
         ),
     ):
@@ -92,7 +92,9 @@ def test_a_sampler_that_deals_out_to_more_ranks_than_read_is_told_where_steps_ar
     data = build_dataset(trial.case.training, trial.case.model)
     order = sample_order(trial.case.training, len(data), 0)
     own = trial.case.training.global_batch // 2
-    told = "each dp rank reads every 4th of the shuffled samples (one is for each rank of the world), requested every second"
+    told = (
+        "each dp rank reads every 4th of the shuffled samples (one share per rank of the world), requested every second"
+    )
     for step, kind in ((1, "samples dealt otherwise"), (trial.case.training.steps, "samples of no step")):
         ids = {rank: order[rank::4][(step - 1) * own : step * own] for rank in (0, 1)}
         rows = {rank: np.stack([data[index][0].numpy() for index in of_rank]) for rank, of_rank in ids.items()}
@@ -114,7 +116,7 @@ def test_ranks_that_read_on_too_far_in_their_own_share_are_told_with_the_place(r
 
     far = trial.case.training.steps * own + 1
     cause = wrong_samples(reading_from(far, far))
-    told = f"each dp rank reads on from sample {far} of its share (counted from 0), requested 0"
+    told = f"each dp rank continues at sample {far} of its share (counted from 0), requested 0"
     assert cause is not None and cause.kind == "data position" and told in cause.text
     assert begun_elsewhere(reading_from(far, far + 1), 1, [0, 1]) == ""
     assert begun_elsewhere(trial, 1, [0, 1]) == ""

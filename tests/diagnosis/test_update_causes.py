@@ -53,7 +53,7 @@ def test_norm_weights_that_do_not_decay_although_all_should() -> None:
     )
 
 
-@pytest.mark.parametrize("factor, hint", [(2.0, ", the peak's, as without a schedule"), (1.5, "")])
+@pytest.mark.parametrize("factor, hint", [(2.0, ", the peak, as without a schedule"), (1.5, "")])
 def test_a_group_with_a_learning_rate_of_its_own(factor: float, hint: str) -> None:
     trial = trial_of(tiny_case("fsdp_2", replace(SGD, decay="matrices")))
     rates, peak = [step.lr for step in trial.reference.steps], trial.case.training.lr
@@ -162,7 +162,7 @@ def test_the_librarys_default_of_weight_decay() -> None:
 
 def test_weight_decay_that_is_not_multiplied_by_the_learning_rate() -> None:
     uneven = replace(ADAMW, lr=0.03)
-    told = "weight decay is 3.33333, that over the learning rate, requested 0.1"
+    told = "weight decay is 3.33333, the requested one divided by the learning rate, requested 0.1"
     expect_first(trained_as(replace(uneven, weight_decay=0.1 / 0.03), requested=uneven), told)
 
 
@@ -271,7 +271,7 @@ def test_a_norm_that_counts_replicas() -> None:
 
     expect_first(
         trained_otherwise(trial_of(tiny_case("hsdp_2x2", low)), given=given),
-        """each rank clips by a norm with each replica along dp_replicate counted again, not by the global norm: 2.30017 on rank 0, expected 1.62647""",
+        """each rank clips by a norm that counts every replica along dp_replicate, not by the global norm: 2.30017 on rank 0, expected 1.62647""",
     )
 
 
@@ -283,7 +283,7 @@ def test_clipping_that_enlarges() -> None:
 
     expect_first(
         trained_otherwise(trial_of(tiny_case("fsdp_2", high)), given=given),
-        """clipping enlarges gradients: it multiplies by 61.48, as the norm 1.626 is below max_norm 100""",
+        """clipping enlarges gradients: it multiplies by 61.48 although the norm 1.626 is below max_norm 100""",
     )
 
 
@@ -298,7 +298,7 @@ def test_an_optimizer_that_stops_after_the_first_step() -> None:
 def test_a_first_step_without_a_learning_rate_is_named_by_it() -> None:
     expect_first(
         with_rates(0.0, 0.005, 0.01),
-        """learning rate of step 1 is 0: that of the step before, in every step, requested 0.005""",
+        """learning rate of step 1 is 0: every step takes the rate of the step before, requested 0.005""",
     )
 
 
@@ -387,4 +387,4 @@ def test_a_rate_of_one_replica_is_told_with_the_ranks_that_have_it() -> None:
     late = trained_otherwise(trial, [1], rate=lambda step, fqn: 0.1234 if step == 2 else rates[step - 1])
     late = with_step(late, 1, 2, lr=0.1234)
     proposed = [one.cause.text for one in wrong_optimizer(late, {"update": judged("update", late)})]
-    assert proposed[0] == "learning rate of step 2 is 0.1234 (reported as requested) on rank 1, requested 0.05"
+    assert proposed[0] == "learning rate of step 2 on rank 1 is 0.1234 (reported as requested), requested 0.05"

@@ -76,7 +76,7 @@ def test_weights_that_each_run_draws_anew() -> None:
     assert same == "training does not start from the seed weights in every parameter"
     expect_first(
         replace(trial, repeat=other.run),
-        """training does not start from the seed weights in every parameter: each run draws others, as without a seed""",
+        """training does not start from the seed weights in every parameter: each run draws new ones, as without a seed""",
     )
 
 
@@ -125,7 +125,7 @@ def test_weights_that_are_a_multiple_of_the_seeds() -> None:
     larger = lambda fqn, full: full * 2**0.5 if fqn.endswith(("wo.weight", "w2.weight")) else full  # noqa: E731
     expect_first(
         with_full_weights(trial, larger),
-        """training does not start from the seed weights in 2 of 12 parameters (layers.0.attention.wo.weight, layers.0.feed_forward.w2.weight): they are 1.41421 times these""",
+        """training does not start from the seed weights in 2 of 12 parameters (layers.0.attention.wo.weight, layers.0.feed_forward.w2.weight): they are 1.41421 times the seed's""",
     )
 
 
@@ -182,12 +182,12 @@ def changed_on(step: int, change: Any, *, ranks: tuple[int, ...] = (0, 1)) -> Tr
     ],
 )
 def test_what_was_done_to_weights_after_the_optimizer_is_told(change: Any, how: str) -> None:
-    told = "weights are changed between steps 1 and 2, when the optimizer is done: {}in every parameter"
+    told = "weights are changed outside the optimizer between steps 1 and 2: {}in every parameter"
     assert first_line(changed_on(1, change)) == told.format(how)
 
 
 def test_weights_changed_after_the_last_step_are_told_with_their_rank() -> None:
-    told = "weights are changed after the last step, when the optimizer is done: in every parameter on rank 1"
+    told = "weights are changed outside the optimizer after the last step: in every parameter on rank 1"
     assert first_line(changed_on(3, lambda left: 2 * left, ranks=(1,))) == told
 
 
@@ -196,7 +196,11 @@ def test_gradients_that_were_wrong_before_are_told_beside() -> None:
     for rank in (0, 1):
         trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient: 2 * gradient)
     told = diagnosis_text(trial)
-    assert "weights are changed between steps 2 and 3" in told and "norm.weight" in told and "gradients" in told
+    assert (
+        "weights are changed outside the optimizer between steps 2 and 3" in told
+        and "norm.weight" in told
+        and "gradients" in told
+    )
 
 
 def test_parameters_that_became_different_things_are_told_by_none_of_them() -> None:
@@ -229,5 +233,5 @@ def test_what_became_of_a_matrix_whose_numbers_are_all_there_is_told(value: np.n
 
 def test_other_constants_and_factors_are_told_with_their_number() -> None:
     assert _instead(0 * MATRIX + 3, MATRIX) == "they are all 3"
-    assert _instead(2 * MATRIX, MATRIX) == "they are 2 times these"
+    assert _instead(2 * MATRIX, MATRIX) == "they are 2 times the seed's"
     assert _instead(np.array([[5.0, 1, 1], [1, 1, 1], [1, 1, 1]]), MATRIX) == ""

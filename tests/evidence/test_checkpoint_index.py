@@ -94,7 +94,7 @@ def test_a_format_that_nobody_can_read_is_unknown_with_the_reason() -> None:
     result = judged("checkpoint", trial)
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, "not complete in torch's distributed format")
     trial = replace(trial, run=replace(trial.run, checkpoint=None))
-    assert judged("checkpoint", trial).note == "nobody looked at what was saved"
+    assert judged("checkpoint", trial).note == "what was saved was not examined"
 
 
 # ---- wrong
@@ -116,7 +116,7 @@ def test_a_second_tensor_of_each_parameter_is_named(prefix: str) -> None:
         in judged("checkpoint", trial).findings
     )
     names = " and ".join(sorted([f"{prefix}.*", "model.*"]))
-    assert cause(trial).endswith(f"the checkpoint of step 2 holds 2 tensors for one, {names}, in every parameter")
+    assert cause(trial).endswith(f"the checkpoint of step 2 holds 2 tensors, expected one, in every parameter: {names}")
 
 
 def test_optimizer_state_in_another_type_is_named() -> None:
@@ -129,7 +129,7 @@ def test_optimizer_state_in_another_type_is_named() -> None:
 
 def test_a_parameter_that_is_not_saved_is_named() -> None:
     trial = with_tensors(saving(), lambda tensor: [] if tensor.name == f"model.{WEIGHT}" else [tensor])
-    assert judged("checkpoint", trial).findings == (Finding(f"{WEIGHT}, parameter", "saved", "not there"),)
+    assert judged("checkpoint", trial).findings == (Finding(f"{WEIGHT}, parameter", "saved", "missing"),)
     assert f"lacks parameters in 1 of {len(trial.plan.shapes)} parameters ({WEIGHT})" in cause(trial)
 
 
@@ -148,7 +148,7 @@ def test_a_tensor_that_is_about_no_parameter_is_found() -> None:
     assert held is not None
     trial = with_checkpoint(saving(), tensors=(*held.tensors, SavedTensor("buffer", "", (64,), "float64", 64)))
     assert [finding.where for finding in judged("checkpoint", trial).findings] == ["buffer"]
-    assert cause(trial).endswith("holds 1 tensors that are about no parameter: buffer")
+    assert cause(trial).endswith("holds 1 tensors that belong to no parameter: buffer")
 
 
 def test_large_objects_and_files_that_the_index_does_not_know_are_found() -> None:

@@ -6,9 +6,9 @@ from harness.judge.result import Finding
 
 
 def test_the_text_of_a_place_is_made_of_rank_step_and_name() -> None:
-    finding = Finding.at(1, "0", "4", step=2, name="matmuls besides training passes")
-    assert finding == Finding("rank 1, step 2, matmuls besides training passes", "0", "4")
-    assert (finding.rank, finding.step, finding.name) == (1, 2, "matmuls besides training passes")
+    finding = Finding.at(1, "0", "4", step=2, name="matmuls outside training passes")
+    assert finding == Finding("rank 1, step 2, matmuls outside training passes", "0", "4")
+    assert (finding.rank, finding.step, finding.name) == (1, 2, "matmuls outside training passes")
 
 
 def test_what_a_place_lacks_is_not_written() -> None:

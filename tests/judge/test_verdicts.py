@@ -239,7 +239,9 @@ def test_rows_of_no_sample_are_counted_by_rank() -> None:
         return with_step(trial, rank, 2, microbatches=parts)
 
     told = judged("samples", garbled(trial_of(tiny_case("fsdp_2", ADAMW)), 1))
-    expected = Finding("rank 1, step 2", "samples of the recipe's steps", "4 rows of tokens that are none of them")
+    expected = Finding(
+        "rank 1, step 2", "samples of the recipe's steps", "4 rows of tokens that belong to none of them"
+    )
     assert expected in told.findings
 
 

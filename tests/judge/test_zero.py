@@ -101,7 +101,7 @@ def test_parameters_that_are_not_gathered_behind_the_optimizer_are_missed() -> N
     trial = trial_of(zero_case("zero1"))
     kept = tuple(call for call in trial.ranks[0].collectives if (call.op, call.step) != ("all_gather", 2))
     (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
-    assert finding.where == "rank 0, step 2, all_gather behind the optimizer over dp_shard [0-2]"
+    assert finding.where == "rank 0, step 2, all_gather after the optimizer over dp_shard [0-2]"
     assert (finding.expected, finding.observed) == ("at least 1.536 kB (1536)", "nothing")
 
 
@@ -133,7 +133,7 @@ def test_parameters_that_are_not_gathered_behind_the_last_step_are_missed() -> N
     trial = gathered_late()
     kept = tuple(call for call in trial.ranks[0].collectives if (call.op, call.phase) != ("all_gather", "other"))
     (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
-    assert finding.where == f"rank 0, step {trial.case.steps[-1]}, all_gather behind the optimizer over dp_shard [0-2]"
+    assert finding.where == f"rank 0, step {trial.case.steps[-1]}, all_gather after the optimizer over dp_shard [0-2]"
 
 
 def test_a_rank_that_gives_no_gradient_of_its_part_is_missing_one() -> None:

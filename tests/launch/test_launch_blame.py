@@ -219,7 +219,7 @@ def test_nccls_watchdog_abort_is_a_victims_death():
 
 def test_ranks_of_a_dead_server_are_lost_and_nobody_is_blamed():
     assert judge([Fate(0, None, trouble="the rank server ended")]) == [
-        Exit(0, "lost", error="nothing was heard of its end. the rank server ended")
+        Exit(0, "lost", error="how it ended is unknown. the rank server ended")
     ]
 
 

@@ -90,7 +90,7 @@ def averaged_model(matmuls: int, batched: int = 0) -> Trial:
 
 def test_what_another_model_computes_is_allowed_in_matmuls_and_no_more() -> None:
     forward = trial_of(tiny_case("fsdp_2")).ranks[1].steps[1].activity.matmuls[Matmul("forward", "float64")]
-    assert judged("features", averaged_model(forward)).findings[0].name == "matmuls besides training passes"
+    assert judged("features", averaged_model(forward)).findings[0].name == "matmuls outside training passes"
     for allow in (AVERAGED, replace(AVERAGED, matmuls=forward)):
         passed = judged("features", allowing(averaged_model(forward), allow))
         assert (passed.verdict, passed.note) == (

@@ -63,4 +63,4 @@ def test_as_many_elements_in_another_dtype_of_the_recipe_are_told_as_that() -> N
         return [replace(call, dtype="bfloat16", bytes=call.bytes // 2) if call.op == "reduce_scatter" else call]
 
     observed = judged("traffic", with_collectives(trial, 0, narrow)).findings[0].observed
-    assert observed.endswith("elements of bfloat16; as many of float32 are what was expected")
+    assert observed.endswith("elements of bfloat16; expected as many of float32")

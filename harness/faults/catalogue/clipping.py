@@ -156,7 +156,7 @@ replicated_parameters_clipped_on_tp_rank_0_only = fault(
 
 
 @fault(
-    breaks="gradients are clipped after every microbatch, as they add up, not once a step",
+    breaks="accumulated gradients are clipped after every microbatch, requested once a step",
     bug="E-class: a norm of a part of the batch",
     case="ddp_2_accum",
     caught_by="gradients",

@@ -28,7 +28,7 @@ def attention_falls_back_to_matmuls(original: Any, *args: Any, **kwargs: Any) ->
 
 
 @fault(
-    breaks="what blocks save for backward is moved to the host, which nobody requested",
+    breaks="what blocks save for backward is moved to the host, not requested",
     bug="A-class: activations are offloaded although memory is not short",
     case="fsdp_2",
     caught_by="features",

@@ -17,7 +17,7 @@ TIED = ExpectedFailure(
     because="torchtitan unties the weight for tensor parallel, FSDP2 notes two of it, and it is tied again",
     script="upstream_bugs/torchtitan_tied_under_tp.py",
     laws="memory placements",
-    named="fsdp2 units are others than requested",
+    named="fsdp2 units differ from those requested",
 )
 TIED_AND_SHARDED = dataclasses.replace(TIED, laws="memory placements reshard traffic")
 
