@@ -136,8 +136,8 @@ def _attention(model: ModelConfig, training: TrainingConfig, counts: Iterable[in
 OF_INPUTS: dict[str, Alteration] = {
     "keys are used as values": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, k, k, *rest)),
     "values are used as keys": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, v, *rest)),
-    "keys and values are exchanged": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, k, *rest)),
-    "queries and keys are exchanged": OF_ITSELF(lambda original, _, q, k, v, *rest: original(k, q, v, *rest)),
+    "keys and values are swapped": OF_ITSELF(lambda original, _, q, k, v, *rest: original(q, v, k, *rest)),
+    "queries and keys are swapped": OF_ITSELF(lambda original, _, q, k, v, *rest: original(k, q, v, *rest)),
     "queries and keys are normalized": OF_ITSELF(
         lambda original, _, q, k, v, *rest: original(F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:]), v, *rest)
     ),
@@ -201,7 +201,7 @@ def _exchanged(model: ModelConfig) -> Rows:
     shapes, prefix = model.parameter_shapes(), "layers.0.attention"
     for one, other in (("wq", "wo"), ("wk", "wv"), ("wq", "wk"), ("wq", "wv")):
         if shapes[f"{prefix}.{one}.weight"] == shapes[f"{prefix}.{other}.weight"]:
-            yield f"{one} and {other} are exchanged", partial(exchange, one=one, other=other)
+            yield f"{one} and {other} are swapped", partial(exchange, one=one, other=other)
 
 
 def exchange(module: nn.Module, *, one: str, other: str) -> None:
@@ -314,7 +314,7 @@ ACTIVATIONS: dict[str, Change] = {
 
 def _feed_forward() -> list[Variation]:
     gates = {
-        "w1 and w3 are exchanged": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w3(x)) * m.w1(x))),
+        "w1 and w3 are swapped": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w3(x)) * m.w1(x))),
         "the feed-forward is not gated by w3": OF_ITSELF(lambda _, m, x: m.w2(F.silu(m.w1(x)))),
         "the feed-forward adds w3's output instead of gating by it": OF_ITSELF(
             lambda _, m, x: m.w2(F.silu(m.w1(x)) + m.w3(x))

@@ -23,7 +23,7 @@ def check(trial: Trial) -> Result:
             examined += 1
             if wanted not in exist:
                 near = [ranks_text(ranks) for ranks in sorted(exist) if len(ranks) == len(wanted)]
-                observed = f"of that size: {' '.join(near) or 'none'}"
+                observed = f"groups of that size: {' '.join(near) or 'none'}"
                 findings.append(Finding.at(rank, f"a group {ranks_text(wanted)}", observed, name=f"axis {axis}"))
     findings += _disagreements(trial) if trial.recorded is None else []  # ranks are recorded at different moments
     return verdict_of("process_groups", findings, examined)
@@ -44,5 +44,5 @@ def _disagreements(trial: Trial) -> list[Finding]:
             for other in group.ranks:
                 if other != rank and other in trial.ranks and group not in trial.ranks[other].groups:
                     where, members = f"group {group.name!r} of rank {rank}", ranks_text(group.ranks)
-                    findings.append(Finding(where, f"known to rank {other}", f"{members} unknown there"))
+                    findings.append(Finding(where, f"known to rank {other}", f"no such group there: {members}"))
     return findings

@@ -264,7 +264,7 @@ def _differences(layout: Layout, dims: ParallelDims) -> Iterator[str]:
         yield f"axes in the wrong order: parameters lie as on a mesh ({', '.join(shown)}), requested ({', '.join(wanted)})"
     if exchanged and min(replicate, shard) > 1:
         held = f"parameters are sharded over {shard * dims.cp} ranks and replicated {replicate} times"
-        yield f"dp_replicate and dp_shard exchanged: {held}, requested {_requested(dims)}"
+        yield f"dp_replicate and dp_shard are swapped: {held}, requested {_requested(dims)}"
     elif _shards(layout.known) != _shards(dims):
         yield _other_strategy(layout, dims)
 

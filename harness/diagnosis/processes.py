@@ -97,7 +97,7 @@ def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
     if AT_WORK in first.error:
         yield Fact(Cause("too slow", f"too slow: {ranks} {first.error}"), ("completed",))
         return
-    text = f"{ranks} did not finish, and nothing tells which of them is the cause"
+    text = f"{ranks} did not finish, and nothing shows which of them is the cause"
     if first.undelivered:
         text = f"{ranks} did not finish: {first.undelivered}"
     lines = [(f"rank {exit.rank}", _how_it_ended(exit).replace("hung", "killed")) for exit in failed[:4]]

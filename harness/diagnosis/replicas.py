@@ -105,7 +105,7 @@ def exchanged_tensors(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         (rank, fqn), (other, factor) = next(iter(found.items()))
         times = "" if factor == 1 else f" {times_text(factor)}"
         hint = f"rank {rank} adds{times} rank {_partner(trial, rank)}'s {other} to its {fqn}"
-        text = f"tensors change places in the reduction over dp_replicate {where_text(trial, list(found))}"
+        text = f"tensors are swapped in the reduction over dp_replicate {where_text(trial, list(found))}"
         fitted = 1 + len({times for _, times in found.values()})
         cause = Cause("reductions exchanged", text, hint=hint)
         yield Hypothesis(cause, lambda t: clipping_apart(_assuming(t, found, since=step)), fitted)

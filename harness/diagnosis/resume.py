@@ -143,7 +143,7 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
         text = f"{some(names)} {were} not loaded from the checkpoint{ranks}: still the seed's values"
         return Cause("parameters not loaded", text)
     if pair := _exchanged(trial, wrong, PARAMETER, names):
-        text = f"parameters {pair[0]} and {pair[1]} are exchanged by the checkpoint{ranks}"
+        text = f"parameters {pair[0]} and {pair[1]} are swapped by the checkpoint{ranks}"
         return Cause("parameters exchanged", text)
     changes = {_change(trial, fqn) for fqn in names}
     if len(changes) == 1 and (change := next(iter(changes))).startswith(("rounded", "transposed")):
@@ -225,7 +225,7 @@ def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
         zero = "is" if len(moments) == 1 else "are"
         return f"resumed without optimizer state: {' and '.join(moments)} {zero} zero {where}, after {steps} steps"
     if pair := _exchanged(trial, wrong, moments[0], fqns):
-        return f"optimizer state is exchanged: {pair[0]} resumed with {' and '.join(moments)} of {pair[1]}{ranks}"
+        return f"optimizer state is swapped: {pair[0]} resumed with {' and '.join(moments)} of {pair[1]}{ranks}"
     saved, together = saved_state(trial.saved[-1]), _held_together(trial)
     keys = [(name, fqn) for name in moments for fqn in fqns if (name, fqn) in saved]
     pairs = [(together[key], saved[key]) for key in keys if key in together and together[key].shape == saved[key].shape]

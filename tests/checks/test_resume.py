@@ -134,7 +134,7 @@ def test_optimizer_state_that_is_not_there_is_named() -> None:
 def test_optimizer_state_of_another_parameter_is_named() -> None:
     other = "layers.0.attention.wo.weight"
     trial = everywhere(resumed(), "optimizer_state", lambda held: held | {WEIGHT: held[other], other: held[WEIGHT]})
-    assert cause(trial) == f"optimizer state is exchanged: {WEIGHT} resumed with exp_avg and exp_avg_sq of {other}"
+    assert cause(trial) == f"optimizer state is swapped: {WEIGHT} resumed with exp_avg and exp_avg_sq of {other}"
 
 
 def test_a_counter_that_starts_anew_is_named() -> None:

@@ -42,7 +42,7 @@ def test_ranks_in_the_wrong_tp_groups_are_named() -> None:
     for rank, groups in enumerate([((0, 3),), ((1, 2),), ((1, 2),), ((0, 3),)]):
         trial = with_groups(trial, rank, *groups, (0, 2) if rank in (0, 2) else (1, 3))
     assert findings("process_groups", trial) == tuple(
-        Finding(f"rank {rank}, axis tp", f"a group {wanted}", f"of that size: {near}")
+        Finding(f"rank {rank}, axis tp", f"a group {wanted}", f"groups of that size: {near}")
         for rank, wanted, near in (
             (0, "[0,1]", "[0,2] [0,3]"),
             (1, "[0,1]", "[1,2] [1,3]"),
@@ -58,7 +58,7 @@ def test_a_group_that_only_one_of_its_members_knows_is_named(member: int, other:
     odd = Group("odd", (0, 1), "gloo")
     trial = with_rank(trial, member, groups=(*trial.ranks[member].groups, odd))
     assert findings("process_groups", trial) == (
-        Finding(f"group 'odd' of rank {member}", f"known to rank {other}", "[0,1] unknown there"),
+        Finding(f"group 'odd' of rank {member}", f"known to rank {other}", "no such group there: [0,1]"),
     )
 
 

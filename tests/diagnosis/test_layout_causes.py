@@ -144,7 +144,7 @@ def test_fsdp_that_ran_as_hsdp() -> None:
 def test_degrees_of_replicate_and_shard_exchanged() -> None:
     expect_first(
         ran_as(dims(2, 4), dims(4, 2)),
-        """dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
+        """dp_replicate and dp_shard are swapped: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times""",
     )
 
 
@@ -155,7 +155,7 @@ def test_degrees_of_replicate_and_shard_exchanged() -> None:
             dims(2, 4),
             dims(4, 2),
             [0, 0, 0, 0, 1, 1, 1, 1],
-            "dp_replicate and dp_shard exchanged: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times",
+            "dp_replicate and dp_shard are swapped: parameters are sharded over 2 ranks and replicated 4 times, requested 4, replicated 2 times",
         ),
         (
             dims(1, 2, 2),

@@ -116,7 +116,7 @@ def test_ranks_of_which_none_can_be_blamed() -> None:
     expect(
         with_exits(fsdp_4(), *killed),
         """\
-ranks [0-3] did not finish, and nothing tells which of them is the cause
+ranks [0-3] did not finish, and nothing shows which of them is the cause
   rank 0: killed: no answer for 30 s
   rank 1: killed: no answer for 30 s
   rank 2: killed: no answer for 30 s
@@ -208,7 +208,7 @@ def test_where_nobody_can_be_blamed_the_first_ones_stack_is_shown() -> None:
     found = seen(process_failed, with_exits(fsdp_4(), *killed))
     assert (
         found is not None
-        and found.cause.text == "ranks [1,2] did not finish, and nothing tells which of them is the cause"
+        and found.cause.text == "ranks [1,2] did not finish, and nothing shows which of them is the cause"
     )
     assert found.lines == (
         ("rank 1", "killed: no answer"),

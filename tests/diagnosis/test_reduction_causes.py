@@ -202,7 +202,7 @@ def test_tensors_that_change_places_in_a_reduction_are_named() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
     one, other = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"
     wrong = with_exchanged(trial, one, other)
-    told = f"tensors change places in the reduction over dp_replicate in 1 of 12 parameters ({one}) on rank 1"
+    told = f"tensors are swapped in the reduction over dp_replicate in 1 of 12 parameters ({one}) on rank 1"
     assert first_line(wrong) == f"{told}: rank 1 adds rank 3's {other} to its {one}"
 
 
