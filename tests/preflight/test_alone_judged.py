@@ -87,4 +87,4 @@ def test_two_members_that_disagree_break_the_order_of_a_group_that_is_not_wholly
     broken = replace(whole, run=replace(whole.run, ranks=whole.ranks | {1: less}))
     result = results(broken)["collective_order"]
     assert result.verdict is Verdict.FAIL
-    assert result.findings[0].observed.startswith("rank 1: ")
+    assert result.findings[0].observed.endswith(" on rank 1")
