@@ -5,8 +5,9 @@ has ended, no copies of weights or gradients are kept anywhere in the process: t
 rank's slice of one, and flat buffers, of floating-point numbers. Allowed are the buckets in which DDP reduces gradients, and
 as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
 and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
-But nothing grows from step to step, whatever its shape, except single numbers; and within a step there are copies of no more
-weights at once than of two parameters. What a case or an adapter allows besides is added, and said.
+But nothing grows from step to step, whatever its shape, except single numbers; within a step there are copies of no more
+weights at once than of two parameters; and no autograd graph that backward was told to retain lives on in the next forward
+pass. What a case or an adapter allows besides is added, and said.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def check(trial: Trial) -> Result:
         wanted = planned(trial, rank)
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
-        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank)
+        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
         examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
     if unseen and not findings:
@@ -158,6 +159,12 @@ def _growing(trial: Trial, rank: int) -> list[Finding]:
     name = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}, kept from step to step"
     observed = f"{bytes_text(rate)} more a step: {', '.join(list(grown(evidence))[:3])}"
     return [Finding.at(rank, f"at most {bytes_text(most)} more a step", observed, name=name)]
+
+
+def _graphs(evidence: RankEvidence) -> list[Finding]:
+    seen = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
+    name = "autograd graphs that live on in the next forward pass"
+    return [Finding.at(evidence.rank, "none", str(count), step=step, name=name) for step, count in seen]
 
 
 def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:

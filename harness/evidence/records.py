@@ -181,7 +181,7 @@ class StepEvidence:
     bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
     then. No law reads these two.
     unwaited: functional collectives whose results nobody had waited for when the step was over, counted from the start: torch
-    keeps these. None if nobody looked.
+    keeps these. None if nobody looked. graphs_retained: backward passes whose autograd graph lived on in the next forward pass.
     """
 
     step: int
@@ -208,6 +208,7 @@ class StepEvidence:
     allocator: dict[str, int] | None = None
     unwaited: int | None = None
     reported_largest: float | None = None
+    graphs_retained: int = 0
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:

@@ -32,7 +32,8 @@ class Account:
 
 class Clock:
     """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
-    schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has.
+    schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has. pass_begins, when a
+    forward pass that records gradients does, outside of a schedule.
 
     account: where what is seen now belongs. of_last_pass: where what is made of the last pass's output belongs.
     passes: forward passes so far. evaluated: whether there was one of evaluation since the last step began.
@@ -41,6 +42,7 @@ class Clock:
     between_steps: Callable[[], None] = staticmethod(lambda: None)
     schedule_ended: Callable[[], None] = staticmethod(lambda: None)
     step_begins: Callable[[], None] = staticmethod(lambda: None)
+    pass_begins: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.start = self.step = 0
@@ -94,6 +96,7 @@ class Clock:
             self.evaluated = True
             self.account = Account(self.step, "evaluation")
         else:
+            self.pass_begins()
             self._begin_step()
             self._certain = self._certain or in_training_mode
             self.account = self.of_step if in_training_mode else Account(self.step, "undecided")
