@@ -79,7 +79,7 @@ class {name}(Adapter):
 
 
 class Started(StartedTrainer):
-    """The script, run up to its first forward pass."""
+    """The script, run up to its first forward pass that trains."""
 
     def __init__(self, case: Case, weights: Path | None) -> None:
 {import_data}        from harness.trainers.support.script import Script
@@ -281,7 +281,7 @@ def _import_data(facts: ScriptFacts) -> str:
     indent, samples = " " * 8, "RecipeSamples" if _is_map(facts) else "RecipeStream, recipe_batches"
     samples = "recipe_batches" if not facts.data_sets and facts.batches else samples
     lines = "".join(_data(facts))
-    imported = [module for module, used in (("os", "os.environ"), ("torch", "torch.cat")) if used in lines]
+    imported = [module for module, used in (("os", "os.environ"), ("torch", "torch.")) if used in lines]
     first = "".join(f"{indent}import {module}\n" for module in imported) + "\n" * bool(imported)
     return f"{first}{indent}from harness.trainers.support.samples import {samples}\n"
 
@@ -297,8 +297,9 @@ def _data(facts: ScriptFacts) -> Iterator[str]:
         name = facts.batches[0]
         yield f"{indent}# TODO does {name} answer tokens and labels of a microbatch? These are of this data-parallel rank:"
         yield f'{indent}rank = int(os.environ["RANK"]) // (case.dims.cp * case.dims.tp) % case.dims.dp'
-        yield f"{indent}batches = recipe_batches(case, rank, case.dims.dp)"
-        yield f'{indent}self.script.replace("{name}", lambda *_, **__: next(batches))'
+        yield f"{indent}trained, evaluated = (recipe_batches(case, rank, case.dims.dp) for _ in range(2))"
+        yield f"{indent}answer = (lambda *_, **__: next(trained if torch.is_grad_enabled() else evaluated))"
+        yield f'{indent}self.script.replace("{name}", answer)'
         return
     if not facts.data_sets:
         yield f"{indent}# TODO no Dataset was found. What makes its batches may answer next(recipe_batches(case, rank,"

@@ -113,11 +113,18 @@ def test_a_loss_that_none_of_them_gives_supposes_nothing() -> None:
     assert suppose(trial) == []
 
 
+EVALUATES = """    with torch.no_grad():
+        model(torch.zeros(2, 8, dtype=torch.int64))
+    for step in"""
+
+
 def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    """Of a script that evaluates before its first step and has no main guard."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text((ROOT / "tests" / "script_trainer.py").read_text())
+    text = (ROOT / "tests" / "script_trainer.py").read_text().replace("    for step in", EVALUATES)
+    Path("train.py").write_text(text.replace('if __name__ == "__main__":', "if True:"))
     assert main(["init", "train.py"]) == 0
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 1
     said = capsys.readouterr().out

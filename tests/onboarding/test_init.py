@@ -33,7 +33,7 @@ def test_a_script_says_its_model_flags_wrappers_and_data_set_without_being_run()
     assert [name for _, name, _ in facts.data_sets] == ["Tokens"]
     assert facts.optimizer == {"optimizer": "adamw", "lr": None, "betas": (0.9, 0.95), "weight_decay": 0.1}
     assert {"--dim", "--ddp", "--log-every"} <= {flag.name for flag in facts.flags}
-    assert facts.turns_halves and facts.is_program and not facts.spares_vectors
+    assert facts.turns_halves and not facts.spares_vectors
 
 
 def test_what_it_imports_from_beside_it_is_read_as_well(tmp_path: Path) -> None:
@@ -87,21 +87,21 @@ def test_init_writes_an_adapter_and_cases_that_load_and_overwrites_nothing(
     assert "train_adapter.py is there already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("def (", "cannot be read as Python"),
-        ("train()", "it would train when it is imported"),
-    ],
-)
 def test_a_script_that_cannot_be_brought_in_is_refused(
-    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(text)
+    Path("train.py").write_text("def (")
     assert main(["init", "train.py"]) == 2
-    assert reason in capsys.readouterr().err
+    assert "cannot be read as Python" in capsys.readouterr().err
     assert not Path("train_adapter.py").exists() and not Path("cases").exists()
+
+
+def test_a_script_without_a_main_guard_is_begun_and_its_evaluation_has_batches_of_its_own(tmp_path: Path) -> None:
+    adapter, _ = begun("def get_batch(split):\n    return x, y\nloss = model(*get_batch('train'))\n", tmp_path)
+    ast.parse(adapter)
+    assert "next(trained if torch.is_grad_enabled() else evaluated)" in adapter
+    assert "        import torch\n" in adapter
 
 
 def test_a_folder_in_place_of_a_script_is_told_in_words(tmp_path: Path, capsys: Any) -> None:

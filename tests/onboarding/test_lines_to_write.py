@@ -71,7 +71,7 @@ def begun(text: str, folder: Path) -> tuple[str, str]:
 
 def test_a_function_that_makes_batches_is_named_where_there_is_no_data_set(tmp_path: Path) -> None:
     adapter, _ = begun(f"def get_batch(size):\n    return size, size\n{FLAT}", tmp_path)
-    assert 'self.script.replace("get_batch", lambda *_, **__: next(batches))' in adapter
+    assert 'self.script.replace("get_batch", answer)' in adapter
     assert "import os\n" in adapter and compile(adapter, "adapter.py", "exec")
     unnamed, _ = begun(FLAT, tmp_path)
     assert "TODO no Dataset was found" in unnamed
