@@ -21,6 +21,9 @@ from harness.spec.named_case import load_one
 
 Command = Callable[[argparse.Namespace], int]
 
+OURS = "llama3"
+"""The trainer that comes with the harness, and is judged by most commands where none is named."""
+
 
 class BadInput(Exception):
     """What was typed cannot be done. The message is for the person who typed it."""
@@ -73,9 +76,11 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_how_to_run(parser: argparse.ArgumentParser) -> None:
+def add_how_to_run(parser: argparse.ArgumentParser, usual: str = OURS) -> None:
+    """usual: the trainer under test where none is named; "" if the command chooses."""
     how = parser.add_argument_group("how ranks are started")
-    how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
+    which = usual or "the one *_adapter.py, or adapter.py, of this folder"
+    how.add_argument("--trainer", default=usual, metavar="NAME", help=f"the trainer under test; default {which}")
     how.add_argument(
         "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
@@ -115,6 +120,21 @@ def positive_int(text: str) -> int:
 
 
 # ---- what it means
+
+
+def adapters_here() -> list[str]:
+    """Files of this folder that are called as `harness init` calls adapters."""
+    return sorted(str(file) for file in Path().glob("*.py") if file.stem == "adapter" or file.stem.endswith("_adapter"))
+
+
+def other_trainers(args: argparse.Namespace) -> list[str]:
+    """A line for who has adapters here, and was told of the harness' own trainer."""
+    here = adapters_here() if args.trainer == OURS else []
+    return (
+        [f"judged was {OURS}, which comes with the harness, not {' or '.join(here)}: --trainer {here[0]}"]
+        if here
+        else []
+    )
 
 
 def needs_matplotlib() -> None:

@@ -39,9 +39,9 @@ class Examination:
     stopped: bool = False
 
 
-def examine(cases: Sequence[Case], options: Options, tell: Tell) -> Examination:
-    """One rank first, then the others; after a case that is wrong, none. Raises what `run_case` raises."""
-    judged: dict[str, Verdict] = {}
+def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
+    """One rank first, then the others; after a case that is wrong, none. judged: filled on the way, for who interrupts it.
+    Raises what `run_case` raises."""
     for case in sorted(cases, key=lambda case: case.dims.world_size):
         judgement = _run(case, options, tell)
         judged[case.name] = verdict = without_golden(judgement)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from harness import ROOT
-from harness.cli import main
+from harness.cli import doctor, main
+from harness.cli.exit_codes import INTERRUPTED
 from harness.diagnosis import suppositions
 from harness.diagnosis.assume import retrain
 from harness.diagnosis.suppositions import Supposition, altered_by, suppose
@@ -178,3 +179,62 @@ def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_p
     assert examination._diagnosed(judgement, lambda label, text: said.append((label, text)))
     assert said[0] == ("cause", "the loss is averaged per rank: each divides")
     assert said[1][1].startswith("if that is meant: case: training: {all_valid: true}")
+
+
+def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_trainer_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examined: list[str] = []
+
+    def examine(cases: Any, options: Options, *_: Any) -> examination.Examination:
+        examined.append(options.trainer)
+        return examination.Examination({"single": Verdict.PASS})
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
+    assert (
+        "this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one" in capsys.readouterr().err
+    )
+    own = (ROOT / "tests" / "own_trainer.py").read_text()
+    Path("mine_adapter.py").write_text(own)
+    assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"adapter {tmp_path / 'mine_adapter.py'} loads, the only one of this folder")
+    assert said.endswith("more ranks: harness matrix --trainer mine_adapter.py")
+    Path("adapter.py").write_text(own)
+    assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
+    assert "name one of the adapters of this folder: adapter.py, mine_adapter.py" in capsys.readouterr().err
+    assert main(["doctor", "--cases", "builtin", "-k", "single", "--trainer", "adapter.py"]) == 0
+    assert examined == [str(tmp_path / "mine_adapter.py"), str(tmp_path / "adapter.py")]
+
+
+def test_who_judges_the_harness_own_trainer_beside_an_adapter_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_adapter.py").touch()
+    line = "judged was llama3, which comes with the harness, not my_adapter.py: --trainer my_adapter.py\n"
+    assert main(["run", "single", "--cases", "builtin"]) == 0
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_ctrl_c_after_a_case_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("adapter.py").write_text((ROOT / "tests" / "own_trainer.py").read_text())
+    ended: dict[str, Verdict] = {}
+
+    def examine(cases: Any, options: Any, tell: Any, judged: dict[str, Verdict]) -> None:
+        judged |= ended
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    arguments = ["doctor", "--cases", "builtin", "-k", "single or ddp_2"]
+    assert main(arguments) == INTERRUPTED
+    assert capsys.readouterr().err == "harness: interrupted; nothing was judged, the ranks are killed\n"
+    ended["single"] = Verdict.PASS
+    assert main(arguments) == INTERRUPTED
+    assert (
+        "harness: interrupted after 1 of " in (said := capsys.readouterr().err)
+        and "cases (single PASS); the ranks" in said
+    )

@@ -169,7 +169,7 @@ def test_a_case_that_is_skipped_is_answered_with_what_the_adapter_must_know(monk
     said: list[tuple[str, str]] = []
     case = replace(CASE, training=replace(CASE.training, seed=0))
     with pytest.raises(Unsupported):
-        examination.examine([case], Options(trainer="a.py"), lambda label, text: said.append((label, text)))
+        examination.examine([case], Options(trainer="a.py"), lambda label, text: said.append((label, text)), {})
     assert said[0][1].startswith('adapter: add seed to KNOWN in a.py: "seed": (0,);')
 
 
