@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import shlex
 from collections.abc import Callable
@@ -37,6 +38,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What a command does not know it says itself, with its own usage; argparse leaves that to the parser of all."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            near = [
+                difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1) for word in unknown
+            ]
+            meant = next((f"; did you mean {one[0]}?" for one in near if one), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
 
 
 def add_command(commands: Any, name: str, command: Command, help: str) -> argparse.ArgumentParser:
