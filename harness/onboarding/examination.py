@@ -100,9 +100,10 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
     if path.exists():
         adapter = trainers.load(options.trainer)
         shapes = {name: tuple(shape) for name, shape in json.loads(path.read_text(encoding="utf-8")).items()}
-        for sentence in names.unfit(shapes, judgement.case, adapter.fqn):
+        told, fused = (shapes, judgement.case, adapter.fqn), adapter.fused(judgement.case)
+        for sentence in names.unfit(*told, fused):
             tell("names", sentence)
-        for label, text in names.remedies(shapes, judgement.case, adapter.fqn, adapter.unsupported, options.trainer):
+        for label, text in names.remedies(*told, adapter.unsupported, options.trainer, fused):
             tell(label, text)
         tell("", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}")
         return True

@@ -111,13 +111,19 @@ def test_a_folder_in_place_of_a_script_is_told_in_words(tmp_path: Path, capsys: 
 
 def test_a_parameter_that_is_none_of_the_references_is_named_with_what_it_may_be() -> None:
     case = Case("any", "a test", ParallelDims())
-    shapes = {"blocks.0.attn.query.weight": (64, 64), "blocks.0.attn.qkv.weight": (128, 64), "w2.weight": (192, 64)}
+    shapes = {
+        "blocks.0.attn.query.weight": (64, 64),
+        "blocks.0.attn.qkv.weight": (128, 64),
+        "w2.weight": (192, 64),
+        "blocks.0.attn.all.weight": (128, 64),
+    }
     fqn = {
         "blocks.0.attn.query.weight": "layers.0.attention.query.weight",
         "w2.weight": "layers.0.feed_forward.w2.weight",
     }
     said = names.unfit(shapes, case, lambda name: fqn.get(name, name))
     assert said[0].endswith("by its name and shape it is layers.0.attention.wq.weight")
-    assert said[1].endswith("as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded")
+    assert said[1].endswith("by its name it is wq, wk and wv in one: say so in `fused`, where it is not sharded")
     assert said[2].endswith("it is the transpose; no law knows transposed slices")
-    assert said[3].startswith("of the reference's 21 parameters 20 are nobody's: tok_embeddings.weight")
+    assert said[3].endswith("as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded")
+    assert said[4].startswith("of the reference's 21 parameters 20 are nobody's: tok_embeddings.weight")
