@@ -181,8 +181,8 @@ def cases(facts: ScriptFacts) -> str:
         "  single: {why: On one rank it must train as the reference does.}",
     ]
     named = sorted(facts.wrappers() & set(WRAPPERS))
-    for _, case, dims in dict.fromkeys(WRAPPERS[name] for name in named):
-        wrapper = ", features: {wrapper: fsdp1}" if any(WRAPPERS[name][0] == "fsdp1" for name in named) else ""
+    for kind, case, dims in dict.fromkeys(WRAPPERS[name] for name in named):
+        wrapper = ", features: {wrapper: fsdp1}" if kind == "fsdp1" else ""
         lines.append(f"  {case}: {{dims: {dims}{wrapper}, why: Two ranks must do what one does.}}")
     if "parallelize_module" in facts.wrappers() or "tp" in _dims(facts):
         lines.append("  tp_2: {dims: {tp: 2}, why: Two ranks that share each matrix must do what one does.}")

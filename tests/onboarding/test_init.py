@@ -97,6 +97,12 @@ def test_a_script_that_cannot_be_brought_in_is_refused(
     assert not Path("train_adapter.py").exists() and not Path("cases").exists()
 
 
+def test_each_wrapper_of_a_script_has_a_case_of_its_own(tmp_path: Path) -> None:
+    _, cases = begun("model = FSDP(net) if sharded else DDP(net)\n", tmp_path)
+    assert "  ddp_2: {dims: {dp_replicate: 2}, why" in cases
+    assert "  fsdp_2: {dims: {dp_shard: 2}, features: {wrapper: fsdp1}, why" in cases
+
+
 def test_a_script_without_a_main_guard_is_begun_and_its_evaluation_has_batches_of_its_own(tmp_path: Path) -> None:
     adapter, _ = begun("def get_batch(split):\n    return x, y\nloss = model(*get_batch('train'))\n", tmp_path)
     ast.parse(adapter)
