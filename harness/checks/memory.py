@@ -26,6 +26,8 @@ from harness.spec.case import Case
 STAGE = "structure"
 
 COPIES = {"adamw": 2, "sgd": 0}
+BUCKETED = ("ddp", "replicate")
+"""Wrappers that reduce gradients in buckets, which they keep."""
 
 
 def check(trial: Trial) -> Result:
@@ -87,13 +89,20 @@ def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
 
 
 def most_kept(trial: Trial, rank: int) -> int:
-    return trial.plan.spare_bytes[rank] + allowed_bytes(trial, rank, "kept")
+    return _spare(trial, rank) + allowed_bytes(trial, rank, "kept")
+
+
+def _spare(trial: Trial, rank: int) -> int:
+    """Around a single rank, too, DDP has its buckets, though no case requests it there."""
+    requested = trial.case.wrapper in BUCKETED
+    unrequested = not requested and any(one.kind in BUCKETED for one in trial.ranks[rank].structure.values())
+    return trial.plan.spare_bytes[rank] + (trial.plan.parameter_bytes[rank][0] if unrequested else 0)
 
 
 def _allowances_text(trial: Trial) -> str:
     """What is allowed, and whether anything of it was used: an allowance that nobody needs any more goes."""
     used = {
-        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > trial.plan.spare_bytes[r] for r in trial.ranks),
+        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > _spare(trial, r) for r in trial.ranks),
         "copied": any(
             size > most_copied(trial, rank, phase) - allowed_bytes(trial, rank, "copied")
             for rank, evidence in trial.ranks.items()
