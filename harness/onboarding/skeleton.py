@@ -38,6 +38,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.requests import beyond{import_rows}
@@ -64,6 +65,9 @@ def arguments(case: Case) -> list[str]:
 class {name}(Adapter):
     name = "{stem}"
     reports = ()  # what it logs is not under test; its losses, gradients and updates are
+
+    def traits(self, case: Case) -> TrainerTraits:
+        return TrainerTraits(own_model=True)  # it is not the reference's, and in float32 it rounds at other places
 
     def unsupported(self, case: Case) -> str | None:
         return next(beyond(case, KNOWN, self.name), None)

@@ -49,7 +49,7 @@ class TrainerTraits:
     rank and received from the one before, rather than moved by an all_to_all. ac_early_stop: a block is recomputed only
     until backward has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the
     last microbatch, rather than be reduced after each whatever a case says; "all_reduce": over replicas only. own_model: it
-    is not the reference's, and rounds at other places.
+    is not the reference's, and rounds at other places, which recipes with noise show (docs/float32.md).
     attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
     how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
     the last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept

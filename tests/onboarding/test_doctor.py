@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import literal
 import numpy as np
 import pytest
+from noisy import noise_of, with_noise
 
 from harness import ROOT
+from harness.checks import judge
 from harness.cli import doctor, main
 from harness.cli.exit_codes import INTERRUPTED
 from harness.diagnosis import suppositions
@@ -238,3 +241,44 @@ def test_ctrl_c_after_a_case_says_how_it_ended(tmp_path: Path, monkeypatch: pyte
         "harness: interrupted after 1 of " in (said := capsys.readouterr().err)
         and "cases (single PASS); the ranks" in said
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "own_model", "told"), [(1e-2, False, True), (1e-9, False, False), (1e-2, True, False)]
+)
+def test_an_own_model_is_said_to_round_at_other_places_after_it_was_judged_as_one(
+    left: float, own_model: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """left: what another order of operations leaves of the reference's gradients."""
+    sizes = {"loss": 1e-4, "grad_norm": 1e-2, "gradient": 0.1, "distance": 1e-3, "fit": 1e-3}
+    trial = with_noise(literal.trial_of(literal.tiny_case("single")), **sizes)
+    assert trial.golden is not None
+    both = dict.fromkeys((trial.case.noise_key, trial.case.golden_noise_key), trial.golden.noise[trial.case.noise_key])
+    plan = replace(trial.plan, traits=replace(trial.traits, own_model=own_model))
+    trial, draw = replace(trial, plan=plan, golden=replace(trial.golden, noise=both)), np.random.default_rng(1)
+
+    def rounded(gradient: np.ndarray) -> np.ndarray:
+        return gradient * (1 + 1e-2 * draw.choice([-1, 1], gradient.shape))
+
+    trial = literal.with_value(trial, 0, 1, "gradients", "layers.0.attention.wq.weight", rounded)
+    trial = literal.with_updates_that_follow(trial)
+    results = judge(trial)
+    assert {result.check for result in results if result.verdict is Verdict.FAIL} == {"gradients"}
+    asked, noise = list[tuple[str, ...]](), noise_of(trial.case, **sizes | {"distance": left, "fit": left})
+
+    def measured(case: Case, options: Options, keys: tuple[str, ...]) -> Path:
+        asked.append(keys)
+        return Path()
+
+    monkeypatch.setattr(examination, "load_trial", lambda folder: trial)
+    monkeypatch.setattr(examination, "reference_folder", measured)
+    monkeypatch.setattr(
+        examination, "load", lambda *_: replace(trial.reference, noise={trial.case.golden_noise_key: noise})
+    )
+    lines: list[tuple[str, str]] = []
+    judgement = Judgement(trial.case, Path(), results, None, 0.0)
+    assert examination._another_order(judgement, Options(), lambda *line: lines.append(line)) is told
+    assert asked == ([] if own_model else [(trial.case.golden_noise_key,)])
+    assert [text for _, text in lines if "own_model=True" in text] == [
+        "adapter: def traits(self, case): return TrainerTraits(own_model=True)"
+    ] * told
