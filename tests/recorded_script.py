@@ -1,5 +1,6 @@
 """An ordinary training script that nobody wrote for the harness: FSDP2 or HSDP of a small network. REPLICATE: of how many ranks
-replicas are; DIES: the rank that kills itself in step 3; WRONG: over one mesh of all ranks whatever was wanted."""
+replicas are; DIES: the rank that kills itself in step 3; WRONG: over one mesh of all ranks whatever was wanted;
+EVALUATES: once before it trains, which leaves the root's parameters gathered."""
 
 import os
 import signal
@@ -29,6 +30,9 @@ def main() -> None:
     model = build(mesh if replicate > 1 else mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)
+    if "EVALUATES" in os.environ:
+        with torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.long))
     for step in range(1, 5):
         tokens = torch.randint(64, (4, 8))
         nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()

@@ -100,7 +100,7 @@ class Seen:
         self._parts.append(weakref.ref(module))
         self._classes[type(module).__name__] = None
         self.pid = os.getpid()
-        self._parameters = tuple(_claim(fqn, p) for fqn, p in named_parameters(self.parts))
+        self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
         self._note_contents(0)
 
     def _has_names_of_its_own(self, module: nn.Module) -> bool:

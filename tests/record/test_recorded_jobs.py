@@ -26,6 +26,7 @@ def test_an_unedited_job_is_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVALUATES", "1")
     assert record(Path("one"), *TORCHRUN, "2", SCRIPT) == 0
     recording = load_recording(tmp_path / "one")
     assert sorted(recording.summaries) == [0, 1]
@@ -34,6 +35,7 @@ def test_an_unedited_job_is_recorded(
     found = load_record(record_file(tmp_path / "one", 1))
     assert [step.step for step in found.evidence.steps] == [1, 2, 3]
     assert (found.ended, found.steps_seen) == ("ok", 4)
+    assert {tensor.placements for tensor in found.evidence.parameters} == {("Shard(0)",)}  # not as evaluation left them
     assert {call.step for call in found.evidence.collectives} <= {0, 1, 2, 3}
     assert not list((tmp_path / "one" / "ranks").glob("*.last"))
     printed = capfd.readouterr().out
