@@ -6,6 +6,7 @@ If a recording does not show what a law needs, the law does not judge it, and sa
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -214,5 +215,5 @@ def _copies(records: Iterable[RankRecord]) -> int | None:
 
 def _copies_of(text: str) -> int | None:
     if text.startswith(("Adam(", "AdamW(")):
-        return 3 if "amsgrad True" in text else 2
+        return 3 if re.search("amsgrad [^,)]*True", text) else 2
     return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
