@@ -284,8 +284,11 @@ def placement_text(tensor: TensorEvidence) -> str:
 
 def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     """Which of its parts this rank claims to hold, of each parameter of which something claims it. Ranks with equal places are
-    replicas. What DDP looks after is whole on the ranks of its group."""
-    whole = {w.replicate_ranks for w in evidence.structure.values() if w.kind in ("ddp", "replicate")}
+    replicas. What DDP looks after is whole on the ranks of its group, and what FSDP1 shards over no ranks."""
+    wrappers = evidence.structure.values()
+    whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")}
+    if wrappers and all(w.kind == "fsdp1" and len(w.shard_ranks) <= 1 for w in wrappers):  # NO_SHARD
+        whole = {w.replicate_ranks for w in wrappers if len(w.replicate_ranks) > 1}
     of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
     found = []
     for tensor in evidence.parameters:
@@ -318,7 +321,8 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
         if len(wrapper.shard_ranks) > 1:
             found[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
         if len(wrapper.replicate_ranks) > 1:
-            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}"
+            alone = " alone" * (wrapper.kind.startswith("fsdp") and len(wrapper.shard_ranks) <= 1)
+            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}{alone}"
     return found
 
 

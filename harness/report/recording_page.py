@@ -23,6 +23,8 @@ ROLES = {
     "sharded by fsdp1": "FSDP1 shards parameters",
     "replicated by fsdp2": "HSDP replicates parameters",
     "replicated by fsdp1": "HSDP replicates parameters",
+    "replicated by fsdp2 alone": "FSDP2 replicates parameters",
+    "replicated by fsdp1 alone": "FSDP1 replicates parameters",
     "replicated by ddp": "DDP replicates parameters",
     "replicated by replicate": "replicate() replicates parameters",
     "cut": "DTensors are cut",
