@@ -10,6 +10,9 @@ import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
 
+BACKGROUND = "background"
+"""The phase of what belongs to no step, whatever the thread that trains does meanwhile."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -19,8 +22,8 @@ class Collective:
     ranks: global ranks of the group it really ran over, ascending as the group lists them.
     bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
     phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer", "evaluation" (inside a pass
-    that trains nothing) or "other".
-    step: 0 before the first step; in evaluation that before it.
+    that trains nothing), "background" (in a thread that Python code started beside the one that trains) or "other".
+    step: 0 before the first step, and in the background; in evaluation that before it.
     seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
     which is the other side.
     """

@@ -17,7 +17,7 @@ import numpy as np
 from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Last, RankRecord
-from harness.evidence.records import Collective, RankEvidence, TensorEvidence
+from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
@@ -71,7 +71,8 @@ class Summary:
     memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. copies: by group, over which some
     parameters are cut, the contents by step of those that are copied over it. unstepped: parameters that no optimizer has.
     digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that
-    `outside` is of. kind, places: as evidence.alike has them; 0 where nobody looked.
+    `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
+    kind, places: as evidence.alike has them; 0 where nobody looked.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class Summary:
     own: float
     outside: tuple[Outside, ...] = ()
     whole: tuple[int, ...] = ()
+    background: tuple[Use, ...] = ()
     copies: dict[str, dict[int, int]] = field(default_factory=dict)
     kind: int = 0
     places: tuple[tuple[str, str], ...] = ()
@@ -135,6 +137,7 @@ def summary_of(record: RankRecord) -> Summary:
         copies=copies(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
+        background=background(evidence),
         kind=kind,
         places=places,
         **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
@@ -224,6 +227,11 @@ def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ..
             alike[kind, count, size].append(step)
     listed = sorted(alike.items())
     return tuple(Outside(*kind, count, size, steps=ranks_key(tuple(at))) for (kind, count, size), at in listed)
+
+
+def background(evidence: RankEvidence) -> tuple[Use, ...]:
+    moved = _by_step(call for call in evidence.collectives if call.phase == BACKGROUND and len(call.ranks) > 1)
+    return tuple(Use(*kind, *by_step[0]) for kind, by_step in sorted(moved.items()))
 
 
 def issued(evidence: RankEvidence) -> tuple[Issued, ...]:

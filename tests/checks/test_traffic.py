@@ -16,7 +16,7 @@ from literal import (
     with_rank,
 )
 
-from harness.evidence.records import Collective
+from harness.evidence.records import BACKGROUND, Collective
 from harness.judge.result import Finding, Verdict
 from harness.judge.traffic import observed
 from harness.judge.trial import Trial
@@ -181,6 +181,29 @@ def test_the_last_collective_that_a_rank_never_issues_is_named() -> None:
     assert findings("collective_order", trial) == (
         Finding(
             "group [0,1], collective 8", "every rank: all_reduce of 8 B float64 (step 3, other)", "rank 1: nothing"
+        ),
+    )
+
+
+BESIDE = Collective("all_reduce", (0, 1), "checkpoints", "float32", 16, BACKGROUND, 0, 0)
+
+
+def test_what_another_thread_issues_over_a_group_of_its_own_may_come_at_any_time_and_in_one_order_alone() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+
+    def beside(rank: int, at: int, sizes: tuple[int, int]) -> Trial:
+        calls = trial.ranks[rank].collectives
+        its = tuple(replace(BESIDE, bytes=size, seq=seq) for seq, size in enumerate(sizes))
+        return with_rank(trial, rank, collectives=(*calls[:at], *its, *calls[at:]))
+
+    trial = beside(0, 1, (16, 32))
+    for at in (1, 6):
+        assert judged("collective_order", beside(1, at, (16, 32))).verdict == Verdict.PASS
+    assert findings("collective_order", beside(1, 6, (32, 16))) == (
+        Finding(
+            "group [0,1], collective 0",
+            "every rank: all_reduce of 16 B float32 (step 0, background)",
+            "rank 1: all_reduce of 32 B float32 (step 0, background)",
         ),
     )
 

@@ -10,7 +10,8 @@ import pytest
 
 from harness.cli import main
 from harness.evidence.recording import load_record, record_file
-from harness.judge.observed import axes
+from harness.evidence.summary import Use
+from harness.judge.observed import axes, out_of_order
 from harness.judge.stored_recording import load_recording
 from harness.record.injection import missing_script, requested_ranks, why_nothing
 
@@ -27,6 +28,7 @@ def test_an_unedited_job_is_recorded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVALUATES", "1")
+    monkeypatch.setenv("BESIDE", "1")
     assert record(Path("one"), *TORCHRUN, "2", SCRIPT) == 0
     recording = load_recording(tmp_path / "one")
     assert sorted(recording.summaries) == [0, 1]
@@ -38,7 +40,11 @@ def test_an_unedited_job_is_recorded(
     assert {tensor.placements for tensor in found.evidence.parameters} == {("Shard(0)",)}  # not as evaluation left them
     assert {call.step for call in found.evidence.collectives} <= {0, 1, 2, 3}
     assert not list((tmp_path / "one" / "ranks").glob("*.last"))
+    for one in recording.summaries.values():
+        assert one.background == (Use("0,1", "all_reduce", "background", "float32", 3, 24),)
+    assert not out_of_order(recording.summaries.values())
     printed = capfd.readouterr().out
+    assert "other threads   all_reduce of float32 over [0,1]: 24 B in 3 calls" in printed
     assert "2 of 2 ranks left evidence" in printed and "FSDP2 shards parameters: [0,1]" in printed
     assert max(map(len, printed.splitlines())) <= 80 and len(printed.splitlines()) <= 44
 
