@@ -66,7 +66,11 @@ def _not_the_trainers(run: Run) -> str:
 
 def _exit_finding(exit: Exit) -> Finding:
     ended = {"signal": f"died by {exit.signal}", "ok": "left early"}.get(exit.how, exit.how)
-    observed = exit.error if exit.error.startswith(ended) else ": ".join(text for text in (ended, exit.error) if text)
+    observed = (
+        exit.error
+        if exit.error.startswith((ended, "exited with code"))
+        else ": ".join(text for text in (ended, exit.error) if text)
+    )
     if exit.last_collective:
         observed += f"; last collective {exit.last_collective}"
     if reason := why(exit.error):

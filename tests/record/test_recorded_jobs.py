@@ -56,6 +56,7 @@ def test_a_rank_that_is_killed_leaves_its_last_collective(tmp_path: Path, monkey
     assert recording.summaries[1].ended == ""
     assert "step 3, backward" in recording.last[1].text
     assert recording.last[1].ranks == (0, 1)
+    assert recording.exits[1] == -signal.SIGKILL  # as the launcher has it
 
 
 TOLD_TO_END = """
@@ -79,6 +80,23 @@ def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
     printed = capsys.readouterr().out
     assert "1 of 1 ranks left evidence, ended by SIGTERM" in printed
     assert [step.step for step in load_record(record_file(tmp_path / "one", 0)).evidence.steps] == [1, 2]
+
+
+LEAVES = """
+import os, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_by_os_exit_is_heard_of(tmp_path: Path) -> None:
+    assert record(tmp_path / "one", sys.executable, "-c", LEAVES) == 0
+    recording = load_recording(tmp_path / "one")
+    assert (recording.summaries[0].ended, recording.exits) == ("", {0: 0})
 
 
 OUTLIVED = """
