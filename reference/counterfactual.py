@@ -99,24 +99,28 @@ def retrain(
 def retrain_apart(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, apart: Apart
 ) -> tuple[ReferenceRun, ...]:
-    """By copy of the model. The loss of a step is that of all tokens of all shares.
-
-    One thread: the model is small, and threads that wait for each other take ten times as long.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    """By copy of the model. The loss of a step is that of all tokens of all shares."""
+    with one_thread():
         copies = [_Copy(model, training, reference, otherwise) for otherwise in apart.otherwise]
         steps = [
             _step(copies, apart, _batch(reference, ids, step_length(training, number)), number)
             for number, ids in enumerate(reference.samples, start=1)
         ]
-    finally:
-        torch.set_num_threads(threads)
     return tuple(
         dataclasses.replace(reference, weights=copy.weights, steps=of_copy)
         for copy, of_copy in zip(copies, zip(*steps, strict=True), strict=True)
     )
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The model is small: threads that wait for each other take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _each_once(batch: Batch) -> np.ndarray:
@@ -316,9 +320,10 @@ class Bench:
     @torch.no_grad()
     def losses(self, altered: Altered | None = None, loss: Loss | None = None) -> np.ndarray:
         """The sum of the losses of each row's tokens. Of the model as it is, one forward pass serves all losses. float64 [b]"""
-        logits = self._logits(altered) if altered else self._usual_logits
-        losses = _losses_of(logits, self.batch, loss)
-        return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
+        with one_thread():
+            logits = self._logits(altered) if altered else self._usual_logits
+            losses = _losses_of(logits, self.batch, loss)
+            return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
 
     def _logits(self, altered: Altered | None) -> Tensor:
         with self._altered(altered):
@@ -345,15 +350,13 @@ class Bench:
 
     @contextlib.contextmanager
     def _altered(self, altered: Altered | None) -> Iterator[None]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         seed_masks(self.module, self.training.seed, self.step)
         try:
-            if altered:
-                altered(self.module, self.step)
-            yield
+            with one_thread():
+                if altered:
+                    altered(self.module, self.step)
+                yield
         finally:
-            torch.set_num_threads(threads)
             for module, before in self._before.items():
                 module.__dict__.clear()
                 module.__dict__.update(before)

@@ -28,7 +28,19 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
     )
     plain |= {name: {} for name in tables}
     plain |= {
-        name: () for name in ("parts", "optimizers", "uses", "issued", "idle", "argv", "left_out", "outside", "whole")
+        name: ()
+        for name in (
+            "parts",
+            "optimizers",
+            "uses",
+            "issued",
+            "idle",
+            "argv",
+            "left_out",
+            "outside",
+            "whole",
+            "background",
+        )
     }
     plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "steps_seen": 3}
     return Summary(**plain | changes)

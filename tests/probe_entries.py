@@ -135,6 +135,8 @@ def seen_from_outside(options: dict[str, Any]) -> None:
     _join()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(16, 4), torch.nn.Linear(4, 16, bias=False))
+    model.register_buffer("cos", torch.zeros(6), persistent=False)
+    model.register_buffer("mask", torch.zeros(5, dtype=torch.bool))
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
     probe = Probe(_rank(), 2)
@@ -164,6 +166,10 @@ def seen_from_outside(options: dict[str, Any]) -> None:
             "valid": last.microbatches[0].valid_tokens,
             "lr": last.lr,
             "phases": sorted({(c.op, c.phase) for c in evidence.collectives if c.step == 2 and "float" in c.dtype}),
+            "broadcast in step 2": {
+                dtype: sum(c.bytes for c in evidence.collectives if (c.op, c.step, c.dtype) == ("broadcast", 2, dtype))
+                for dtype in ("float32", "bool")
+            },
             "gradient_before_clipping": float((last.gradients["1.weight"] ** 2).sum() ** 0.5),
             "gradient_after_clipping": clipped,
             "structure": {module: dataclasses.asdict(wrapper) for module, wrapper in evidence.structure.items()},

@@ -1,8 +1,11 @@
 """An ordinary training script that nobody wrote for the harness: FSDP2 or HSDP of a small network. REPLICATE: of how many ranks
-replicas are; DIES: the rank that kills itself in step 3; WRONG: over one mesh of all ranks whatever was wanted."""
+replicas are; DIES: the rank that kills itself in step 3; WRONG: over one mesh of all ranks whatever was wanted; EVALUATES: once
+before it trains, which leaves the root's parameters gathered; BESIDE: another thread issues collectives, too."""
 
 import os
 import signal
+import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,13 @@ def build(mesh: object) -> nn.Module:
     return model
 
 
+def sums_beside(group: dist.ProcessGroup) -> None:
+    """As a checkpoint that is written while training goes on; on one rank later than on the other."""
+    for _ in range(3):
+        time.sleep(0.1 * dist.get_rank())
+        dist.all_reduce(torch.ones(2), group=group)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world, replicate = dist.get_rank(), dist.get_world_size(), int(os.environ.get("REPLICATE", "1"))
@@ -29,6 +39,13 @@ def main() -> None:
     model = build(mesh if replicate > 1 else mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)
+    if "EVALUATES" in os.environ:
+        with torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.long))
+    beside = None
+    if "BESIDE" in os.environ:
+        beside = threading.Thread(target=sums_beside, args=(dist.new_group(),))
+        beside.start()
     for step in range(1, 5):
         tokens = torch.randint(64, (4, 8))
         nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -37,6 +54,8 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if beside is not None:
+        beside.join()
     print("first number", next(model.parameters()).to_local().flatten()[0].item())
     dist.destroy_process_group()
 

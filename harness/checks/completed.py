@@ -66,12 +66,28 @@ def _not_the_trainers(run: Run) -> str:
 
 def _exit_finding(exit: Exit) -> Finding:
     ended = {"signal": f"died by {exit.signal}", "ok": "left early"}.get(exit.how, exit.how)
-    observed = exit.error if exit.error.startswith(ended) else ": ".join(text for text in (ended, exit.error) if text)
+    observed = (
+        exit.error
+        if exit.error.startswith((ended, "exited with code"))
+        else ": ".join(text for text in (ended, exit.error) if text)
+    )
     if exit.last_collective:
         observed += f"; last collective {exit.last_collective}"
+    if reason := why(exit.error):
+        observed += f"\n{reason}"
     if exit.blamed and exit.stack:
         observed += "\n" + exit.stack.rstrip()
     return Finding(f"rank {exit.rank}" + ("" if exit.blamed else " (only waited)"), "exit code 0", observed)
+
+
+def why(error: str) -> str:
+    """Of an error of torch's that tells neither its reason nor what to do, both; empty of any other."""
+    if re.search(r"linalg\.vector_norm: .*\(Double\).* without narrowing to .*\(Float\)", error) is None:
+        return ""
+    return (
+        "clip_grad_norm_ of FSDP1 computes this norm in float32 only: judge the trainer by --dtype float32; for that the"
+        ' adapter has dtypes = ("float32",), and where it has KNOWN, dtype in it'
+    )
 
 
 def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:

@@ -5,8 +5,9 @@ has ended, no copies of weights or gradients are kept anywhere in the process: t
 rank's slice of one, and flat buffers, of floating-point numbers. Allowed are the buckets in which DDP reduces gradients, and
 as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
 and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
-But nothing grows from step to step, whatever its shape, except single numbers; and within a step there are copies of no more
-weights at once than of two parameters. What a case or an adapter allows besides is added, and said.
+But nothing grows from step to step, whatever its shape, except single numbers; within a step there are copies of no more
+weights at once than of two parameters; and no autograd graph that backward was told to retain lives on in the next forward
+pass. What a case or an adapter allows besides is added, and said.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from harness.spec.case import Case
 STAGE = "structure"
 
 COPIES = {"adamw": 2, "sgd": 0}
+BUCKETED = ("ddp", "replicate")
+"""Wrappers that reduce gradients in buckets, which they keep."""
 
 
 def check(trial: Trial) -> Result:
@@ -35,7 +38,7 @@ def check(trial: Trial) -> Result:
         wanted = planned(trial, rank)
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
-        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank)
+        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
         examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
     if unseen and not findings:
@@ -86,13 +89,20 @@ def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
 
 
 def most_kept(trial: Trial, rank: int) -> int:
-    return trial.plan.spare_bytes[rank] + allowed_bytes(trial, rank, "kept")
+    return _spare(trial, rank) + allowed_bytes(trial, rank, "kept")
+
+
+def _spare(trial: Trial, rank: int) -> int:
+    """Around a single rank, too, DDP has its buckets, though no case requests it there."""
+    requested = trial.case.wrapper in BUCKETED
+    unrequested = not requested and any(one.kind in BUCKETED for one in trial.ranks[rank].structure.values())
+    return trial.plan.spare_bytes[rank] + (trial.plan.parameter_bytes[rank][0] if unrequested else 0)
 
 
 def _allowances_text(trial: Trial) -> str:
     """What is allowed, and whether anything of it was used: an allowance that nobody needs any more goes."""
     used = {
-        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > trial.plan.spare_bytes[r] for r in trial.ranks),
+        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > _spare(trial, r) for r in trial.ranks),
         "copied": any(
             size > most_copied(trial, rank, phase) - allowed_bytes(trial, rank, "copied")
             for rank, evidence in trial.ranks.items()
@@ -158,6 +168,12 @@ def _growing(trial: Trial, rank: int) -> list[Finding]:
     name = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}, kept from step to step"
     observed = f"{bytes_text(rate)} more a step: {', '.join(list(grown(evidence))[:3])}"
     return [Finding.at(rank, f"at most {bytes_text(most)} more a step", observed, name=name)]
+
+
+def _graphs(evidence: RankEvidence) -> list[Finding]:
+    seen = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
+    name = "autograd graphs that live on in the next forward pass"
+    return [Finding.at(evidence.rank, "none", str(count), step=step, name=name) for step, count in seen]
 
 
 def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:

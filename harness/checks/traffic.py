@@ -3,6 +3,7 @@
 Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
 counts) has an upper bound; what ZeRO gathers there has a lower bound. Integers inside them have an upper bound, too: DDP
 agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
+Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
 Inside of a pass no rank waits at a barrier.
 """
 
@@ -47,6 +48,7 @@ def check(trial: Trial) -> Result:
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             seen |= _by_evaluation(trial, rank, step, wanted, seen)
+            seen |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, seen)}
             examined += len(wanted) + 1
             extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
             used |= {key for key in extra if extra[key] > 0}
@@ -102,6 +104,24 @@ def _by_evaluation(trial: Trial, rank: int, step: int, wanted: dict[Key, int], s
     return {key: wanted.get(key, 0) for key in (*explained, *ahead)}
 
 
+def _buffers(trial: Trial, rank: int, kind: str) -> dict[Key, int]:
+    """Bytes that DDP broadcasts before a forward pass. kind: float_buffers or other_buffers."""
+    sizes: dict[Key, int] = defaultdict(int)
+    for wrapper in trial.ranks[rank].structure.values():
+        sizes[wrapper.replicate_ranks, "broadcast", "forward"] += getattr(wrapper, kind)
+    return {key: size for key, size in sizes.items() if size}
+
+
+def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Key]:
+    """The collectives that differ from the plan by as much as some of the passes broadcast. While an accumulation's gradients
+    wait, DDP leaves that out."""
+    return [
+        key
+        for key, size in _buffers(trial, rank, "float_buffers").items()
+        if seen.get(key, 0) - wanted.get(key, 0) in range(0, (trial.case.passes + 1) * size, size)
+    ]
+
+
 def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     moved = sum(
         collective.bytes
@@ -141,6 +161,7 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
     later = trial.plan.used_bytes if finds_unused else 0
     most = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
+    most += trial.case.passes * sum(_buffers(trial, rank, "other_buffers").values())
     if moved <= most:
         return []
     text = f"at most {amount(most)}" if most else amount(0)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
-from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, cases_of, options_of
+from harness.cli.exit_codes import BROKEN, INTERRUPTED, NOT_JUDGED, PASSED
+from harness.cli.options import (
+    BadInput,
+    adapters_here,
+    add_cases,
+    add_command,
+    add_how_to_run,
+    add_selection,
+    cases_of,
+    options_of,
+)
 from harness.judge.result import Verdict
 from harness.onboarding.examination import Examination, examine
 from harness.reference.config import DTYPES
-from harness.report.output import say
+from harness.report.output import complain, say
 from harness.report.text import wrapped
 from harness.run.selection import matching
 from harness.spec.case import Case
@@ -27,15 +36,35 @@ def add(commands: Any) -> None:
     add_cases(parser)
     add_selection(parser)
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="for a trainer that computes in no other")
-    add_how_to_run(parser)
+    add_how_to_run(parser, usual="")
 
 
 def command(args: argparse.Namespace) -> int:
-    cases, options = _small_ones(args), options_of(args)
-    tell_line("adapter", f"{options.trainer} loads")
-    found = examine(cases, options, tell_line)
+    named, args.trainer = args.trainer, args.trainer or _the_one_here()
+    cases, options, judged = _small_ones(args), options_of(args), dict[str, Verdict]()
+    tell_line("adapter", f"{options.trainer} loads" + ("" if named else ", the only one of this folder"))
+    try:
+        found = examine(cases, options, tell_line, judged)
+    except KeyboardInterrupt:
+        if not judged:
+            raise
+        ended = ", ".join(f"{case} {verdict}" for case, verdict in judged.items())
+        complain(f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed")
+        return INTERRUPTED
     say(*_then(found, cases, args))
     return max((CODES[verdict] for verdict in found.judged.values()), default=NOT_JUDGED)
+
+
+def _the_one_here() -> str:
+    """The adapter of this folder. Raises BadInput where there is none, or more than one: which is meant nobody said."""
+    here = adapters_here()
+    if len(here) > 1:
+        raise BadInput(f"--trainer: name one of the adapters of this folder: {', '.join(here)}")
+    if not here:
+        raise BadInput(
+            "--trainer: this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one, or name yours"
+        )
+    return here[0]
 
 
 def _small_ones(args: argparse.Namespace) -> list[Case]:

@@ -38,14 +38,11 @@ def command(args: argparse.Namespace) -> int:
 def _facts(script: Path) -> ScriptFacts:
     """Raises BadInput."""
     try:
-        facts = read(script)
+        return read(script)
     except OSError as error:
         raise BadInput(f"{script}: cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, SyntaxError) as error:
         raise BadInput(f"{script}: cannot be read as Python: {error}") from error
-    if not facts.is_program:
-        raise BadInput(f'{script} has no `if __name__ == "__main__":` block: it would train when it is imported')
-    return facts
 
 
 def told(facts: ScriptFacts) -> list[str]:

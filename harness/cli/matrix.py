@@ -22,6 +22,7 @@ from harness.cli.options import (
     add_selection,
     cases_of,
     options_of,
+    other_trainers,
     positive_int,
 )
 from harness.launch import pool_of
@@ -105,7 +106,7 @@ def command(args: argparse.Namespace) -> int:
     found, seconds = run(todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster)
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
-    say(matrix_report(outcomes, seconds))
+    say(matrix_report(outcomes, seconds), *other_trainers(args))
     if len(outcomes) < len(cases):
         say(f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them")
     if more:

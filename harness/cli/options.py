@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import shlex
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from harness.spec.named_case import load_one
 
 Command = Callable[[argparse.Namespace], int]
 
+OURS = "llama3"
+"""The trainer that comes with the harness, and is judged by most commands where none is named."""
+
 
 class BadInput(Exception):
     """What was typed cannot be done. The message is for the person who typed it."""
@@ -34,6 +38,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What a command does not know it says itself, with its own usage; argparse leaves that to the parser of all."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            near = [
+                difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1) for word in unknown
+            ]
+            meant = next((f"; did you mean {one[0]}?" for one in near if one), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
 
 
 def add_command(commands: Any, name: str, command: Command, help: str) -> argparse.ArgumentParser:
@@ -73,9 +88,11 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_how_to_run(parser: argparse.ArgumentParser) -> None:
+def add_how_to_run(parser: argparse.ArgumentParser, usual: str = OURS) -> None:
+    """usual: the trainer under test where none is named; "" if the command chooses."""
     how = parser.add_argument_group("how ranks are started")
-    how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
+    which = usual or "the one *_adapter.py, or adapter.py, of this folder"
+    how.add_argument("--trainer", default=usual, metavar="NAME", help=f"the trainer under test; default {which}")
     how.add_argument(
         "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
@@ -115,6 +132,21 @@ def positive_int(text: str) -> int:
 
 
 # ---- what it means
+
+
+def adapters_here() -> list[str]:
+    """Files of this folder that are called as `harness init` calls adapters."""
+    return sorted(str(file) for file in Path().glob("*.py") if file.stem == "adapter" or file.stem.endswith("_adapter"))
+
+
+def other_trainers(args: argparse.Namespace) -> list[str]:
+    """A line for who has adapters here, and was told of the harness' own trainer."""
+    here = adapters_here() if args.trainer == OURS else []
+    return (
+        [f"judged was {OURS}, which comes with the harness, not {' or '.join(here)}: --trainer {here[0]}"]
+        if here
+        else []
+    )
 
 
 def needs_matplotlib() -> None:

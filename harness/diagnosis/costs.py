@@ -28,11 +28,11 @@ def memory_kept(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What grows from step to step, what is retained, what is copied within a step; the remedy where that is by choice."""
     if "memory" not in broken:
         return
-    ranks, looks = sorted(trial.ranks), (_growing, _retained, _copied)
+    ranks, looks = sorted(trial.ranks), (_growing, _retained, _retained_graph, _copied)
     for look in looks:
         found = {rank: text for rank in ranks if (text := look(trial, rank))}
         if found:
-            (first, more), kind = next(iter(found.values())), look.__name__.strip("_")
+            (first, more), kind = next(iter(found.values())), look.__name__.strip("_").replace("_", " ")
             yield stated(broken, "memory", kind, f"{first}{on_ranks(trial, found)}{more}")
 
 
@@ -64,6 +64,14 @@ def _as_large_as(trial: Trial, rank: int) -> str:
     if not whole and not own:
         return f"{count} with no parameter's shape"
     return f"{count} with the shapes of {'whole parameters' if len(whole) >= len(own) else 'its slices'}"
+
+
+def _retained_graph(trial: Trial, rank: int) -> tuple[str, str] | None:
+    steps = [step.step for step in trial.ranks[rank].steps if step.graphs_retained]
+    if not steps:
+        return None
+    text = f"activations of a pass are still there in the next forward pass, from step {steps[0]} on"
+    return text, ": backward is called with retain_graph=True, and something holds the graph"
 
 
 def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:

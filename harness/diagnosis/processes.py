@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from harness.checks.completed import why
 from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.words import finding_line, in_order, rank_words, some
@@ -73,7 +74,9 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
         alike[_how_it_ended(exit)].append(exit.rank)
     texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
     last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
-    lines = [*((who, f"last collective {call}") for who, call in last if call), *_stack(blamed[0])]
+    reason = why(blamed[0].error)
+    lines = [("why", reason)] * bool(reason)
+    lines += [*((who, f"last collective {call}") for who, call in last if call), *_stack(blamed[0])]
     if others:
         lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
     yield Fact(Cause("a process failed", "; ".join(texts[:3])), ("completed",), tuple(lines))

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Collective, RankEvidence, TensorEvidence, Wrapper
+from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence, Wrapper
 from harness.evidence.store import encoded_without_values
 
 
@@ -38,7 +38,7 @@ def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
     named = [
         [(module, _wrapper(wrapper, places)) for module, wrapper in evidence.structure.items()],
         _parameters(evidence, places),
-        [_call(call, places) for call in evidence.collectives],
+        [_call(call, places) for call in sorted(evidence.collectives, key=_thread)],
     ]
     groups = sorted((places.of(group.ranks, group.name), group.backend) for group in evidence.groups)
     rest = replace(
@@ -71,6 +71,11 @@ def _step(step: RecordedStep) -> RecordedStep:
 def _wrapper(wrapper: Wrapper, places: Places) -> dict[str, Any]:
     ranks = {name: places.of(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
     return vars(wrapper) | ranks
+
+
+def _thread(call: Collective) -> tuple[str, ...]:
+    """What runs in the background comes last, by group: when it does, beside the thread that trains, is chance."""
+    return (call.group, *map(str, call.ranks)) if call.phase == BACKGROUND else ()
 
 
 def _call(call: Collective, places: Places) -> list[Any]:

@@ -10,6 +10,9 @@ import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
 
+BACKGROUND = "background"
+"""The phase of what belongs to no step, whatever the thread that trains does meanwhile."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -19,8 +22,8 @@ class Collective:
     ranks: global ranks of the group it really ran over, ascending as the group lists them.
     bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
     phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer", "evaluation" (inside a pass
-    that trains nothing) or "other".
-    step: 0 before the first step; in evaluation that before it.
+    that trains nothing), "background" (in a thread that Python code started beside the one that trains) or "other".
+    step: 0 before the first step, and in the background; in evaluation that before it.
     seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
     which is the other side.
     """
@@ -181,7 +184,7 @@ class StepEvidence:
     bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
     then. No law reads these two.
     unwaited: functional collectives whose results nobody had waited for when the step was over, counted from the start: torch
-    keeps these. None if nobody looked.
+    keeps these. None if nobody looked. graphs_retained: backward passes whose autograd graph lived on in the next forward pass.
     """
 
     step: int
@@ -208,6 +211,7 @@ class StepEvidence:
     allocator: dict[str, int] | None = None
     unwaited: int | None = None
     reported_largest: float | None = None
+    graphs_retained: int = 0
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:
@@ -240,7 +244,8 @@ class Wrapper:
     kind: ddp, replicate, fsdp1, fsdp2. shard_ranks, replicate_ranks: those that it shards and replicates over; empty if it
     does not. parameters: those that an FSDP unit gathers together. ranks_after_forward: of FSDP2, over how many ranks they
     stay sharded after forward, 1 if they stay whole. find_unused_parameters: of DDP, in a graph that
-    is not static.
+    is not static. float_buffers, other_buffers: of DDP, the bytes of its module's buffers that it broadcasts before a forward
+    pass, those of floating-point numbers and all others.
     """
 
     kind: str
@@ -250,6 +255,8 @@ class Wrapper:
     ranks_after_forward: int = 1
     cpu_offload: bool = False
     find_unused_parameters: bool = False
+    float_buffers: int = 0
+    other_buffers: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Last, RankRecord
-from harness.evidence.records import Collective, RankEvidence, TensorEvidence
+from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
@@ -71,7 +71,8 @@ class Summary:
     memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. copies: by group, over which some
     parameters are cut, the contents by step of those that are copied over it. unstepped: parameters that no optimizer has.
     digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that
-    `outside` is of. kind, places: as evidence.alike has them; 0 where nobody looked.
+    `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
+    kind, places: as evidence.alike has them; 0 where nobody looked.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class Summary:
     own: float
     outside: tuple[Outside, ...] = ()
     whole: tuple[int, ...] = ()
+    background: tuple[Use, ...] = ()
     copies: dict[str, dict[int, int]] = field(default_factory=dict)
     kind: int = 0
     places: tuple[tuple[str, str], ...] = ()
@@ -135,6 +137,7 @@ def summary_of(record: RankRecord) -> Summary:
         copies=copies(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
+        background=background(evidence),
         kind=kind,
         places=places,
         **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
@@ -226,6 +229,11 @@ def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ..
     return tuple(Outside(*kind, count, size, steps=ranks_key(tuple(at))) for (kind, count, size), at in listed)
 
 
+def background(evidence: RankEvidence) -> tuple[Use, ...]:
+    moved = _by_step(call for call in evidence.collectives if call.phase == BACKGROUND and len(call.ranks) > 1)
+    return tuple(Use(*kind, *by_step[0]) for kind, by_step in sorted(moved.items()))
+
+
 def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
     """By group. What is sent from one rank to another has no order that others share."""
     sequences: dict[tuple[str, str], list[Any]] = defaultdict(list)
@@ -284,8 +292,11 @@ def placement_text(tensor: TensorEvidence) -> str:
 
 def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     """Which of its parts this rank claims to hold, of each parameter of which something claims it. Ranks with equal places are
-    replicas. What DDP looks after is whole on the ranks of its group."""
-    whole = {w.replicate_ranks for w in evidence.structure.values() if w.kind in ("ddp", "replicate")}
+    replicas. What DDP looks after is whole on the ranks of its group, and what FSDP1 shards over no ranks."""
+    wrappers = evidence.structure.values()
+    whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")}
+    if wrappers and all(w.kind == "fsdp1" and len(w.shard_ranks) <= 1 for w in wrappers):  # NO_SHARD
+        whole = {w.replicate_ranks for w in wrappers if len(w.replicate_ranks) > 1}
     of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
     found = []
     for tensor in evidence.parameters:
@@ -318,7 +329,8 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
         if len(wrapper.shard_ranks) > 1:
             found[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
         if len(wrapper.replicate_ranks) > 1:
-            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}"
+            alone = " alone" * (wrapper.kind.startswith("fsdp") and len(wrapper.shard_ranks) <= 1)
+            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}{alone}"
     return found
 
 

@@ -54,11 +54,11 @@ def matches(trial: Trial, number: int, *, clipped: bool = False) -> bool:
     by = tolerance.clip_coefficient(reference.grad_norm, trial.case.training.max_norm) if clipped else 1.0
     for rank, step, _ in trial.steps():
         for fqn, gradient in step.gradients.items() if step.step == number else ():
-            part, full = trial.gradient_slice_of(rank, fqn), by * reference.gradients[fqn]
-            if (
-                part is None
-                or not tolerance.relative_difference(gradient, take(full, part), float(abs(full).max())) <= bound
-            ):
+            part = trial.gradient_slice_of(rank, fqn)
+            if part is None or fqn not in reference.gradients:
+                return False
+            full = by * reference.gradients[fqn]
+            if not tolerance.relative_difference(gradient, take(full, part), float(abs(full).max())) <= bound:
                 return False
     return True
 

@@ -77,7 +77,7 @@ def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -
 
 def _moved(one: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
     """What it ran over itself and at least one other of these ranks. Stages of a pipeline send between passes, too."""
-    uses: tuple[Use | Outside, ...] = (*one.uses, *one.outside) if between_passes else one.uses
+    uses: tuple[Use | Outside, ...] = (*one.uses, *one.outside, *one.background) if between_passes else one.uses
     return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]
 
 

@@ -6,15 +6,19 @@ If a recording does not show what a law needs, the law does not judge it, and sa
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from harness.evidence.recording import RankRecord
-from harness.evidence.records import Exit, RankEvidence, Run
-from harness.evidence.summary import Summary
+from harness.evidence.records import RankEvidence, Run
+from harness.evidence.summary import summary_of
+from harness.judge.recorded_ends import exits_of, not_heard
+from harness.judge.stored_recording import Recording
 from harness.judge.traffic import INSIDE
 from harness.judge.trial import Recorded, Trial
 from harness.plan.make_plan import make_plan
@@ -48,24 +52,32 @@ def trial_of(
     directory: str,
     world: int,
     *,
-    summaries: Mapping[int, Summary] | None = None,
+    recording: Recording | None = None,
     like: Mapping[int, int] | None = None,
 ) -> Trial:
-    """records: of all ranks that left one; or of some, with the summaries of all, and by rank the one that was read in its
+    """records: of all ranks that left one; or of some, with the recording of all, and by rank the one that was read in its
     place. Trap: a job may be of more or fewer ranks than the layout."""
     like = {rank: rank for rank in records} if like is None else like
     steps = _steps(records.values())
     ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
-    exits = tuple(_exit(rank, (summaries or records).get(rank)) for rank in range(world))
+    heard = recording or _recording_of(records, directory)
+    exits = exits_of(heard, world)
     case = _case(dims, ranks, Counter(like.values()), max(steps, default=1))
     not_judged, unknown = _not_judged(case, ranks, records), _unknown(case, ranks, records)
-    places = {rank: one.places for rank, one in (summaries or {}).items()}
+    if {evidence.world_size for evidence in ranks.values()} == {dims.world_size} and (why := not_heard(exits, heard)):
+        unknown["completed"] = why
+    places = {rank: one.places for rank, one in (recording.summaries if recording else {}).items()}
     recorded = Recorded(not_judged, _copies(records.values()), unknown, like, places)
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
     plan = make_plan(case, USUAL, {rank: units[one] for rank, one in sorted(like.items())})
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)
     return Trial(case, plan, Run(directory, world, exits, ranks), NO_REFERENCE, recorded=recorded)
+
+
+def _recording_of(records: Mapping[int, RankRecord], directory: str) -> Recording:
+    last = {rank: one.last for rank, one in records.items() if one.last and not one.ended}
+    return Recording(Path(directory), {rank: summary_of(one) for rank, one in records.items()}, last=last)
 
 
 def without_slices(plan: Plan) -> Plan:
@@ -84,21 +96,6 @@ def _steps(records: Iterable[RankRecord]) -> list[int]:
 def _of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
     calls = tuple(call for call in evidence.collectives if call.step in steps or call.step == 0)
     return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
-
-
-def _exit(rank: int, record: RankRecord | Summary | None) -> Exit:
-    if record is None:
-        return Exit(rank, "lost", error="it left no evidence")
-    if record.ended == "raised":
-        return Exit(rank, "raised", 1, error=record.error, blamed=True)
-    if not record.ended:
-        return Exit(
-            rank,
-            "killed",
-            error="how it ended is unknown",
-            last_collective=record.last.text if record.last else "",
-        )
-    return Exit(rank, "ok", 0)
 
 
 # ---- what is requested, as far as a layout says it
@@ -214,5 +211,5 @@ def _copies(records: Iterable[RankRecord]) -> int | None:
 
 def _copies_of(text: str) -> int | None:
     if text.startswith(("Adam(", "AdamW(")):
-        return 3 if "amsgrad True" in text else 2
+        return 3 if re.search("amsgrad [^,)]*True", text) else 2
     return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None

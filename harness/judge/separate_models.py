@@ -1,8 +1,8 @@
 """Ranks that begin with the same parameters, train them apart and never meet: nothing reduces gradients between them.
 
 It is said where all of it was seen: equal bytes before the first step, other bytes after a later one, and no collective that
-joins them. In forward and backward any collective joins; outside of them one that moves as much as parameters or gradients
-may need, which a norm and a loss do not.
+joins them. In forward and backward any collective joins; outside of them, or in another thread, one that moves as much as
+parameters or gradients may need, which a norm and a loss do not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.evidence.keys import ranks_of
-from harness.evidence.summary import Summary
+from harness.evidence.summary import Outside, Summary, Use
 
 LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
 
@@ -72,4 +72,5 @@ def _joined(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
 
 def _groups(one: Summary) -> Iterator[str]:
     yield from (use.ranks for use in one.uses)
-    yield from (use.ranks for use in one.outside if use.bytes * LEAST >= one.memory.get("parameters", 0))
+    beside: tuple[Use | Outside, ...] = (*one.outside, *one.background)
+    yield from (use.ranks for use in beside if use.bytes * LEAST >= one.memory.get("parameters", 0))

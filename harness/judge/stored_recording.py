@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from harness.evidence.keys import ranks_of
 from harness.evidence.recording import Last, load_summary
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import Summary
+from harness.record.injection import PROCESSES
 
 STARTED = "recording.json"
 
@@ -18,7 +20,8 @@ STARTED = "recording.json"
 @dataclass(frozen=True)
 class Recording:
     """requested: how many ranks the command says that it starts, None where it does not say. code: of its exit, None while
-    nobody knows. nothing: why no rank left evidence. last: of ranks that were killed, the last collective. unreadable: why."""
+    nobody knows. nothing: why no rank left evidence. last: of ranks that were killed, the last collective. unreadable: why.
+    exits: by rank the exit code of its process, or minus the signal that ended it, where somebody told."""
 
     directory: Path
     summaries: dict[int, Summary]
@@ -28,6 +31,7 @@ class Recording:
     nothing: str = ""
     last: dict[int, Last] = field(default_factory=dict)
     unreadable: dict[int, str] = field(default_factory=dict)
+    exits: dict[int, int] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -59,7 +63,33 @@ def load_recording(directory: Path) -> Recording:
         nothing=told.get("nothing", ""),
         last=last,
         unreadable=unreadable,
+        exits=_exits(directory / PROCESSES),
     )
+
+
+def exit_text(code: int) -> str:
+    """Of an exit code, or of minus the signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
+
+
+def only_waited(recording: Recording, rank: int) -> bool:
+    """Whether it died by the signal that launchers send to all others where one did not end well, and there is one."""
+    others = any(code not in (0, -signal.SIGTERM) for code in recording.exits.values())
+    raised = any(one.ended == "raised" for one in recording.summaries.values())
+    return recording.exits.get(rank) == -signal.SIGTERM and (others or raised)
+
+
+def _exits(folder: Path) -> dict[int, int]:
+    """What ranks left as they ended, and the launchers that waited for them."""
+    found: dict[int, int] = {}
+    for file in sorted(folder.glob("*.ends")):
+        try:
+            found |= {int(rank): int(code) for rank, code in json.loads(file.read_text(encoding="utf-8")).items()}
+        except (OSError, ValueError) as error:
+            raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
+    return found
 
 
 def _started(directory: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from harness.judge.clipping import before_clipping
 from harness.judge.order import as_planned
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import observed_units
+from harness.plan.observed_units import as_laid_out, observed_units
 from harness.reference.record import ReferenceRun
 from harness.spec import loading, traits
 from harness.spec.case import Case, CaseError
@@ -36,9 +36,10 @@ def load_trial(folder: Path) -> Trial:
     for name, launched in case.launches.items():
         run = load_run(folder / name)
         observed = observed_units(launched, chosen[name], run.ranks)
+        laid_out = as_laid_out(launched, chosen[name], run.ranks)
         trial = Trial(
             case=launched,
-            plan=make_plan(launched, chosen[name], observed, torch=torch_of(run)),
+            plan=make_plan(launched, laid_out, observed, torch=torch_of(run)),
             run=run,
             reference=reference,
             repeat=load_run(folder / "repeat") if launched.runs > 1 else None,

@@ -12,15 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import trainers
+from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.diagnosis.localise import BY_ORDER
 from harness.diagnosis.suppositions import Supposed, first_loss, suppose, with_own_rates
+from harness.evidence.store import load
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 from harness.onboarding import names
+from harness.reference.record import ReferenceRun
 from harness.run.options import Options, Unsupported
 from harness.run.rank_main import SHAPES_FILE
+from harness.run.reference_cache import reference_folder
 from harness.run.run_case import run_case
 from harness.spec.case import Case
 from harness.trainers.support.requests import NOT_PASSED_ON
@@ -39,9 +44,9 @@ class Examination:
     stopped: bool = False
 
 
-def examine(cases: Sequence[Case], options: Options, tell: Tell) -> Examination:
-    """One rank first, then the others; after a case that is wrong, none. Raises what `run_case` raises."""
-    judged: dict[str, Verdict] = {}
+def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
+    """One rank first, then the others; after a case that is wrong, none. judged: filled on the way, for who interrupts it.
+    Raises what `run_case` raises."""
     for case in sorted(cases, key=lambda case: case.dims.world_size):
         judgement = _run(case, options, tell)
         judged[case.name] = verdict = without_golden(judgement)
@@ -85,6 +90,7 @@ def explain(judgement: Judgement, options: Options, tell: Tell) -> None:
         _died(judgement, options, tell)
         or _another_dtype(judgement, tell)
         or _other_samples(judgement, options, tell)
+        or _another_order(judgement, options, tell)
         or _another_model(judgement, tell)
         or _diagnosed(judgement, tell)
         or _unknown(judgement, tell)
@@ -100,9 +106,10 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
     if path.exists():
         adapter = trainers.load(options.trainer)
         shapes = {name: tuple(shape) for name, shape in json.loads(path.read_text(encoding="utf-8")).items()}
-        for sentence in names.unfit(shapes, judgement.case, adapter.fqn):
+        told, fused = (shapes, judgement.case, adapter.fqn), adapter.fused(judgement.case)
+        for sentence in names.unfit(*told, fused):
             tell("names", sentence)
-        for label, text in names.remedies(shapes, judgement.case, adapter.fqn, adapter.unsupported, options.trainer):
+        for label, text in names.remedies(*told, adapter.unsupported, options.trainer, fused):
             tell(label, text)
         tell("", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}")
         return True
@@ -162,6 +169,24 @@ def _of_adapter(case: Case, options: Options) -> tuple[str | None, str, str]:
     file = Path(options.trainer)
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     return trainers.load(options.trainer).unsupported(other), text, options.trainer
+
+
+def _another_order(judgement: Judgement, options: Options, tell: Tell) -> bool:
+    """A model that is not the reference's rounds at other places. In recipes with noise that is tested by judging again, by
+    what another order of operations leaves of the reference."""
+    trial, broken = load_trial(judgement.folder), _broken(judgement.results)
+    if trial.case.exact or trial.traits.own_model or not broken or not broken - {"golden"} <= BY_ORDER:
+        return False
+    folder = reference_folder(trial.case, options, (trial.case.golden_noise_key,))
+    reference = replace(trial.reference, noise=load(folder / "reference.npz", ReferenceRun).noise)
+    plan = replace(trial.plan, traits=replace(trial.traits, own_model=True))
+    if _broken(judge(replace(trial, plan=plan, reference=reference))) - {"golden"}:
+        return False
+    tell("model", "its numbers are off by no more than another order of operations leaves of the reference's")
+    tell("", "adapter: def traits(self, case): return TrainerTraits(own_model=True)")
+    tell("", "from harness.spec.traits import TrainerTraits")
+    tell("assuming this", f"{len(broken)} of {len(broken)} broken laws hold: {', '.join(sorted(broken))}")
+    return True
 
 
 def _another_model(judgement: Judgement, tell: Tell) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
-from harness.onboarding.spellings import PARAMETERS, by_spelling
+from harness.onboarding.spellings import FUSED, PARAMETERS, by_spelling
 from harness.reference.config import ModelConfig
 from harness.spec.case import Case
 from harness.trainers.support.names import renamed
@@ -16,13 +17,33 @@ from harness.trainers.support.names import renamed
 Shape = tuple[int, ...]
 CONTAINERS = {"attention", "feed_forward"}
 KNOWN = by_spelling(PARAMETERS)
+TOGETHER = by_spelling(FUSED)
+Fused = Mapping[str, Sequence[str]]
+"""By a trainer's name of a tensor, which of the reference's weights of a layer lie in it: ("wk", "wv")."""
 
 
-def targets(shapes: Mapping[str, Shape], model: ModelConfig, fqn: Callable[[str], str]) -> dict[str, str]:
+def in_one(
+    shapes: Iterable[str], model: ModelConfig, fqn: Callable[[str], str], declared: Fused
+) -> dict[str, list[str]]:
+    """Those that the adapter declares as fused, by the reference's names, or whose own name says so and is nobody's."""
+    wanted, found = model.parameter_shapes(), dict[str, list[str]]()
+    for name in shapes:
+        said = [TOGETHER[part].split() for part in name.split(".") if part in TOGETHER]
+        if fqn(name) in declared:
+            found[name] = list(dict.fromkeys(map(_leaf, declared[fqn(name)])))
+        elif said and fqn(name) not in wanted:
+            found[name] = said[-1]
+    return found
+
+
+def targets(
+    shapes: Mapping[str, Shape], model: ModelConfig, fqn: Callable[[str], str], declared: Fused = MappingProxyType({})
+) -> dict[str, str]:
     """The reference's name for each of theirs for which there is one: by `fqn` where that fits, else by spelling, else the
-    only one of its shape that is left."""
+    only one of its shape that is left. Of several in one tensor none is its."""
     found: dict[str, str] = {}
-    for layer, theirs in _by_layer(shapes).items():
+    several = in_one(shapes, model, fqn, declared)
+    for layer, theirs in _by_layer(name for name in shapes if name not in several).items():
         options = _options(model, layer is not None)
         start = "" if layer is None else f"layers.{layer}."
         chosen = {name: fqn(name).removeprefix(start) for name in theirs if _fits(name, fqn, start, shapes, options)}
@@ -65,9 +86,16 @@ def table(found: Mapping[str, str]) -> dict[str, str]:
     return {theirs: ours for theirs, ours in pairs.items() if theirs != ours}
 
 
-def sizes(found: Mapping[str, str], shapes: Mapping[str, Shape], model: ModelConfig) -> dict[str, int]:
+def sizes(
+    found: Mapping[str, str], shapes: Mapping[str, Shape], model: ModelConfig, fused: Fused = MappingProxyType({})
+) -> dict[str, int]:
     """By field of the model, those that these shapes have otherwise than it. How many heads there are no shape tells."""
     seen: dict[str, set[int]] = {}
+    for name, parts in fused.items():
+        if len(shapes[name]) == 2:
+            height, width = shapes[name]
+            own = height - width if "wq" in parts else height  # wq is square, the other two are alike
+            seen.setdefault("ffn_dim" if "w1" in parts else "kv", set()).add(own // 2)
     for theirs, ours in found.items():
         for field, size in zip(_fields(ours), shapes[theirs], strict=False):
             seen.setdefault(field, set()).add(size)
@@ -88,11 +116,14 @@ def of_sizes(model: ModelConfig, told: Mapping[str, int]) -> ModelConfig | None:
         return None
 
 
-def proposed(shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str]) -> tuple[str, str] | None:
+def proposed(
+    shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str], declared: Fused = MappingProxyType({})
+) -> tuple[str, str] | None:
     """The table to write and what becomes of the names by it, which was tried; None where it is no better than `fqn`."""
-    found = targets(shapes, case.model, fqn)
-    model = of_sizes(case.model, sizes(found, shapes, case.model)) or case.model
-    wanted, names = model.parameter_shapes(), table(found)
+    found, fused = targets(shapes, case.model, fqn, declared), in_one(shapes, case.model, fqn, declared)
+    model = of_sizes(case.model, sizes(found, shapes, case.model, fused)) or case.model
+    kept = {name: fqn(name) for name in shapes if fqn(name) in declared}
+    wanted, names = model.parameter_shapes(), table(found | kept)
     before = {fqn(theirs) for theirs in shapes} & set(wanted)
     after = {renamed(theirs, names) for theirs in shapes} & set(wanted)
     if len(after) <= len(before):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from harness.onboarding import name_table
 from harness.onboarding.spellings import PARAMETERS, by_spelling
@@ -14,27 +15,37 @@ from harness.trainers.support.names import renamed
 from harness.trainers.support.requests import NOT_PASSED_ON
 
 Shape = tuple[int, ...]
+Fused = Mapping[str, tuple[str, ...]]
 
 
-def unfit(shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str]) -> list[str]:
+def unfit(
+    shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str], fused: Fused = MappingProxyType({})
+) -> list[str]:
     """A sentence for each parameter that is none of the reference's, or of another shape, and one for those that lack.
-    What is said of one layer is said once for all of them."""
+    What is said of one layer is said once for all of them. fused: as the adapter declares it."""
     wanted = case.model.parameter_shapes()
-    said = _once(list(_unfit(shapes, wanted, case, fqn)))
-    if missing := [name for name in wanted if name not in {fqn(theirs) for theirs in shapes}]:
+    said = _once(list(_unfit(shapes, wanted, case, fqn, fused)))
+    somebodys = {part for theirs in shapes for part in fused.get(fqn(theirs), (fqn(theirs),))}
+    if missing := [name for name in wanted if name not in somebodys]:
         said.append(f"of the reference's {len(wanted)} parameters {len(missing)} are nobody's: {_some(missing)}")
     return said
 
 
 def remedies(
-    shapes: Mapping[str, Shape], case: Case, fqn: Callable[[str], str], refused: Callable[[Case], str | None], file: str
+    shapes: Mapping[str, Shape],
+    case: Case,
+    fqn: Callable[[str], str],
+    refused: Callable[[Case], str | None],
+    file: str,
+    fused: Fused = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Lines to write, each with its label: names, and sizes of the model. refused: why the adapter runs no such case."""
-    if line := name_table.proposed(shapes, case, fqn):
+    if line := name_table.proposed(shapes, case, fqn, fused):
         yield "write", f'NAMES = pairs("""{line[0]}""")'
         yield "", line[1]
-    found = name_table.targets(shapes, case.model, fqn)
-    told = name_table.sizes(found, shapes, case.model) if case.dims.world_size == 1 else {}
+    found = name_table.targets(shapes, case.model, fqn, fused)
+    several = name_table.in_one(shapes, case.model, fqn, fused)
+    told = name_table.sizes(found, shapes, case.model, several) if case.dims.world_size == 1 else {}
     if not told:
         return
     has = " and ".join(f"{field} {size}, requested {getattr(case.model, field)}" for field, size in told.items())
@@ -54,15 +65,33 @@ def to_known(values: Mapping[str, object], file: str) -> str:
 
 
 def _unfit(
-    shapes: Mapping[str, Shape], wanted: Mapping[str, Shape], case: Case, fqn: Callable[[str], str]
+    shapes: Mapping[str, Shape], wanted: Mapping[str, Shape], case: Case, fqn: Callable[[str], str], fused: Fused
 ) -> Iterator[str]:
+    several = name_table.in_one(shapes, case.model, fqn, fused)
     for theirs, shape in shapes.items():
         ours = fqn(theirs)
-        if ours not in wanted:
+        if theirs in several:
+            if sentence := _in_one(shape, several[theirs], case, declared=ours in fused):
+                yield f"{theirs} {list(shape)} is mapped to {ours}: {sentence}"
+        elif ours not in wanted:
             yield f"{theirs} {list(shape)} is mapped to {ours}, which there is not: {_instead(theirs, shape, wanted, case)}"
         elif shape != wanted[ours]:
             otherwise = _otherwise(theirs, ours, shape, case)
             yield f"{theirs} {list(shape)} is mapped to {ours} {list(wanted[ours])}: {otherwise}"
+
+
+def _in_one(shape: Shape, parts: Sequence[str], case: Case, *, declared: bool) -> str:
+    """Empty where it is declared and fits."""
+    module = "feed_forward" if "w1" in parts else "attention"
+    sizes = [case.model.parameter_shapes()[f"layers.0.{module}.{part}.weight"] for part in parts]
+    wanted, told = (sum(rows for rows, _ in sizes), sizes[0][1]), "by `fused`" if declared else "by its name"
+    whole = f"{told} it is {', '.join(parts[:-1])} and {parts[-1]} in one"
+    if len(shape) != 2:
+        return f"{whole}, of {len(shape)} dims; `fused` takes rows of a matrix apart"
+    if shape == wanted:
+        return "" if declared else f"{whole}: say so in `fused`, where it is not sharded"
+    field = "ffn_dim" if "w1" in parts else "dim, n_heads or n_kv_heads"
+    return f"{whole}, which are {list(wanted)} in this case: its {field} is another"
 
 
 def _once(said: list[str]) -> list[str]:

@@ -52,7 +52,6 @@ class ScriptFacts:
     data_sets: their classes, each with the module that has it and what its `__getitem__` answers. batches: functions that by
     their name answer one. optimizer: literal
     keywords of the optimizer's call; None where no call was seen. spares_vectors: it has groups by the number of dims.
-    is_program: it can be imported without training.
     """
 
     path: Path
@@ -65,7 +64,6 @@ class ScriptFacts:
     optimizer: dict[str, object] | None
     turns_halves: bool
     spares_vectors: bool
-    is_program: bool
     sizes: Mapping[str, int]
     sampler: Mapping[str, object] | None
 
@@ -95,7 +93,6 @@ def read(path: Path) -> ScriptFacts:
         optimizer=_optimizer(trees.values()),
         turns_halves=any(re.search(HALVES, text) for text in sources.values()),
         spares_vectors=any("weight_decay" in text and re.search(SPARED, text) for text in sources.values()),
-        is_program=any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in trees[path].body),
         sizes=constructors.sizes(list(trees.values()), models),
         sampler=constructors.sampler(trees.values()),
     )

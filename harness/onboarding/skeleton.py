@@ -38,6 +38,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.requests import beyond{import_rows}
@@ -65,6 +66,9 @@ class {name}(Adapter):
     name = "{stem}"
     reports = ()  # what it logs is not under test; its losses, gradients and updates are
 
+    def traits(self, case: Case) -> TrainerTraits:
+        return TrainerTraits(own_model=True)  # it is not the reference's, and in float32 it rounds at other places
+
     def unsupported(self, case: Case) -> str | None:
         return next(beyond(case, KNOWN, self.name), None)
 
@@ -79,7 +83,7 @@ class {name}(Adapter):
 
 
 class Started(StartedTrainer):
-    """The script, run up to its first forward pass."""
+    """The script, run up to its first forward pass that trains."""
 
     def __init__(self, case: Case, weights: Path | None) -> None:
 {import_data}        from harness.trainers.support.script import Script
@@ -181,8 +185,8 @@ def cases(facts: ScriptFacts) -> str:
         "  single: {why: On one rank it must train as the reference does.}",
     ]
     named = sorted(facts.wrappers() & set(WRAPPERS))
-    for _, case, dims in dict.fromkeys(WRAPPERS[name] for name in named):
-        wrapper = ", features: {wrapper: fsdp1}" if any(WRAPPERS[name][0] == "fsdp1" for name in named) else ""
+    for kind, case, dims in dict.fromkeys(WRAPPERS[name] for name in named):
+        wrapper = ", features: {wrapper: fsdp1}" if kind == "fsdp1" else ""
         lines.append(f"  {case}: {{dims: {dims}{wrapper}, why: Two ranks must do what one does.}}")
     if "parallelize_module" in facts.wrappers() or "tp" in _dims(facts):
         lines.append("  tp_2: {dims: {tp: 2}, why: Two ranks that share each matrix must do what one does.}")
@@ -281,7 +285,7 @@ def _import_data(facts: ScriptFacts) -> str:
     indent, samples = " " * 8, "RecipeSamples" if _is_map(facts) else "RecipeStream, recipe_batches"
     samples = "recipe_batches" if not facts.data_sets and facts.batches else samples
     lines = "".join(_data(facts))
-    imported = [module for module, used in (("os", "os.environ"), ("torch", "torch.cat")) if used in lines]
+    imported = [module for module, used in (("os", "os.environ"), ("torch", "torch.")) if used in lines]
     first = "".join(f"{indent}import {module}\n" for module in imported) + "\n" * bool(imported)
     return f"{first}{indent}from harness.trainers.support.samples import {samples}\n"
 
@@ -297,8 +301,9 @@ def _data(facts: ScriptFacts) -> Iterator[str]:
         name = facts.batches[0]
         yield f"{indent}# TODO does {name} answer tokens and labels of a microbatch? These are of this data-parallel rank:"
         yield f'{indent}rank = int(os.environ["RANK"]) // (case.dims.cp * case.dims.tp) % case.dims.dp'
-        yield f"{indent}batches = recipe_batches(case, rank, case.dims.dp)"
-        yield f'{indent}self.script.replace("{name}", lambda *_, **__: next(batches))'
+        yield f"{indent}trained, evaluated = (recipe_batches(case, rank, case.dims.dp) for _ in range(2))"
+        yield f"{indent}answer = (lambda *_, **__: next(trained if torch.is_grad_enabled() else evaluated))"
+        yield f'{indent}self.script.replace("{name}", answer)'
         return
     if not facts.data_sets:
         yield f"{indent}# TODO no Dataset was found. What makes its batches may answer next(recipe_batches(case, rank,"

@@ -21,6 +21,13 @@ PARAMETERS = {
     "weight": "scale gamma gain g",
 }
 
+FUSED = {
+    "wq wk wv": "qkv wqkv c_attn qkv_proj proj_qkv to_qkv w_qkv attn_qkv query_key_value in_proj Wqkv",
+    "wk wv": "kv wkv kv_proj proj_kv to_kv w_kv c_kv key_value",
+    "w1 w3": "gate_up gate_up_proj up_gate w13 w1_w3 fc_gate_up w_gate_up gu",
+}
+"""Weights in one tensor, by what it is called."""
+
 FLAGS = {
     "training.steps": "steps max_steps n_steps num_steps total_steps train_steps iters max_iters",
     "training.lr": "lr learning_rate max_lr peak_lr base_lr",

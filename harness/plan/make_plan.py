@@ -97,7 +97,8 @@ def _ranks(
 
 def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
     """The vectors that are cut in place of parameters, if any, and the shape of each parameter, which then is a vector too."""
-    flat = zero_units(case, traits) if case.wrapper in ZERO else flat_units(case) if case.wrapper == "fsdp1" else ()
+    flat: tuple[FlatUnit, ...] = flat_units(case, traits.flat_order) if case.wrapper == "fsdp1" else ()
+    flat = zero_units(case, traits) if case.wrapper in ZERO else flat
     return flat, {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
 
 

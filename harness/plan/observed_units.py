@@ -7,6 +7,7 @@ policy that the case requests is planned all the same, whatever the wrappers say
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from harness.evidence.records import RankEvidence
@@ -31,6 +32,15 @@ def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEv
     if traits.units_of(case) != OBSERVED or case.wrapper != "fsdp2":
         return None
     return {rank: claimed_units(evidence) for rank, evidence in sorted(ranks.items())}
+
+
+def as_laid_out(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEvidence]) -> TrainerTraits:
+    """With the order of parameters in FSDP1's vectors, which is that of the model's modules. All ranks have that of the first:
+    what each really holds the laws find by comparing bytes."""
+    if case.wrapper != "fsdp1" or traits.flat_order or not ranks:
+        return traits
+    claims = (one for one in ranks[min(ranks)].structure.values() if one.kind == "fsdp1")
+    return replace(traits, flat_order=tuple(fqn for one in claims for fqn in one.parameters))
 
 
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.plan.grid import coordinate, shard_place
@@ -78,13 +78,13 @@ def slices_of_rank(dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int
     return {fqn: slice_of(fqn, shape, tp, shard) for fqn, shape in shapes.items()}
 
 
-def flat_units(case: Case) -> tuple[FlatUnit, ...]:
-    """FSDP1's, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes."""
-    blocks = [
-        [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(f"layers.{n}.")]
-        for n in range(case.model.n_layers)
-    ]
-    root = [fqn for fqn in parameter_shapes(case.model) if not fqn.startswith("layers.")]
+def flat_units(case: Case, order: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
+    """FSDP1's, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes. order: the one in
+    which a unit's parameters follow each other; what is not in it follows behind, as the reference has it."""
+    place = {fqn: at for at, fqn in enumerate(order)}
+    names = sorted(parameter_shapes(case.model), key=lambda fqn: place.get(fqn, len(place)))
+    blocks = [[fqn for fqn in names if fqn.startswith(f"layers.{n}.")] for n in range(case.model.n_layers)]
+    root = [fqn for fqn in names if not fqn.startswith("layers.")]
     return tuple(_flat_unit(case, names) for names in (root, *blocks))
 
 

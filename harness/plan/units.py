@@ -23,7 +23,7 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     """
     degree, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
-        root, *blocks = (tuple(unit.starts) for unit in flat_units(case))
+        root, *blocks = (tuple(unit.starts) for unit in flat_units(case, traits.flat_order))
         return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
     if case.wrapper == "zero3":
         return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]

@@ -17,7 +17,7 @@ from harness.judge.recorded import NO_REFERENCE
 from harness.judge.result import Diagnosis, Result
 from harness.judge.trial import Alone, Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import claimed_units
+from harness.plan.observed_units import as_laid_out, claimed_units
 from harness.preflight.launches import Flown
 from harness.spec import traits
 from harness.spec.case import Case
@@ -47,5 +47,7 @@ def trial_of(case: Case, flown: Flown) -> Trial:
     observed = None
     if chosen.fsdp_units == "observed" or case.features.fsdp_units == "observed":
         observed = {rank: claimed_units(evidence) for rank, evidence in flown.run.ranks.items()}
-    plan = make_plan(case, chosen, observed, torch=importlib.metadata.version("torch"))
+    plan = make_plan(
+        case, as_laid_out(case, chosen, flown.run.ranks), observed, torch=importlib.metadata.version("torch")
+    )
     return Trial(case, plan, flown.run, NO_REFERENCE, alone=Alone(flown.ranks, unable=flown.unable))

@@ -38,6 +38,7 @@ from harness.probe.growth import GrowthRecorder
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.precision import QuantizedRecorder
 from harness.probe.resharding import GatheredRecorder
+from harness.probe.retained_graphs import RetainedGraphs
 from harness.probe.samples import SampleRecorder
 from harness.probe.saved_tensors import SavedTensorsRecorder
 from harness.probe.settings import SettingsRecorder
@@ -79,6 +80,7 @@ class Probe:
         self.growth = GrowthRecorder(self.clock, self._beside)
         self.copies = CopyRecorder(self.clock)
         self.device = DeviceRecorder(self.clock)
+        self.graphs = RetainedGraphs(self.clock)
 
     def install(self) -> None:
         self.collectives.install()
@@ -91,6 +93,7 @@ class Probe:
         self.settings.install()
         self.copies.install()
         self.device.install()
+        self.graphs.install()
 
     @contextlib.contextmanager
     def watching(self, mode: Any) -> Iterator[Witness]:
@@ -142,6 +145,7 @@ class Probe:
         return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated, patient=patient)
 
     def remove(self) -> None:
+        self.graphs.remove()
         self.device.remove()
         self.settings.remove()
         self.saved.remove()
@@ -204,6 +208,7 @@ class Probe:
             after_forward=self.gathered.of_step(step),
             kept=self.growth.of_step(step),
             unwaited=self.growth.unwaited(step),
+            graphs_retained=self.graphs.of_step(step),
             copied=self.copies.of_step(step),
         )
 

@@ -8,15 +8,21 @@ engine it is "backward" (recomputation under activation checkpointing included),
 A pass that records no gradients (validation under no_grad or inference_mode, a schedule's eval) is of no step, whenever it
 comes: it is "evaluation". One in eval mode that does record them trains if backward comes to what it returned, for dropout
 may be wanted off in training; until then it is undecided, and if it stays so it was evaluation too.
+
+What a thread does that Python code started beside the one that trains (a checkpoint written while training goes on) is of no
+step: it is "background". Threads of C++, autograd's and those that run a future's callback, work for the thread that trains.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+from harness.evidence.records import BACKGROUND
 
 
 @dataclass(eq=False)
@@ -32,7 +38,8 @@ class Account:
 
 class Clock:
     """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
-    schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has.
+    schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has. pass_begins, when a
+    forward pass that records gradients does, outside of a schedule.
 
     account: where what is seen now belongs. of_last_pass: where what is made of the last pass's output belongs.
     passes: forward passes so far. evaluated: whether there was one of evaluation since the last step began.
@@ -41,6 +48,7 @@ class Clock:
     between_steps: Callable[[], None] = staticmethod(lambda: None)
     schedule_ended: Callable[[], None] = staticmethod(lambda: None)
     step_begins: Callable[[], None] = staticmethod(lambda: None)
+    pass_begins: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.start = self.step = 0
@@ -49,6 +57,7 @@ class Clock:
         self.evaluated = False
         self._step_is_over, self._certain = True, False
         self.account = self.of_last_pass = self.of_step = Account(0)
+        self._trains = threading.get_ident()
 
     def resume(self, step: int) -> None:
         """What comes next is step + 1. Trap: restoring an optimizer may have called its step() to make its state."""
@@ -61,7 +70,13 @@ class Clock:
         self.account = self.of_last_pass = self.of_step = Account(0)
 
     def where(self) -> tuple[int, str]:
-        return self.account.step, self.phase()
+        return (0, BACKGROUND) if self._in_background() else (self.account.step, self.phase())
+
+    def _in_background(self) -> bool:
+        thread = threading.get_ident()
+        if thread == self._trains or torch._C._current_graph_task_id() != -1:
+            return False
+        return any(one.ident == thread for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
 
     def phase(self) -> str:
         if torch._C._current_graph_task_id() != -1 or self.reducing:
@@ -94,6 +109,8 @@ class Clock:
             self.evaluated = True
             self.account = Account(self.step, "evaluation")
         else:
+            self.pass_begins()
+            self._trains = threading.get_ident()
             self._begin_step()
             self._certain = self._certain or in_training_mode
             self.account = self.of_step if in_training_mode else Account(self.step, "undecided")
@@ -135,6 +152,7 @@ class Clock:
     def schedule(self, *, training: bool) -> Iterator[None]:
         before = self.account, self.in_pipeline, self.in_schedule
         if training:
+            self._trains = threading.get_ident()
             self._begin_step()
             self._certain = True
             self.account = self.of_step

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.evidence.records import Collective
+from harness.evidence.records import BACKGROUND, Collective
 from harness.probe.clock import Account
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
@@ -130,7 +130,7 @@ class CollectiveRecorder:
             )
             self._sequence[lane] += 1
             account = self._account()
-            if account is not None and account.kind == "undecided":
+            if account is not None and account.kind == "undecided" and phase != BACKGROUND:
                 self._undecided[len(self.records)] = account
             self.records.append(record)
         if self._on_issue is not None:

@@ -177,7 +177,16 @@ def _replicate(module: nn.Module) -> Wrapper | None:
 
 def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel) -> Wrapper:
     ranks, unused = members(ddp.process_group), bool(ddp.find_unused_parameters and not ddp.static_graph)
-    return Wrapper(kind, replicate_ranks=ranks, find_unused_parameters=unused)
+    sizes = {True: 0, False: 0}  # of buffers, by whether they are floating-point numbers
+    for buffer in ddp.modules_buffers if ddp.broadcast_buffers else ():
+        sizes[buffer.is_floating_point()] += buffer.numel() * buffer.element_size()
+    return Wrapper(
+        kind,
+        replicate_ranks=ranks,
+        find_unused_parameters=unused,
+        float_buffers=sizes[True],
+        other_buffers=sizes[False],
+    )
 
 
 def _fsdp1(module: nn.Module) -> Wrapper | None:

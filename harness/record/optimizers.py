@@ -1,21 +1,41 @@
-"""Which optimizers a job steps. One that has others step for it (a container of several) is none itself."""
+"""Which optimizers a job steps. One that has others step for it is none itself: a container of several, or ZeRO's, which after
+that sends to each rank what others stepped."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim import Optimizer
 
 from harness.probe.values import held_bytes
 
+MOST = 3
+"""Values of one setting that are told."""
+
+
+@dataclass
+class Settings:
+    """values: in its first step on record. changed: those that another step had otherwise, as a schedule of betas does."""
+
+    kind: str
+    values: dict[str, str]
+    changed: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        words = (f"{key} {value}{' at first' * (key in self.changed)}" for key, value in self.values.items())
+        return f"{self.kind}({', '.join(words)})"
+
 
 class Optimizers:
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._texts: dict[str, None] = {}
+        self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
+        self._all: list[Settings] = []
         self._stepping: list[weakref.ref[Optimizer]] = []
+        self._stepped: set[int] = set()
         self._containers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Optimizer]:
@@ -23,29 +43,40 @@ class Optimizers:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(self._texts)
+        return tuple(dict.fromkeys(map(str, self._all)))
 
     def owned(self) -> set[int]:
         """Of parameters that any of them has, the ids."""
-        return {id(p) for each in self._known for group in each.param_groups for p in group["params"]}
+        return set().union(*map(parameters_of, (*self._known, *self._containers)))
 
     def pass_begins(self) -> None:
         """Inside of none; what raised in the middle of its step has not left it."""
-        self._stepping = []
+        self._stepping, self._stepped = [], set()
 
     def begins(self, optimizer: Optimizer) -> None:
         if self._stepping and (outer := self._stepping[-1]()) is not None:
             self._containers.add(outer)
         self._stepping.append(weakref.ref(optimizer))
 
-    def ended(self, optimizer: Optimizer) -> bool:
-        """Whether it stepped itself."""
+    def ended(self, optimizer: Optimizer) -> set[int]:
+        """The ids of all parameters that were stepped; of none where another stepped it, which has yet to end."""
         self._stepping = self._stepping[:-1]
-        own = optimizer not in self._containers
-        if own:
+        self._stepped |= parameters_of(optimizer)
+        if optimizer not in self._containers:
             self._known.add(optimizer)
-            self._texts[optimizer_text(optimizer)] = None
-        return own
+            self._note_settings(optimizer)
+        if self._stepping:
+            return set()
+        stepped, self._stepped = self._stepped, set()
+        return stepped
+
+    def _note_settings(self, optimizer: Optimizer) -> None:
+        values = settings_of(optimizer)
+        if optimizer not in self._settings:
+            self._settings[optimizer] = Settings(type(optimizer).__name__, values)
+            self._all.append(self._settings[optimizer])
+        first = self._settings[optimizer]
+        first.changed |= {key for key, value in first.values.items() if values.get(key) != value}
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> int:
@@ -54,8 +85,18 @@ def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> 
     return held_bytes(p.grad for p in (*parameters, *stepped_on))
 
 
-def optimizer_text(optimizer: Optimizer) -> str:
-    usual = optimizer.param_groups[0] if optimizer.param_groups else {}
-    told = {key: usual[key] for key in ("betas", "momentum", "weight_decay", "amsgrad") if key in usual}
-    words = ", ".join(f"{key} {value}" for key, value in told.items() if not torch.is_tensor(value))
-    return f"{type(optimizer).__name__}({words})"
+def parameters_of(optimizer: Optimizer) -> set[int]:
+    """What it steps on, the ids."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, str]:
+    """Each with the values that its groups of parameters have."""
+    found: dict[str, str] = {}
+    for key in ("betas", "momentum", "weight_decay", "amsgrad"):
+        told = [group[key] for group in optimizer.param_groups if key in group and not torch.is_tensor(group[key])]
+        values = list(dict.fromkeys(map(str, told)))
+        more = [f"{len(values) - MOST} more"] * (len(values) > MOST)
+        if values:
+            found[key] = " and ".join([*values[:MOST], *more])
+    return found

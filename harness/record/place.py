@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def claimed(directory: Path, rank: int) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         (directory / "processes" / f"rank_{rank:05d}.{attempt}").touch(exist_ok=False)
+        _ends(directory, rank).unlink(missing_ok=True)
         return True
     except FileExistsError:
         print(f"harness: another process trains as rank {rank} already; this one is not recorded", file=sys.stderr)
@@ -40,6 +42,16 @@ def unsaved(directory: Path, rank: int, why: str) -> None:
     print(f"harness: {why}", file=sys.stderr)
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)
+
+
+def left_at_once(directory: Path, rank: int, code: int) -> None:
+    """By os._exit, which runs nothing of what Python runs as it ends."""
+    with contextlib.suppress(OSError):  # of a full disk: nothing is heard of its end, then
+        _ends(directory, rank).write_text(json.dumps({rank: code}), encoding="utf-8")
+
+
+def _ends(directory: Path, rank: int) -> Path:
+    return directory / "processes" / f"rank_{rank:05d}.ends"
 
 
 def raised_early(directory: Path, error: str) -> None:

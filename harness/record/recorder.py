@@ -30,7 +30,7 @@ from harness.probe.pipeline import PipelineRecorder
 from harness.probe.samples import leave_pass
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
-from harness.record.place import claimed, place_of, raised_early, unsaved
+from harness.record.place import claimed, left_at_once, place_of, raised_early, unsaved
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
 
@@ -72,6 +72,7 @@ class Recorder:
         self._see_calls()
         atexit.register(self.end)
         self._see_errors()
+        self._see_os_exit()
 
     def is_chosen(self) -> bool:
         """Whether what happens now is recorded; in step 0 what sets the job up is."""
@@ -161,6 +162,18 @@ class Recorder:
             hook(kind, error, trace)
 
         sys.excepthook = raised
+
+    def _see_os_exit(self) -> None:
+        """Nothing is saved then: who leaves so may hang, and reading a device would wait."""
+        leave = os._exit
+
+        @functools.wraps(leave)
+        def left(status: int) -> None:
+            if self._mine and self._place and self.seen.pid == os.getpid() and not self.ended:
+                left_at_once(self.directory, self._place[0], status)
+            leave(status)
+
+        os._exit = left  # type: ignore[assignment]
 
     def end(self) -> None:
         """With the process."""

@@ -100,7 +100,7 @@ class Seen:
         self._parts.append(weakref.ref(module))
         self._classes[type(module).__name__] = None
         self.pid = os.getpid()
-        self._parameters = tuple(_claim(fqn, p) for fqn, p in named_parameters(self.parts))
+        self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
         self._note_contents(0)
 
     def _has_names_of_its_own(self, module: nn.Module) -> bool:
@@ -147,20 +147,20 @@ class Seen:
         step.memory["gradients"] = gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
-        if not self._optimizers.ended(optimizer):
+        """Contents are those after the outermost step: ZeRO's sends to each rank what others stepped."""
+        if not (stepped := self._optimizers.ended(optimizer)):
             return
         step = self._step()
-        self._note_contents(self._clock.step, optimizer)
+        self._note_contents(self._clock.step, stepped)
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
         states = [s for each in self._optimizers for s in each.state.values()]
         held = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = held_bytes(held)
         step.peak = _peak()
 
-    def _note_contents(self, number: int, optimizer: Optimizer | None = None) -> None:
-        """Of all parameters, or of those that an optimizer has stepped."""
+    def _note_contents(self, number: int, owned: set[int] | None = None) -> None:
+        """Of all parameters, or of those with these ids."""
         step = self._steps.setdefault(number, Step())
-        owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         for fqn, parameter in sharded_parameters(self.parts):
             if self.reads_contents and (owned is None or id(parameter) in owned):
                 step.digests[fqn] = digest(parameter)

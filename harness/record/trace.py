@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.recording import Last
+from harness.evidence.records import BACKGROUND
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder, _group_of, members
 
 PAGE = 4096
+MOST = 1000
+"""Collectives of a group on record that are of no step, so that a job may be of any length: the first ones."""
 
 
 class TracedCollectives(CollectiveRecorder):
@@ -26,6 +29,7 @@ class TracedCollectives(CollectiveRecorder):
         super().__init__(clock.where, None, lambda: clock.account)
         self._clock, self._chosen = clock, chosen
         self._counts: Counter[str] = Counter()
+        self._in_background: Counter[str] = Counter()
         self._latest: tuple[str, Any, int, int, str] | None = None
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._page: mmap.mmap | None = None
@@ -47,11 +51,15 @@ class TracedCollectives(CollectiveRecorder):
         if self.keep(group):  # a name comes again where a job destroys its groups and makes others
             self._ranks[name] = members(group)
         self._counts[name] += 1
-        self._latest = (op, name, self._counts[name], *self._clock.where())
+        step, phase = self._clock.where()
+        self._latest = (op, name, self._counts[name], step, phase)
         if self._page is not None:
             text = json.dumps(self._latest).encode()[: PAGE - 1]
             self._page[: len(text) + 1] = text + b"\n"
-        if self._chosen():
+        if phase == BACKGROUND:
+            self._in_background[name] += 1
+        recorded = self._in_background[name] <= MOST if phase == BACKGROUND else self._chosen()
+        if recorded:
             super()._note(op, payload, args)
 
     @property
@@ -71,4 +79,5 @@ class TracedCollectives(CollectiveRecorder):
 
 def last_of(latest: Any, ranks: dict[str, tuple[int, ...]]) -> Last:
     op, name, place, step, phase = latest
-    return Last(f"{op} in step {step}, {phase}", ranks.get(name, ()), name, place)
+    when = "in the background" if phase == BACKGROUND else f"in step {step}, {phase}"
+    return Last(f"{op} {when}", ranks.get(name, ()), name, place)

@@ -10,7 +10,7 @@ from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
 from harness.judge.separate_models import separate_models
-from harness.judge.stored_recording import Recording
+from harness.judge.stored_recording import Recording, exit_text, only_waited
 
 SEPARATE = "SEPARATE MODELS"
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
@@ -53,25 +53,46 @@ def _not_recorded(summaries: Sequence[Summary]) -> Rows:
 
 
 def _ended(recording: Recording) -> Rows:
-    """Who raised, in their own words; who was killed, and in which collective they then were."""
-    rows: Rows = []
+    """Who raised, in their own words; who died or exited otherwise; who was killed, and in which collective they then were.
+    What came of another's end comes after that."""
     raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
-    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))
-    rows += [_raised(error, ranks) for error, ranks in causes[:3]]
-    killed = [one.rank for one in recording.summaries.values() if not one.ended]
-    after_another = raised and recording.code
-    how = "most likely killed by its launcher after another raised" if after_another else "killed or still running"
-    places = {
-        rank: f"{last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
-        for rank in killed
-        if (last := recording.last.get(rank))
-    }
-    for text, ranks in _grouped(places)[:4]:
-        rows.append(("ENDED UNHEARD", f"{some_ranks(ranks)}, {how}; last collective: {text}"))
-    unknown = [rank for rank in killed if rank not in places]
-    if unknown:
-        rows.append(("ENDED UNHEARD", f"{some_ranks(unknown)}, before any collective"))
+    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))[:3]
+    own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error)]
+    lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
+    quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
+    told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
+    by_exit = _grouped({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
+    ends = [("ENDED", f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
+    waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if only_waited(recording, ranks[0])]
+    rows = [*own, *(row for row in ends if row not in waited), *lost, *waited]
+    unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
+    rows += [("ENDED UNHEARD", f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    if recording.code and recording.summaries and not rows:
+        rows.append(("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows
+
+
+def _how(recording: Recording, rank: int) -> str:
+    """Empty where it ended well, as far as is known."""
+    code = recording.exits.get(rank)
+    if code is not None:
+        after = ", most likely sent by its launcher after another had ended" if only_waited(recording, rank) else ""
+        return f"{exit_text(code)}{after}" if code else ""
+    if recording.summaries[rank].ended:
+        return ""
+    if recording.code == 0:
+        return "in no way that Python hears of; the command ended with exit code 0"
+    another = recording.code and any(one.ended == "raised" for one in recording.summaries.values())
+    return "most likely killed by its launcher after another raised" if another else "killed or still running"
+
+
+def _last(recording: Recording, rank: int) -> str:
+    if recording.summaries[rank].ended:
+        return "Python had begun to end by itself"
+    last = recording.last.get(rank)
+    if last is None:
+        return "before any collective"
+    return f"last collective: {last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
 
 
 def _raised(error: str, ranks: Sequence[int]) -> tuple[str, str]:

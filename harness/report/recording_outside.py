@@ -1,15 +1,16 @@
-"""The rows of a recording's page on what moved outside of forward and backward."""
+"""The rows of a recording's page on what moved outside of forward and backward, or beside the thread that trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from harness.evidence.keys import steps_text
+from harness.evidence.keys import ranks_of, steps_text
 from harness.evidence.summary import Summary
 from harness.evidence.text import bytes_text
 from harness.judge.outside_passes import Line, lines, whole_steps
 
 LABEL = "outside passes"
+MOST = 4
 
 
 def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
@@ -20,6 +21,19 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
     found = [f"{line.what} over {groups_text(line.groups)}: {_amount(line)}" for line in lines(summaries)]
     none = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
     return [(LABEL if number == 0 else "", text) for number, text in enumerate(found or [none])]
+
+
+def background_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
+    """As a checkpoint does that is written while training goes on."""
+    groups: dict[tuple[str, str, int, int], set[str]] = {}
+    for use in (use for one in summaries for use in one.background):
+        groups.setdefault((use.op, use.dtype, use.calls, use.bytes), set()).add(use.ranks)
+    found = [
+        f"{op} of {dtype} over {groups_text(sorted(over, key=ranks_of))}: {bytes_text(size)} in {calls} call{'s' * (calls > 1)}"
+        for (op, dtype, calls, size), over in sorted(groups.items())
+    ]
+    shown = [*found[:MOST], *[f".. and {len(found) - MOST} more kinds"] * (len(found) > MOST)]
+    return [("other threads" if number == 0 else "", text) for number, text in enumerate(shown)]
 
 
 def _amount(line: Line) -> str:

@@ -14,7 +14,7 @@ from harness.evidence.text import MANY, bytes_text, ranks_text
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
 from harness.report.recording_odd import SEPARATE, Rows, odd, some_ranks
-from harness.report.recording_outside import outside_rows
+from harness.report.recording_outside import background_rows, outside_rows
 from harness.report.text import WIDTH, wrapped
 
 LINES = 40
@@ -23,6 +23,8 @@ ROLES = {
     "sharded by fsdp1": "FSDP1 shards parameters",
     "replicated by fsdp2": "HSDP replicates parameters",
     "replicated by fsdp1": "HSDP replicates parameters",
+    "replicated by fsdp2 alone": "FSDP2 replicates parameters",
+    "replicated by fsdp1 alone": "FSDP1 replicates parameters",
     "replicated by ddp": "DDP replicates parameters",
     "replicated by replicate": "replicate() replicates parameters",
     "cut": "DTensors are cut",
@@ -87,7 +89,8 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
 def _step(summaries: Sequence[Summary]) -> Rows:
     """What moved in the step that is shown."""
     inside = list(_axes(axes(summaries))) or _no_axes(summaries)
-    return [*inside, *outside_rows(summaries, groups_text), *_idle(summaries)]
+    outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
+    return [*inside, *outside, *_idle(summaries)]
 
 
 def _command(command: str, most: int = 150) -> str:

@@ -42,7 +42,7 @@ def _trial_of_stand_ins(recording: Recording, dims: ParallelDims, load: Callable
 
     def trial(like: dict[int, int]) -> Trial:
         records.update(_read(set(like.values()) - set(records), load))
-        return trial_of(records, dims, str(recording.directory), recording.world, summaries=summaries, like=like)
+        return trial_of(records, dims, str(recording.directory), recording.world, recording=recording, like=like)
 
     like = stand_ins(summaries, dims)
     found = trial(like)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import resource
 
 from harness import trainers
+from harness.evidence.fused import blocks, held_blocks
 from harness.launch import machine
 from harness.run import communication
 from harness.run.options import Options
 from harness.spec.case import Case
+from harness.spec.dims import AXES
 from harness.spec.limits import too_large_to_start, too_much_memory
+from harness.spec.traits import with_wrapper
 
 
 def unsupported(case: Case, options: Options) -> str | None:
     """Why the case cannot run here: the trainer's reason, or the machine's."""
     adapter = trainers.load(options.trainer)
     for name, launched in case.launches.items():
-        if reason := other_dtype(launched, adapter) or adapter.unsupported(launched):
+        if reason := other_dtype(launched, adapter) or adapter.unsupported(launched) or cut_fused(launched, adapter):
             return reason if name == "run" else f"{name}: {reason}"
     if case.resume and options.torchrun_args:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
@@ -43,6 +46,25 @@ def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
         return None
     known = " and ".join(adapter.dtypes)
     return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
+
+
+def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Why FSDP cannot be judged where the trainer has several weights in one: it cuts that inside of them, the plan each alone.
+    What holds whole blocks of it on each rank is judged."""
+    case = with_wrapper(case, adapter.traits(case).wrapper)
+    if case.wrapper not in ("fsdp1", "fsdp2"):
+        return None
+    rows, ranks = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}, case.shards * case.dims.tp
+    for name, parts in adapter.fused(case).items():
+        whole, total = blocks(parts, rows), sum(rows[part] for part in dict.fromkeys(parts))
+        if case.wrapper == "fsdp1" or total % ranks or not held_blocks(whole, total // ranks):
+            layout = ",".join(f"{axis}={getattr(case.dims, axis)}" for axis in AXES if getattr(case.dims, axis) > 1)
+            return (
+                f"{name} is several weights in one (`fused`), and {case.wrapper} over {case.shards} ranks cuts it inside of"
+                " one of them: what each rank then holds is not planned; judge the model with DDP, and FSDP without an"
+                f" adapter: harness record --layout {layout} -- torchrun .."
+            )
+    return None
 
 
 def _too_few_descriptors(case: Case) -> str:

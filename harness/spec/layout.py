@@ -37,8 +37,9 @@ NOT_SHARDED, WITHIN_MACHINES = ("NO_SHARD", "3"), ("HYBRID_SHARD", "HYBRID_SHARD
 def layout(text: str, world_size: int) -> ParallelDims:
     """Degrees, or what has them: torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, accelerate's YAML
     file. Raises CaseError."""
+    degrees = _reader(text)(text, world_size)
     try:
-        return ParallelDims(**_reader(text)(text, world_size))
+        return ParallelDims(**degrees)
     except ValueError as error:
         raise CaseError(f"{text!r}: {error}") from error
 

@@ -49,13 +49,14 @@ class TrainerTraits:
     rank and received from the one before, rather than moved by an all_to_all. ac_early_stop: a block is recomputed only
     until backward has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the
     last microbatch, rather than be reduced after each whatever a case says; "all_reduce": over replicas only. own_model: it
-    is not the reference's, and rounds at other places.
+    is not the reference's, and rounds at other places, which recipes with noise show (docs/float32.md).
     attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
     how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
     the last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept
     until the next forward pass. loss_in_forward: the model computes the loss itself, and what tensor parallel sums for it.
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
+    flat_order: of parameters in FSDP1's vectors, where it is not the reference's; empty: as its wrappers claim it.
     zero_layout: of ZeRO's vectors. zero_reduces_by: by an all_reduce each rank receives whole gradients and keeps its part.
     zero_gathers_late: what ZeRO-1's or 2's optimizers made of parameters is gathered in the next step's forward pass.
     master_weights: an optimizer under ZeRO steps on a copy of the rank's part of the parameters, which it keeps.
@@ -76,6 +77,7 @@ class TrainerTraits:
     keeps_loss_unit: bool = False
     loss_in_forward: bool = False
     gathers_input_again: bool = False
+    flat_order: tuple[str, ...] = ()
     zero_layout: FlatLayout = FlatLayout()
     zero_reduces_by: str = "reduce_scatter"
     zero_gathers_late: bool = False
@@ -163,5 +165,5 @@ def from_json(record: Mapping[str, Any]) -> TrainerTraits:
     layout = dataclasses.replace(layout, order=tuple(tuple(parts) for parts in layout.order))
     rates, expected = record.get("rates"), record.get("expected_failure")
     rates = None if rates is None else tuple(rates)
-    parts = {"allow": allow, "rates": rates, "zero_layout": layout}
+    parts = {"allow": allow, "rates": rates, "zero_layout": layout, "flat_order": tuple(record.get("flat_order", ()))}
     return TrainerTraits(**{**record, **parts, "expected_failure": expected and ExpectedFailure(**expected)})

@@ -45,8 +45,8 @@ The mapping is data, and is itself judged: the laws `initial_weights` and `shard
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
 turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
 before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) are taken apart as `fused`
-says, where ranks hold them whole, or whole blocks of them. Cut otherwise they cannot be mapped: the slices are others than the
-plan's, which cuts each alone.
+says, where ranks hold them whole, or whole blocks of them. A case in which FSDP cuts them otherwise is skipped: the plan cuts
+each alone.
 
 Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
@@ -182,7 +182,7 @@ class Adapter(Protocol):
     def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
         """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other.
         One that comes n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads, w1 and w3 of each
-        tp rank. A rank holds it whole, or as many whole blocks as its share; cut otherwise it is other slices than the plan's.
+        tp rank. A rank holds it whole, or as many whole blocks as its share; cases in which FSDP cuts it otherwise are skipped.
         """
         return {}
 

@@ -13,7 +13,8 @@ from literal import (
     without_rank,
 )
 
-from harness.checks import completed
+from harness.checks import completed, judge
+from harness.diagnosis import diagnose
 from harness.evidence.records import Exit
 from harness.judge.result import Finding, Verdict
 
@@ -34,6 +35,22 @@ def test_a_rank_that_died_is_shown_before_those_that_waited() -> None:
         Finding("rank 1", "exit code 0", "died by SIGKILL\ntrain.py:7 in step"),
         Finding("rank 0 (only waited)", "exit code 0", "killed: time limit; last collective all_reduce over [0,1]"),
     )
+
+
+def test_of_fsdp1s_own_clipping_in_float64_the_reason_is_told_and_what_to_do() -> None:
+    error = (
+        "RuntimeError: linalg.vector_norm: the dtype of the input (Double) should be convertible without narrowing to the "
+        "specified dtype (Float)"
+    )
+    trial = with_exit(
+        trial_of(tiny_case("single")), Exit(0, "raised", code=1, blamed=True, error=error, stack="a.py:7")
+    )
+    (told,) = findings("completed", without_rank(trial, 0))
+    assert told.observed.splitlines() == [f"raised: {error}", completed.why(error), "a.py:7"]
+    assert "--dtype float32" in completed.why(error) and 'dtypes = ("float32",)' in completed.why(error)
+    assert completed.why("RuntimeError: linalg.vector_norm: expected a floating point tensor") == ""
+    found = diagnose(trial, judge(trial))
+    assert found is not None and ("why", completed.why(error)) in found.evidence
 
 
 def test_a_rank_whose_file_was_damaged_is_no_verdict_on_the_trainer() -> None:

@@ -17,7 +17,7 @@ from literal import (
     without_rank,
 )
 
-from harness.evidence.records import Exit, HeldTensor
+from harness.evidence.records import Exit, HeldTensor, Wrapper
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -109,6 +109,17 @@ def test_only_ddp_has_buckets_of_all_its_gradients(layout: str, verdict: Verdict
     assert judged("memory", keeping(trial, 0, HeldTensor((held // 8,), "float64", held))).verdict == verdict
     twice = HeldTensor((held // 4,), "float64", 2 * held)
     assert judged("memory", keeping(trial, 0, twice)).verdict == Verdict.FAIL
+
+
+def test_ddp_around_a_single_rank_has_its_buckets_too_and_is_no_feature_that_nobody_requested() -> None:
+    plain = trial_of(tiny_case("single"))
+    trial = with_rank(plain, 0, structure={"": Wrapper("ddp", replicate_ranks=(0,))})
+    held = sum(tensor.value.nbytes for tensor in trial.ranks[0].parameters)
+    bucket, twice = (HeldTensor((times * held // 8,), "float64", times * held) for times in (1, 2))
+    assert judged("memory", keeping(trial, 0, bucket)).verdict == Verdict.PASS
+    assert judged("memory", keeping(trial, 0, twice)).verdict == Verdict.FAIL
+    assert judged("memory", keeping(plain, 0, bucket)).verdict == Verdict.FAIL
+    assert judged("features", trial).verdict == judged("placements", trial).verdict == Verdict.PASS
 
 
 def test_without_a_look_at_what_is_kept_memory_is_unknown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from checked import findings
 from literal import (
@@ -15,9 +16,10 @@ from literal import (
     with_rank,
 )
 
-from harness.evidence.records import Collective
+from harness.evidence.records import BACKGROUND, Collective
 from harness.judge.result import Finding, Verdict
 from harness.judge.traffic import observed
+from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.dims import ParallelDims
 
@@ -106,6 +108,41 @@ def test_norm_gradients_may_be_reduced_outside_of_backward() -> None:
     assert judged("traffic", trial).verdict == Verdict.PASS
 
 
+def broadcasting(trial: Trial, sizes: list[int], step: int = 3, **changes: Any) -> Verdict:
+    """The verdict on this trial where rank 0 broadcast these besides, over its replicas in forward."""
+    call = replace(Collective("broadcast", (0, 1), "g", "float64", 0, "forward", step, 99), **changes)
+    calls = (*trial.ranks[0].collectives, *(replace(call, bytes=size) for size in sizes))
+    return judged("traffic", with_rank(trial, 0, collectives=calls)).verdict
+
+
+def with_buffers(trial: Trial, **sizes: int) -> Trial:
+    claimed = {module: replace(one, **sizes) for module, one in trial.ranks[0].structure.items()}
+    return with_rank(trial, 0, structure=claimed)
+
+
+def test_ddp_may_broadcast_its_buffers_before_every_pass_and_nothing_else() -> None:
+    plain = trial_of(tiny_case("ddp_2", accumulation=2))
+    trial = with_buffers(plain, float_buffers=64)
+    for sizes in ([], [64], [64, 64], [40, 24]):  # reductions that wait leave some out; several buckets may be sent
+        assert broadcasting(trial, sizes) is Verdict.PASS, sizes
+    for sizes in ([64] * 3, [63], [65], [128, 1]):
+        assert broadcasting(trial, sizes) is Verdict.FAIL, sizes
+    assert broadcasting(plain, [64]) is Verdict.FAIL
+    for changes in ({"phase": "backward"}, {"op": "all_reduce"}):
+        assert broadcasting(trial, [64], **changes) is Verdict.FAIL, changes
+    weights = trial.plan.parameter_bytes[0][0]
+    assert weights % 64 == 32 and broadcasting(trial, [weights]) is Verdict.FAIL
+
+
+def test_buffers_that_are_no_floating_point_numbers_have_the_same_bound() -> None:
+    plain = trial_of(tiny_case("ddp_2", accumulation=2))
+    for dtype in ("int64", "bool", "complex64"):
+        trial = with_buffers(plain, other_buffers=16)
+        assert broadcasting(trial, [16, 16], dtype=dtype) is Verdict.PASS
+        assert broadcasting(trial, [16, 16, 1], dtype=dtype) is Verdict.FAIL
+        assert broadcasting(plain, [16], dtype=dtype) is Verdict.FAIL
+
+
 # ---- collective_order
 
 
@@ -144,6 +181,29 @@ def test_the_last_collective_that_a_rank_never_issues_is_named() -> None:
     assert findings("collective_order", trial) == (
         Finding(
             "group [0,1], collective 8", "all_reduce of 8 B float64 (step 3, other) on every rank", "nothing on rank 1"
+        ),
+    )
+
+
+BESIDE = Collective("all_reduce", (0, 1), "checkpoints", "float32", 16, BACKGROUND, 0, 0)
+
+
+def test_what_another_thread_issues_over_a_group_of_its_own_may_come_at_any_time_and_in_one_order_alone() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+
+    def beside(rank: int, at: int, sizes: tuple[int, int]) -> Trial:
+        calls = trial.ranks[rank].collectives
+        its = tuple(replace(BESIDE, bytes=size, seq=seq) for seq, size in enumerate(sizes))
+        return with_rank(trial, rank, collectives=(*calls[:at], *its, *calls[at:]))
+
+    trial = beside(0, 1, (16, 32))
+    for at in (1, 6):
+        assert judged("collective_order", beside(1, at, (16, 32))).verdict == Verdict.PASS
+    assert findings("collective_order", beside(1, 6, (32, 16))) == (
+        Finding(
+            "group [0,1], collective 0",
+            "all_reduce of 16 B float32 (step 0, background) on every rank",
+            "all_reduce of 32 B float32 (step 0, background) on rank 1",
         ),
     )
 

@@ -99,7 +99,9 @@ def test_a_usage_error_can_not_be_taken_for_a_broken_law(capsys: Any) -> None:
     assert main(["run", "--bisect"]) == 125
     assert main(["run", "no_such_case", "--bisect"]) == 125
     assert main(["run", "single", "--bis"]) == 2  # not read as --bisect by one and not by the other
-    assert "unrecognized arguments: --bis" in capsys.readouterr().err
+    assert "harness run: error: unrecognized arguments: --bis; did you mean --bisect?" in capsys.readouterr().err
+    assert main(["--nothing", "run", "single"]) == 2
+    assert "harness: error: unrecognized arguments: --nothing" in capsys.readouterr().err
     assert main(["run", "single", "--timeout", "-1"]) == 2
     assert "argument --timeout: must be above 0, got -1" in capsys.readouterr().err
 

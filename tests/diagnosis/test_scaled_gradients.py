@@ -332,6 +332,22 @@ def test_roundings_of_one_parameter_beyond_its_noise_are_located_and_no_factor_i
     assert located(with_updates_that_follow(trial)).startswith(f"the loss of step 1 is off by 1.0e-02, {told}")
 
 
+@pytest.mark.parametrize(("own_model", "by", "told"), [(False, 1e-2, True), (True, 1e-2, False), (False, 0.3, False)])
+def test_of_what_another_order_of_operations_may_leave_it_is_said_that_nobody_tested_it(
+    own_model: bool, by: float, told: bool
+) -> None:
+    trial, draw = loud(), np.random.default_rng(1)
+    noise = {
+        key: trial.golden.noise[trial.case.noise_key] for key in (trial.case.noise_key, trial.case.golden_noise_key)
+    }
+    traits = replace(trial.traits, own_model=own_model)
+    trial = replace(trial, plan=replace(trial.plan, traits=traits), golden=replace(trial.golden, noise=noise))
+    for rank in trial.ranks:
+        trial = with_value(trial, rank, 1, "gradients", WQ, lambda g: g * (1 + by * draw.choice([-1, 1], g.shape)))
+    lines = dict(localise(trial, {"gradients": judged("gradients", trial)}, 0)[1])
+    assert ("own_model in the adapter's `traits`" in lines.get("not tested", "")) is told
+
+
 # ---- factors
 
 

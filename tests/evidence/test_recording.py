@@ -10,7 +10,7 @@ import pytest
 from literal import tiny_case, trial_of
 
 from harness.evidence.recording import RankRecord, RecordedStep, load_record, load_summary, record_file, save_record
-from harness.evidence.records import Collective
+from harness.evidence.records import BACKGROUND, Collective, Wrapper
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import Summary, summary_of
 
@@ -87,3 +87,22 @@ def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(EvidenceError, match="rank_00000.record: damaged recording"):
         load_record(path)
+
+
+def test_ranks_are_alike_whenever_another_thread_issues_its_collectives() -> None:
+    calls = record(0).evidence.collectives
+    beside = Collective("all_reduce", (0, 1, 2, 3), "checkpoints", "float32", 8, BACKGROUND, 0, 0)
+    kinds = []
+    for at in (0, 4):
+        evidence = replace(record(0).evidence, collectives=(*calls[:at], beside, *calls[at:]))
+        kinds.append(summary_of(replace(record(0), evidence=evidence)).kind)
+    assert kinds[0] == kinds[1] != summary_of(record(0)).kind
+
+
+@pytest.mark.parametrize(("shards", "role"), [((), "replicated by fsdp1 alone"), ((0, 1), "replicated by fsdp1")])
+def test_fsdp1_without_shards_claims_replicas_and_is_no_hsdp(shards: tuple[int, ...], role: str) -> None:
+    evidence = trial_of(tiny_case("ddp_2")).ranks[0]
+    wrapper = Wrapper("fsdp1", shards, (0, 1) if not shards else (0, 2))
+    one = summary_of(RankRecord(replace(evidence, structure={"": wrapper}), ()))
+    assert one.roles["0,1" if not shards else "0,2"] == role
+    assert bool(one.slices) == (not shards)

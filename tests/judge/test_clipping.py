@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from literal import SGD, judged, tiny_case, trial_of
+from literal import SGD, judged, tiny_case, trial_of, with_step
 
 from harness.evidence.records import StepEvidence
 from harness.judge.clipping import before_clipping
@@ -80,3 +80,11 @@ def test_gradients_divided_and_clipped_by_a_trainer_itself_are_unknown() -> None
     trial = seen(64.0, clipped=True)
     result = judged("gradients", trial)
     assert result.verdict is Verdict.UNKNOWN and "note_gradients()" in result.note
+
+
+def test_gradients_of_what_is_no_parameter_of_the_references_are_not_compared() -> None:
+    trial = trial_of(CASE)
+    for rank in trial.ranks:
+        for step in trial.ranks[rank].steps:
+            trial = with_step(trial, rank, step.step, gradients={"wqkv": np.ones(4)} | step.gradients, scaled=0.5)
+    assert before_clipping(trial).run == trial.run

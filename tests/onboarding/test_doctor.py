@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import literal
 import numpy as np
 import pytest
+from noisy import noise_of, with_noise
 
 from harness import ROOT
-from harness.cli import main
+from harness.checks import judge
+from harness.cli import doctor, main
+from harness.cli.exit_codes import INTERRUPTED
 from harness.diagnosis import suppositions
 from harness.diagnosis.assume import retrain
 from harness.diagnosis.suppositions import Supposition, altered_by, suppose
@@ -113,11 +117,18 @@ def test_a_loss_that_none_of_them_gives_supposes_nothing() -> None:
     assert suppose(trial) == []
 
 
+EVALUATES = """    with torch.no_grad():
+        model(torch.zeros(2, 8, dtype=torch.int64))
+    for step in"""
+
+
 def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    """Of a script that evaluates before its first step and has no main guard."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text((ROOT / "tests" / "script_trainer.py").read_text())
+    text = (ROOT / "tests" / "script_trainer.py").read_text().replace("    for step in", EVALUATES)
+    Path("train.py").write_text(text.replace('if __name__ == "__main__":', "if True:"))
     assert main(["init", "train.py"]) == 0
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 1
     said = capsys.readouterr().out
@@ -171,3 +182,103 @@ def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_p
     assert examination._diagnosed(judgement, lambda label, text: said.append((label, text)))
     assert said[0] == ("cause", "the loss is averaged per rank: each divides")
     assert said[1][1].startswith("if that is meant: case: training: {all_valid: true}")
+
+
+def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_trainer_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examined: list[str] = []
+
+    def examine(cases: Any, options: Options, *_: Any) -> examination.Examination:
+        examined.append(options.trainer)
+        return examination.Examination({"single": Verdict.PASS})
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
+    assert (
+        "this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one" in capsys.readouterr().err
+    )
+    own = (ROOT / "tests" / "own_trainer.py").read_text()
+    Path("mine_adapter.py").write_text(own)
+    assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"adapter {tmp_path / 'mine_adapter.py'} loads, the only one of this folder")
+    assert said.endswith("more ranks: harness matrix --trainer mine_adapter.py")
+    Path("adapter.py").write_text(own)
+    assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
+    assert "name one of the adapters of this folder: adapter.py, mine_adapter.py" in capsys.readouterr().err
+    assert main(["doctor", "--cases", "builtin", "-k", "single", "--trainer", "adapter.py"]) == 0
+    assert examined == [str(tmp_path / "mine_adapter.py"), str(tmp_path / "adapter.py")]
+
+
+def test_who_judges_the_harness_own_trainer_beside_an_adapter_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_adapter.py").touch()
+    line = "judged was llama3, which comes with the harness, not my_adapter.py: --trainer my_adapter.py\n"
+    assert main(["run", "single", "--cases", "builtin"]) == 0
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_ctrl_c_after_a_case_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("adapter.py").write_text((ROOT / "tests" / "own_trainer.py").read_text())
+    ended: dict[str, Verdict] = {}
+
+    def examine(cases: Any, options: Any, tell: Any, judged: dict[str, Verdict]) -> None:
+        judged |= ended
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    arguments = ["doctor", "--cases", "builtin", "-k", "single or ddp_2"]
+    assert main(arguments) == INTERRUPTED
+    assert capsys.readouterr().err == "harness: interrupted; nothing was judged, the ranks are killed\n"
+    ended["single"] = Verdict.PASS
+    assert main(arguments) == INTERRUPTED
+    assert (
+        "harness: interrupted after 1 of " in (said := capsys.readouterr().err)
+        and "cases (single PASS); the ranks" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("left", "own_model", "told"), [(1e-2, False, True), (1e-9, False, False), (1e-2, True, False)]
+)
+def test_an_own_model_is_said_to_round_at_other_places_after_it_was_judged_as_one(
+    left: float, own_model: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """left: what another order of operations leaves of the reference's gradients."""
+    sizes = {"loss": 1e-4, "grad_norm": 1e-2, "gradient": 0.1, "distance": 1e-3, "fit": 1e-3}
+    trial = with_noise(literal.trial_of(literal.tiny_case("single")), **sizes)
+    assert trial.golden is not None
+    both = dict.fromkeys((trial.case.noise_key, trial.case.golden_noise_key), trial.golden.noise[trial.case.noise_key])
+    plan = replace(trial.plan, traits=replace(trial.traits, own_model=own_model))
+    trial, draw = replace(trial, plan=plan, golden=replace(trial.golden, noise=both)), np.random.default_rng(1)
+
+    def rounded(gradient: np.ndarray) -> np.ndarray:
+        return gradient * (1 + 1e-2 * draw.choice([-1, 1], gradient.shape))
+
+    trial = literal.with_value(trial, 0, 1, "gradients", "layers.0.attention.wq.weight", rounded)
+    trial = literal.with_updates_that_follow(trial)
+    results = judge(trial)
+    assert {result.check for result in results if result.verdict is Verdict.FAIL} == {"gradients"}
+    asked, noise = list[tuple[str, ...]](), noise_of(trial.case, **sizes | {"distance": left, "fit": left})
+
+    def measured(case: Case, options: Options, keys: tuple[str, ...]) -> Path:
+        asked.append(keys)
+        return Path()
+
+    monkeypatch.setattr(examination, "load_trial", lambda folder: trial)
+    monkeypatch.setattr(examination, "reference_folder", measured)
+    monkeypatch.setattr(
+        examination, "load", lambda *_: replace(trial.reference, noise={trial.case.golden_noise_key: noise})
+    )
+    lines: list[tuple[str, str]] = []
+    judgement = Judgement(trial.case, Path(), results, None, 0.0)
+    assert examination._another_order(judgement, Options(), lambda *line: lines.append(line)) is told
+    assert asked == ([] if own_model else [(trial.case.golden_noise_key,)])
+    assert [text for _, text in lines if "own_model=True" in text] == [
+        "adapter: def traits(self, case): return TrainerTraits(own_model=True)"
+    ] * told

@@ -16,8 +16,11 @@ from harness.evidence.records import RankEvidence, Resumed, StepEvidence, Tensor
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig
 from harness.reference.model import initial_weights
+from harness.run.supported import cut_fused
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
+from harness.spec.traits import TrainerTraits
+from harness.trainers import Adapter
 from harness.trainers.support.weights import DoNotFit, load_weights, tensor_parallel
 
 WHOLE = np.arange(12.0).reshape(6, 2)
@@ -152,3 +155,39 @@ def test_what_was_resumed_of_a_fused_weight_is_of_its_parts() -> None:
     resumed = apart(evidence, FUSED).resumed
     assert resumed is not None and {*resumed.parameters} == {*resumed.optimizer_state} == {"q", "k", "v"}
     assert resumed.parameters["k"].tolist() == WHOLE[3:5].tolist()
+
+
+class Fusing(Adapter):
+    """wq, wk and wv in one, n times each."""
+
+    name = "fusing"
+
+    def __init__(self, times: int = 1, wrapper: str | None = None) -> None:
+        self.times, self.wrapper = times, wrapper
+
+    def traits(self, case: Case) -> TrainerTraits:
+        return TrainerTraits(wrapper=self.wrapper)
+
+    def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
+        return {fqn("wqkv"): tuple(map(fqn, ("wq", "wk", "wv"))) * self.times}
+
+
+def cut_by(wrapper: str | None, times: int = 1, **dims: int) -> str | None:
+    model = ModelConfig(dim=8, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=16, ffn_dim=4)
+    return cut_fused(Case("any", "a test", ParallelDims(**dims), model=model), Fusing(times, wrapper))
+
+
+def test_what_fsdp_cuts_inside_of_a_fused_weight_is_refused_with_what_can_be_judged() -> None:
+    told = (
+        "layers.0.attention.wqkv.weight is several weights in one (`fused`), and fsdp2 over 2 ranks cuts it inside of one"
+        " of them: what each rank then holds is not planned; judge the model with DDP, and FSDP without an adapter: "
+        "harness record --layout dp_replicate=2,dp_shard=2 -- torchrun .."
+    )
+    assert cut_by(None, dp_replicate=2, dp_shard=2) == told
+    assert "fsdp1 over 2 ranks" in (cut_by("fsdp1", times=2, dp_shard=2) or "")  # which flattens it
+    assert cut_by(None, times=2, dp_shard=4) and cut_by(None, times=2, dp_shard=3)
+
+
+def test_a_fused_weight_that_ranks_hold_whole_or_in_whole_blocks_is_judged() -> None:
+    assert cut_by(None) is cut_by(None, dp_replicate=2) is cut_by("ddp", dp_replicate=4) is None
+    assert cut_by(None, times=2, dp_shard=2) is cut_by(None, times=4, dp_shard=2, tp=2) is None

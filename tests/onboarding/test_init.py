@@ -33,7 +33,7 @@ def test_a_script_says_its_model_flags_wrappers_and_data_set_without_being_run()
     assert [name for _, name, _ in facts.data_sets] == ["Tokens"]
     assert facts.optimizer == {"optimizer": "adamw", "lr": None, "betas": (0.9, 0.95), "weight_decay": 0.1}
     assert {"--dim", "--ddp", "--log-every"} <= {flag.name for flag in facts.flags}
-    assert facts.turns_halves and facts.is_program and not facts.spares_vectors
+    assert facts.turns_halves and not facts.spares_vectors
 
 
 def test_what_it_imports_from_beside_it_is_read_as_well(tmp_path: Path) -> None:
@@ -87,21 +87,27 @@ def test_init_writes_an_adapter_and_cases_that_load_and_overwrites_nothing(
     assert "train_adapter.py is there already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("def (", "cannot be read as Python"),
-        ("train()", "it would train when it is imported"),
-    ],
-)
 def test_a_script_that_cannot_be_brought_in_is_refused(
-    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(text)
+    Path("train.py").write_text("def (")
     assert main(["init", "train.py"]) == 2
-    assert reason in capsys.readouterr().err
+    assert "cannot be read as Python" in capsys.readouterr().err
     assert not Path("train_adapter.py").exists() and not Path("cases").exists()
+
+
+def test_each_wrapper_of_a_script_has_a_case_of_its_own(tmp_path: Path) -> None:
+    _, cases = begun("model = FSDP(net) if sharded else DDP(net)\n", tmp_path)
+    assert "  ddp_2: {dims: {dp_replicate: 2}, why" in cases
+    assert "  fsdp_2: {dims: {dp_shard: 2}, features: {wrapper: fsdp1}, why" in cases
+
+
+def test_a_script_without_a_main_guard_is_begun_and_its_evaluation_has_batches_of_its_own(tmp_path: Path) -> None:
+    adapter, _ = begun("def get_batch(split):\n    return x, y\nloss = model(*get_batch('train'))\n", tmp_path)
+    ast.parse(adapter)
+    assert "next(trained if torch.is_grad_enabled() else evaluated)" in adapter
+    assert "        import torch\n" in adapter
 
 
 def test_a_folder_in_place_of_a_script_is_told_in_words(tmp_path: Path, capsys: Any) -> None:
@@ -111,13 +117,19 @@ def test_a_folder_in_place_of_a_script_is_told_in_words(tmp_path: Path, capsys: 
 
 def test_a_parameter_that_is_none_of_the_references_is_named_with_what_it_may_be() -> None:
     case = Case("any", "a test", ParallelDims())
-    shapes = {"blocks.0.attn.query.weight": (64, 64), "blocks.0.attn.qkv.weight": (128, 64), "w2.weight": (192, 64)}
+    shapes = {
+        "blocks.0.attn.query.weight": (64, 64),
+        "blocks.0.attn.qkv.weight": (128, 64),
+        "w2.weight": (192, 64),
+        "blocks.0.attn.all.weight": (128, 64),
+    }
     fqn = {
         "blocks.0.attn.query.weight": "layers.0.attention.query.weight",
         "w2.weight": "layers.0.feed_forward.w2.weight",
     }
     said = names.unfit(shapes, case, lambda name: fqn.get(name, name))
     assert said[0].endswith("by its name and shape it is layers.0.attention.wq.weight")
-    assert said[1].endswith("as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded")
+    assert said[1].endswith("by its name it is wq, wk and wv in one: say so in `fused`, where it is not sharded")
     assert said[2].endswith("it is the transpose; no law knows transposed slices")
-    assert said[3].startswith("of the reference's 21 parameters 20 are nobody's: tok_embeddings.weight")
+    assert said[3].endswith("as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded")
+    assert said[4].startswith("of the reference's 21 parameters 20 are nobody's: tok_embeddings.weight")

@@ -71,7 +71,7 @@ def begun(text: str, folder: Path) -> tuple[str, str]:
 
 def test_a_function_that_makes_batches_is_named_where_there_is_no_data_set(tmp_path: Path) -> None:
     adapter, _ = begun(f"def get_batch(size):\n    return size, size\n{FLAT}", tmp_path)
-    assert 'self.script.replace("get_batch", lambda *_, **__: next(batches))' in adapter
+    assert 'self.script.replace("get_batch", answer)' in adapter
     assert "import os\n" in adapter and compile(adapter, "adapter.py", "exec")
     unnamed, _ = begun(FLAT, tmp_path)
     assert "TODO no Dataset was found" in unnamed
@@ -161,6 +161,45 @@ def test_another_size_is_answered_with_the_case_that_has_it_and_what_the_adapter
     assert list(names.remedies(flat_block(), CASE, right, lambda case: None, "a.py")) == []
 
 
+def with_in_one(rows: int) -> dict[str, tuple[int, ...]]:
+    """A flat block whose wk and wv lie in one tensor of so many rows."""
+    return {n: s for n, s in flat_block().items() if "k_proj" not in n and "v_proj" not in n} | {
+        f"blocks.{layer}.kv.weight": (rows, 64) for layer in range(2)
+    }
+
+
+def test_several_weights_in_one_tensor_are_no_other_weight_of_that_shape() -> None:
+    shapes, right = with_in_one(64), lambda name: renamed(name, pairs(LINE + " kv=attention.wkv"))  # as wq and wo are
+    assert "kv" not in pairs((name_table.proposed(shapes, CASE, too_short) or [""])[0])
+    said = names.unfit(shapes, CASE, right)
+    assert said[0] == (
+        "blocks.0.kv.weight [64, 64] is mapped to layers.0.attention.wkv.weight: by its name it is wk and wv in one: say so in "
+        "`fused`, where it is not sharded; alike in 1 more"
+    )
+    assert said[1].startswith("of the reference's 21 parameters 4 are nobody's")
+    fused = {
+        f"layers.{n}.attention.wkv.weight": tuple(f"layers.{n}.attention.{w}.weight" for w in ("wk", "wv"))
+        for n in (0, 1)
+    }
+    assert names.unfit(shapes, CASE, right, fused) == []
+    assert list(names.remedies(shapes, CASE, right, lambda case: None, "a.py", fused)) == []
+
+
+def test_several_weights_in_one_tensor_of_other_sizes_say_which_the_case_has_to_request() -> None:
+    shapes, right = with_in_one(32), lambda name: renamed(name, pairs(LINE + " kv=attention.wkv"))
+    fused = {
+        f"layers.{n}.attention.wkv.weight": tuple(f"layers.{n}.attention.{w}.weight" for w in ("wk", "wv"))
+        for n in (0, 1)
+    }
+    (said,) = names.unfit(shapes, CASE, right, fused)
+    assert (
+        "by `fused` it is wk and wv in one, which are [64, 64] in this case: its dim, n_heads or n_kv_heads is another"
+        in said
+    )
+    lines = [text for _, text in names.remedies(shapes, CASE, right, lambda case: None, "a.py", fused)]
+    assert lines[-1] == "case: model: {n_kv_heads: 2}" and not any("NAMES" in line for line in lines)
+
+
 def test_a_case_that_is_skipped_is_answered_with_what_the_adapter_must_know(monkeypatch: pytest.MonkeyPatch) -> None:
     def skip(case: Case, options: Options) -> Any:
         raise Unsupported(f"seed 0: train {NOT_PASSED_ON}")
@@ -169,7 +208,7 @@ def test_a_case_that_is_skipped_is_answered_with_what_the_adapter_must_know(monk
     said: list[tuple[str, str]] = []
     case = replace(CASE, training=replace(CASE.training, seed=0))
     with pytest.raises(Unsupported):
-        examination.examine([case], Options(trainer="a.py"), lambda label, text: said.append((label, text)))
+        examination.examine([case], Options(trainer="a.py"), lambda label, text: said.append((label, text)), {})
     assert said[0][1].startswith('adapter: add seed to KNOWN in a.py: "seed": (0,);')
 
 

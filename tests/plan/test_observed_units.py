@@ -8,20 +8,25 @@ from pathlib import Path
 
 import pytest
 from literal import cause_of, judged, tiny_case, trial_of, with_rank
+from literal_ranks import held_part
+from literal_reference import reference_of
 
 from harness import ROOT, trainers
 from harness.checks import all_checks, judge
 from harness.diagnosis import diagnose
+from harness.evidence.records import Run
+from harness.judge import stored_trial
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import Unit, modules_text, observed_units, units_text
+from harness.plan.observed_units import Unit, as_laid_out, modules_text, observed_units, units_text
 from harness.plan.plan import Plan
 from harness.plan.traffic.flow import Flow
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import find_case, load_all
+from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter
 from harness.trainers.support.requests import beyond
 
@@ -210,3 +215,39 @@ def test_what_the_root_keeps_by_default_is_not_always_freed(tmp_path: Path) -> N
     judgement = run_wrapped(tmp_path, "fsdp_4_reshard_always", "blocks")
     assert judgement.diagnosis is not None
     assert judgement.diagnosis.cause.startswith("after forward: tok_embeddings, norm, output still gathered, should be")
+
+
+# ---- FSDP1
+
+
+def laid_out(claimed: bool) -> Run:
+    """Of ranks whose modules have their parameters in the reverse of the reference's order; whether wrappers say so."""
+    case = tiny_case("fsdp_2", wrapper="fsdp1")
+    trial, order = trial_of(case), tuple(case.model.parameter_shapes())[::-1]
+    slices = make_plan(case, TrainerTraits(flat_order=order)).slices
+    for rank, evidence in trial.ranks.items():
+        values = {fqn: trial.reference.weights[fqn][held_part(part)] for fqn, part in slices[rank].items()}
+        held = tuple(replace(tensor, value=values[tensor.fqn]) for tensor in evidence.parameters)
+        units = {at: replace(one, parameters=one.parameters[::-1]) for at, one in evidence.structure.items()}
+        trial = with_rank(trial, rank, parameters=held, structure=units if claimed else evidence.structure)
+    return trial.run
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_parameters_lie_in_the_vectors_of_fsdp1_as_its_wrappers_claim_and_bytes_tell(
+    claimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, run = tiny_case("fsdp_2", wrapper="fsdp1"), laid_out(claimed)
+    monkeypatch.setattr(stored_trial, "load_case", lambda folder: (case, {"run": TrainerTraits()}))
+    monkeypatch.setattr(stored_trial, "load", lambda *_: reference_of(case))
+    monkeypatch.setattr(stored_trial, "load_run", lambda folder: run)
+    trial = stored_trial.load_trial(Path())
+    assert judged("placements", trial).verdict is Verdict.PASS
+    assert judged("shard_contents", trial).verdict is (Verdict.PASS if claimed else Verdict.FAIL)
+
+
+def test_an_order_that_the_adapter_tells_goes_before_that_of_the_wrappers() -> None:
+    told, case = TrainerTraits(flat_order=("norm.weight",)), tiny_case("fsdp_2", wrapper="fsdp1")
+    assert as_laid_out(case, told, laid_out(True).ranks) is told
+    assert as_laid_out(case, told, {}) is told
+    assert as_laid_out(tiny_case("fsdp_2"), TrainerTraits(), laid_out(True).ranks) == TrainerTraits()

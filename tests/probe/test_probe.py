@@ -108,7 +108,9 @@ def test_a_trainer_it_knows_nothing_of_is_seen_from_outside(tmp_path: Path) -> N
         assert seen["fqns"] == ["0.weight", "1.weight"]
         assert seen["tokens"] == [[[1 + rank, 2, 3]], [[1 + rank, 2, 4]]]
         assert (seen["labels"], seen["valid"], seen["lr"]) == ([[2, 3, -100]], 2, 0.5)
-        assert seen["phases"] == [["all_reduce", "backward"]]
+        assert seen["phases"] == [["all_reduce", "backward"], ["broadcast", "forward"]]
+        assert seen["broadcast in step 2"] == {"float32": 24, "bool": 5}
         assert seen["gradient_after_clipping"] < 1e-3 < seen["gradient_before_clipping"]
-        assert seen["structure"] == {"": json.loads(json.dumps(asdict(Wrapper("ddp", replicate_ranks=(0, 1)))))}
+        wrapper = Wrapper("ddp", replicate_ranks=(0, 1), float_buffers=24, other_buffers=5)
+        assert seen["structure"] == {"": json.loads(json.dumps(asdict(wrapper)))}
         assert seen["patched"] == "torch.nn.functional"

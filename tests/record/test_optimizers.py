@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
+from harness.probe.clock import Clock
+from harness.probe.collectives import CollectiveRecorder
+from harness.probe.pipeline import PipelineRecorder
+from harness.record.digests import digest
 from harness.record.optimizers import Optimizers, gradient_bytes
+from harness.record.seen import Seen
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -16,9 +24,55 @@ def test_an_optimizer_that_has_others_step_for_it_is_none_itself() -> None:
     seen, container, inner = Optimizers(), torch.optim.Adam([nn.Parameter(torch.zeros(1))]), sgd()
     seen.begins(container)
     seen.begins(inner)
-    assert (seen.ended(inner), seen.ended(container)) == (True, False)
+    stepped = {id(each.param_groups[0]["params"][0]) for each in (container, inner)}
+    assert (seen.ended(inner), seen.ended(container)) == (set(), stepped)
     assert list(seen) == [inner]
+    assert seen.owned() == stepped
     assert seen.texts == ("SGD(momentum 0, weight_decay 0)",)
+
+
+class Broadcasting(torch.optim.Optimizer):
+    """As ZeRO: another steps, and then the rank receives what others stepped."""
+
+    def __init__(self, own: nn.Parameter, others: nn.Parameter) -> None:
+        super().__init__([own, others], {})
+        self.inner, self.others = torch.optim.SGD([own], lr=0.1), others
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.others.fill_(5.0)
+
+
+def test_contents_are_those_after_the_outermost_step() -> None:
+    clock, model = Clock(), nn.Linear(1, 1)
+    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    assert seen.attach(model)
+    optimizer = Broadcasting(model.weight, model.bias)
+    model(torch.ones(1)).sum().backward()
+    clock.enter_forward()
+    clock.leave_forward()
+    hooks = [
+        torch_optimizer.register_optimizer_step_pre_hook(lambda one, *_: seen.optimizer_begins(one)),
+        torch_optimizer.register_optimizer_step_post_hook(lambda one, *_: seen.optimizer_ended(one)),
+    ]
+    optimizer.step()
+    for hook in hooks:
+        hook.remove()
+    (step,) = [one for one in seen.steps() if one.step == 1]
+    assert step.digests == {name: digest(p).item() for name, p in model.named_parameters()}
+    assert seen.optimizers == ("SGD(momentum 0, weight_decay 0)",)
+
+
+def test_each_value_that_groups_of_parameters_have_is_told_and_that_a_schedule_changes_it() -> None:
+    seen, parts = Optimizers(), [{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": d} for d in (0.1, 0.0)]
+    optimizer = torch.optim.AdamW(parts, lr=0.1, betas=(0.95, 0.999))
+    for betas in ((0.95, 0.999), (0.9, 0.999), (0.85, 0.999)):
+        for group in optimizer.param_groups:
+            group["betas"] = betas
+        seen.begins(optimizer)
+        seen.ended(optimizer)
+    assert seen.texts == ("AdamW(betas (0.95, 0.999) at first, weight_decay 0.1 and 0.0, amsgrad False)",)
 
 
 def test_optimizers_that_step_one_after_the_other_are_two_whatever_raised_before() -> None:

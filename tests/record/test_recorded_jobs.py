@@ -10,7 +10,8 @@ import pytest
 
 from harness.cli import main
 from harness.evidence.recording import load_record, record_file
-from harness.judge.observed import axes
+from harness.evidence.summary import Use
+from harness.judge.observed import axes, out_of_order
 from harness.judge.stored_recording import load_recording
 from harness.record.injection import missing_script, requested_ranks, why_nothing
 
@@ -26,6 +27,8 @@ def test_an_unedited_job_is_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVALUATES", "1")
+    monkeypatch.setenv("BESIDE", "1")
     assert record(Path("one"), *TORCHRUN, "2", SCRIPT) == 0
     recording = load_recording(tmp_path / "one")
     assert sorted(recording.summaries) == [0, 1]
@@ -34,9 +37,14 @@ def test_an_unedited_job_is_recorded(
     found = load_record(record_file(tmp_path / "one", 1))
     assert [step.step for step in found.evidence.steps] == [1, 2, 3]
     assert (found.ended, found.steps_seen) == ("ok", 4)
+    assert {tensor.placements for tensor in found.evidence.parameters} == {("Shard(0)",)}  # not as evaluation left them
     assert {call.step for call in found.evidence.collectives} <= {0, 1, 2, 3}
     assert not list((tmp_path / "one" / "ranks").glob("*.last"))
+    for one in recording.summaries.values():
+        assert one.background == (Use("0,1", "all_reduce", "background", "float32", 3, 24),)
+    assert not out_of_order(recording.summaries.values())
     printed = capfd.readouterr().out
+    assert "other threads   all_reduce of float32 over [0,1]: 24 B in 3 calls" in printed
     assert "2 of 2 ranks left evidence" in printed and "FSDP2 shards parameters: [0,1]" in printed
     assert max(map(len, printed.splitlines())) <= 80 and len(printed.splitlines()) <= 44
 
@@ -48,6 +56,7 @@ def test_a_rank_that_is_killed_leaves_its_last_collective(tmp_path: Path, monkey
     assert recording.summaries[1].ended == ""
     assert "step 3, backward" in recording.last[1].text
     assert recording.last[1].ranks == (0, 1)
+    assert recording.exits[1] == -signal.SIGKILL  # as the launcher has it
 
 
 TOLD_TO_END = """
@@ -71,6 +80,23 @@ def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
     printed = capsys.readouterr().out
     assert "1 of 1 ranks left evidence, ended by SIGTERM" in printed
     assert [step.step for step in load_record(record_file(tmp_path / "one", 0)).evidence.steps] == [1, 2]
+
+
+LEAVES = """
+import os, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_by_os_exit_is_heard_of(tmp_path: Path) -> None:
+    assert record(tmp_path / "one", sys.executable, "-c", LEAVES) == 0
+    recording = load_recording(tmp_path / "one")
+    assert (recording.summaries[0].ended, recording.exits) == ("", {0: 0})
 
 
 OUTLIVED = """

@@ -60,6 +60,8 @@ def test_a_layout_is_read_from_words() -> None:
     assert layout("dp_replicate=2, dp_shard=8", 16) == ParallelDims(dp_replicate=2, dp_shard=8)
     with pytest.raises(CaseError, match="the axes are pp, dp_replicate, dp_shard, cp, tp"):
         layout("fsdp=2", 2)
+    with pytest.raises(CaseError, match="^'dp_shards=2': write AXIS=DEGREE"):
+        layout("dp_shards=2", 2)
 
 
 OLD = "[training]\ndata_parallel_replicate_degree = 2\n[experimental]\npipeline_parallel_degree = 1"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from harness.reference.config import TrainingConfig
 from harness.reference.data import build_dataset
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
 from harness.trainers.support.names import pairs, renamed
-from harness.trainers.support.samples import rank_samples
+from harness.trainers.support.samples import RecipeStream, rank_samples
 from harness.trainers.support.training_function import TrainingFunction
 
 
@@ -31,6 +36,21 @@ def test_ranks_have_every_sample_of_a_step_between_them_once(step: int, length: 
     assert tokens.shape == labels.shape == (case.training.global_batch, length)
     for which, whole in enumerate((tokens, labels)):
         assert torch.equal(torch.stack([rank[which] for rank in ranks], 1).flatten(0, 1), whole)
+
+
+@pytest.mark.parametrize("batch", [None, 4])
+def test_workers_of_a_loader_bring_the_stream_that_one_alone_would(batch: int | None) -> None:
+    case = Case("any", "a test", ParallelDims(dp_shard=2), training=TrainingConfig(seq_len=16, global_batch=8))
+    case = replace(case, features=Features(accumulation=2))
+
+    def brought(workers: int, batch: int | None) -> list[list[list[int]]]:
+        stream = RecipeStream(case, 1, 2, batch=batch)
+        loader = iter(DataLoader(stream, batch_size=batch or case.local_batch, num_workers=workers))
+        return [tokens.tolist() for tokens, _ in itertools.islice(loader, 5)]
+
+    alone = brought(0, batch)
+    assert brought(2, batch) == alone
+    assert len({tuple(row) for rows in alone for row in rows}) == 5 * (batch or 2)
 
 
 def test_a_training_function_stops_where_it_waits_and_goes_on() -> None:

@@ -57,3 +57,13 @@ def moving_average_not_declared(optimizer: Any, *_: Any, **__: Any) -> None:
         optimizer.average = [weight.clone() for weight in weights]
     for average, weight in zip(optimizer.average, weights, strict=True):
         average.lerp_(weight, 0.1)
+
+
+graph_outlives_backward = fault(
+    breaks="backward is called with retain_graph=True: a microbatch's activations are still there in the next one's forward",
+    bug="E-class: retain_graph left over from debugging",
+    case="single_accum",
+    caught_by="memory",
+    named="retained graph",
+    does=op.override_argument("torch:Tensor.backward", retain_graph=True),
+)

@@ -19,7 +19,7 @@ from harness.spec.traits import TrainerTraits
 def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
     """Bytes of a step over the data-parallel axes: parameters gathered, gradients reduced."""
     if case.wrapper == "fsdp1":
-        yield from _fsdp1_flows(case)
+        yield from _fsdp1_flows(case, traits)
         return
     if case.wrapper in ZERO:
         yield from zero_flows(case, traits, rank)
@@ -66,12 +66,12 @@ def reductions_per_step(case: Case) -> int:
     return 1 if case.features.defer_sync is True else case.features.accumulation
 
 
-def _fsdp1_flows(case: Case) -> Iterable[Flow]:
+def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
     """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
     reduces gradients; but not the root's, whose strategy is to free it."""
     degree, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
     kept = case.features.reshard_after_forward == "never"
-    moved = [unit.part(degree) * degree * size for unit in flat_units(case)]
+    moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.flat_order)]
     if degree > 1:
         times = reductions_per_step(case) if kept else passes
         yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))

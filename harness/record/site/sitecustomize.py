@@ -10,6 +10,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from types import ModuleType
@@ -66,6 +67,27 @@ def note(state: str, text: str = "") -> None:
         print(f"harness: {folder} cannot be written: {error}", file=sys.stderr)
 
 
+def hear_of_ranks() -> None:
+    """In a launcher of torch's: how its ranks ended, by rank the exit code or minus the signal, where they did not end well."""
+    hook = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if kind.__name__ == "ChildFailedError":
+            note_ends({rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()})
+        hook(kind, error, trace)
+
+    sys.excepthook = raised
+
+
+def note_ends(codes: dict[int, int]) -> None:
+    file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"{os.uname().nodename}-{os.getpid()}.ends")
+    try:
+        with open(file, "w") as told:
+            json.dump(codes, told)
+    except OSError as error:
+        print(f"harness: {file} cannot be written: {error}", file=sys.stderr)
+
+
 def end_alone(reason: str) -> None:
     """As a rank of which nothing can be said."""
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
@@ -90,7 +112,9 @@ def launches_ranks() -> bool:
 
 
 if os.environ.get("HARNESS_RECORD"):
-    if not launches_ranks():
+    if launches_ranks():
+        hear_of_ranks()
+    else:
         note("started")
         sys.meta_path.insert(0, AfterImport())
     the_hidden_one()

@@ -79,13 +79,15 @@ def _sample(tokens: Tensor, labels: Tensor) -> dict[str, list[int]]:
 
 
 def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
-    """Into the script, once it is imported."""
-    average = script.module.average_loss_across_dp_cp_ranks
+    """Into the script, before it is run."""
 
-    def shown(*args: Any) -> float:
-        loss: float = average(*args)
-        metrics.append(Metrics(len(metrics) + 1, loss if grid().pp_is_last_stage else None, None, None))
-        return loss
+    def showing(average: Any) -> Any:
+        def shown(*args: Any) -> float:
+            loss: float = average(*args)
+            metrics.append(Metrics(len(metrics) + 1, loss if grid().pp_is_last_stage else None, None, None))
+            return loss
+
+        return shown
 
     def counted(model: nn.Module) -> int:
         if grid().cp_dp_world_size > 1:
@@ -97,10 +99,10 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
 
     script.replace("init_model_with_materialized_weights", lambda model, *_, **__: model.to_empty(device="cpu"))
     script.replace("download_model", lambda *_: None)
-    script.replace("average_loss_across_dp_cp_ranks", shown)
+    script.wrap("average_loss_across_dp_cp_ranks", showing)
     script.replace("get_num_params", counted)
     for name in ("train_step_pipeline_1f1b", "train_step_pipeline_afab"):
-        script.replace(name, _as_pass(getattr(script.module, name)))
+        script.wrap(name, _as_pass)
 
 
 def grid() -> Any:

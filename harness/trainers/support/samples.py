@@ -81,14 +81,29 @@ class RecipeSamples(torch.utils.data.Dataset[Any]):
 
 
 class RecipeStream(torch.utils.data.IterableDataset[Any]):
-    """The samples of a data-parallel rank, one after the other, for a trainer whose data set is a stream. form: as above."""
+    """The samples of a data-parallel rank, one after the other, for a trainer whose data set is a stream. form: as above.
+
+    Of n workers of a DataLoader, which it asks for a batch in turn, worker w has every n-th batch from the w-th on: all of them
+    together bring what one alone would. batch: samples that the loader takes at once; by default a microbatch.
+    """
 
     def __init__(
-        self, case: Case, dp_rank: int, dp_degree: int, *, form: Callable[[Tensor, Tensor], Any] = _pair
+        self,
+        case: Case,
+        dp_rank: int,
+        dp_degree: int,
+        *,
+        form: Callable[[Tensor, Tensor], Any] = _pair,
+        batch: int | None = None,
     ) -> None:
         self.case, self.place, self.form = case, (dp_rank, dp_degree), form
+        self.batch = batch or case.local_batch
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in recipe_batches(self.case, *self.place):
-            for sample in zip(*batch, strict=True):
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        batches = recipe_batches(self.case, *self.place)
+        samples = itertools.chain.from_iterable(zip(*batch, strict=True) for batch in batches)
+        for number, sample in enumerate(samples):
+            if number // self.batch % workers == worker:
                 yield self.form(*sample)

@@ -1,4 +1,4 @@
-"""A trainer that is a script: imported, run as a program up to its first forward pass, stopped, and run on when told.
+"""A trainer that is a script: run as a program up to its first forward pass that trains, stopped, and run on when told.
 
 The script is not edited. What it imports, builds and wraps is its own; it sees the arguments of a command line. It may end
 as scripts do: the process group is left by the adapter, once all has been read.
@@ -10,58 +10,64 @@ import ast
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from harness.trainers.support import float64, process_group
 from harness.trainers.support.training_function import TrainingFunction
 
 Load = Callable[[nn.Module], None]
 
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+"""Statements that define what others use, of a script that has no `if __name__ == "__main__"`."""
+
 
 class Script:
-    """module: the script as imported."""
+    """Nothing of it is run before `set_up`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        """dtype: the recipe's; where that is float64, float32 means it in the script and in all that it imports from beside it.
-        Raises ValueError for a script that nothing tells from a module: it would train when it is imported."""
-        self._program = program(path)
+        """dtype: the recipe's; where that is float64, float32 means it in the script and in all that it imports from beside
+        it."""
         process_group.redirect()
         _keep_process_group()
         float64.preserve(dtype)
-        self.path, self.module = path, _imported(path)
-        beside = [name for name, module in sys.modules.items() if self._is_beside(module) and hasattr(module, "torch")]
-        float64.widen(dtype, *beside)
+        self.path, self.dtype = path, dtype
+        self._makes: dict[str, Callable[[Any], Any]] = {}
+        self._given: dict[str, Any] = {}  # by name, once it was found
+        self._beside: dict[str, bool] = {}  # by name of a module, whether it is the script or lies beside it
         self._function = TrainingFunction(lambda _: self._run())
         self._model: nn.Module | None = None
         self._called: Any = nn.Module.__call__
 
     def replace(self, name: str, by: Any) -> None:
-        """In the script and in all that lies beside it, wherever this name is. Raises ValueError where it is nowhere."""
-        beside = [module for module in list(sys.modules.values()) if self._is_beside(module) and hasattr(module, name)]
-        for module in beside:
-            setattr(module, name, by)
-        if not beside:
-            raise ValueError(f"{self.path.name} and what lies beside it have no {name!r}")
+        """In the script and in all that lies beside it. Where nothing has this name, `set_up` raises ValueError."""
+        self.wrap(name, lambda _: by)
 
-    def _is_beside(self, module: ModuleType) -> bool:
-        file = getattr(module, "__file__", None)
-        return file is not None and Path(file).resolve().is_relative_to(self.path.resolve().parent)
+    def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
+        """As `replace`. make: of what has this name, what is put in its place."""
+        self._makes[name] = make
 
     def set_up(self, arguments: Sequence[str], load: Load) -> nn.Module:
-        """The module that its first forward pass calls, with whatever wraps it. load: copies weights into a model, before FSDP1
-        has flattened it, or else where that pass begins. Raises what the script raises."""
+        """The module that its first forward pass with gradients calls, with whatever wraps it; what it evaluates before is not
+        stopped. load: copies weights into a model, before FSDP1 has flattened it, or else where that pass begins. Raises what
+        the script raises."""
         sys.argv = [str(self.path), *arguments]
         loaded = _before_fsdp1(load)
         self._at_first_call()
         self._function.set_up()
+        if nobodys := [name for name in self._makes if name not in self._given]:
+            raise ValueError(
+                f"{self.path.name} and what lies beside it have no {nobodys[0]!r} before the first forward pass"
+            )
         assert self._model is not None
+        _cut_again(self._model)
         if not loaded:
             load(self._model)
         return self._model
@@ -78,46 +84,93 @@ class Script:
         self._function.train()
 
     def _run(self) -> None:
+        module = _module(self.path)
         try:
-            exec(self._program, vars(self.module))
+            for acts, code in program(self.path):
+                if acts:
+                    self._put_in()
+                exec(code, vars(module))
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{self.path.name} ended with exit code {end.code}") from end
+
+    def _put_in(self) -> None:
+        """What the adapter replaces, and float64, in all that is there by now."""
+        for name, module in list(sys.modules.items()):
+            if name not in self._beside:
+                self._beside[name] = _is_beside(module, self.path)
+            if not self._beside[name]:
+                continue
+            if hasattr(module, "torch"):
+                float64.widen(self.dtype, name)
+            for own in self._makes.keys() & vars(module).keys():
+                if own not in self._given:
+                    self._given[own] = self._makes[own](getattr(module, own))
+                setattr(module, own, self._given[own])
 
     def _at_first_call(self) -> None:
         """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
         original = self._called = nn.Module.__call__
 
         def stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "trainer" and any(True for _ in module.parameters()):
+            if threading.current_thread().name == "trainer" and _trains(module):
                 self.wait(module)
             return original(module, *args, **kwargs)
 
         nn.Module.__call__ = stop
 
 
-def program(path: Path) -> CodeType:
-    """What it does as a program: what stands under `if __name__ == "__main__"`."""
+def _trains(module: nn.Module) -> bool:
+    """A call of it now records gradients: it is no evaluation, and no frozen model's."""
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _cut_again(model: nn.Module) -> None:
+    """An evaluation before the first step leaves FSDP's root gathered: weights copied there would be dropped, and step 1 would
+    gather less than the others."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif (
+            isinstance(module, FullyShardedDataParallel) and module._is_root is not None and module._handle is not None
+        ):
+            module._handle.reshard(True)
+            module._handle.post_reshard()
+
+
+def program(path: Path) -> Iterator[tuple[bool, CodeType]]:
+    """Its statements as they are run, and whether each does what a program does: those under `if __name__ == "__main__"`,
+    or, without that, those that define nothing."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and is_main(node.test)]
-    if not blocks:
-        raise ValueError(f'{path.name} has no `if __name__ == "__main__":` and would train when it is imported')
-    return compile(ast.Module([line for block in blocks for line in block.body], []), str(path), "exec")
+    futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    guarded = any(_is_main(node) for node in tree.body)
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a text: compiled alone it would be the docstring
+        acts = _is_main(node) if guarded else not isinstance(node, DEFINITIONS)
+        for line in node.body if isinstance(node, ast.If) and _is_main(node) else [node]:
+            yield acts, compile(ast.Module([*futures, line], []), str(path), "exec", dont_inherit=True)
 
 
-def is_main(test: ast.expr) -> bool:
-    return ast.unparse(test).replace('"', "'") in ("__name__ == '__main__'", "'__main__' == __name__")
+def _is_main(node: ast.stmt) -> bool:
+    test = ast.unparse(node.test).replace('"', "'") if isinstance(node, ast.If) else ""
+    return test in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def _imported(path: Path) -> ModuleType:
-    """Under its own name, with what lies beside it, and not as the program that is run. What it starts may import it again."""
+def _module(path: Path) -> ModuleType:
+    """Empty, under its own name, and not as the program that is run: what it starts may import it again."""
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None and found.loader is not None
+    assert found is not None
     module = sys.modules[path.stem] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module.__doc__ = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
     return module
+
+
+def _is_beside(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(path.resolve().parent)
 
 
 def _before_fsdp1(load: Load) -> list[nn.Module]:

@@ -1,0 +1,54 @@
+"""How the ranks of a recorded job ended, as far as anybody heard: they, their launcher, or the exit code of the command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.evidence.records import Exit
+from harness.evidence.summary import Summary
+from harness.evidence.text import ranks_text
+from harness.judge.stored_recording import Recording, exit_text, only_waited
+
+NOTHING_HEARD = "how it ended is unknown"
+
+
+def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
+    found = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
+    to_blame = any(one.blamed for one in found)
+    return tuple(one if to_blame or one.how != "killed" else replace(one, blamed=True) for one in found)
+
+
+def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
+    """Why nobody can say that all ranks ended well, though none is known not to; empty where that is known."""
+    if any(one.how != "ok" for one in exits):
+        return ""
+    if recording.code:
+        return f"the command ended with {exit_text(recording.code)}, and of no rank it is known that it ended so"
+    unheard = [
+        rank for rank, one in sorted(recording.summaries.items()) if not one.ended and rank not in recording.exits
+    ]
+    if not unheard:
+        return ""
+    return f"nothing was heard of the end of ranks {ranks_text(unheard)}; the command ended with exit code 0"
+
+
+def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:
+    code = recording.exits.get(rank)
+    if left is not None and left.ended == "raised":
+        return Exit(rank, "raised", 1, error=left.error, blamed=True)
+    if code is not None and code < 0:
+        signal, last = exit_text(code), _last(rank, recording)
+        if only_waited(recording, rank):
+            return Exit(rank, "killed", signal=signal, error=f"{signal} after another had ended", last_collective=last)
+        return Exit(rank, "signal", signal=signal, last_collective=last, blamed=True)
+    if code:
+        return Exit(rank, "raised", code, error=f"exited with code {code}", blamed=True)
+    if left is None:
+        return Exit(rank, "lost", error="it left no evidence")
+    if left.ended or code == 0 or recording.code == 0:
+        return Exit(rank, "ok", 0)
+    return Exit(rank, "killed", error=NOTHING_HEARD, last_collective=_last(rank, recording))
+
+
+def _last(rank: int, recording: Recording) -> str:
+    return recording.last[rank].text if rank in recording.last else ""

@@ -1,0 +1,75 @@
+"""How ranks of a recorded job ended: what is known of it, and by whom. Literal summaries, no ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from literal_recording import summary
+
+from harness.evidence.recording import Last
+from harness.evidence.records import Exit
+from harness.judge.recorded_ends import exits_of, not_heard
+from harness.judge.stored_recording import Recording
+from harness.report.recording_odd import odd
+
+LAST = Last("all_reduce in step 5, backward", (0, 1), "g", 9)
+
+
+def ended(*hows: str, **told: Any) -> Recording:
+    errors = {"raised": "RuntimeError: Connection closed by peer [10.0.0.1]:4242"}
+    ranks = [summary(rank, len(hows), ended=how, error=errors.get(how, "")) for rank, how in enumerate(hows)]
+    return Recording(Path("run"), {one.rank: one for one in ranks}, **told)
+
+
+def exits(recording: Recording) -> list[Exit]:
+    return list(exits_of(recording, recording.world))
+
+
+def test_ranks_that_left_by_os_exit_with_code_0_ended_well() -> None:
+    job = ended("", "", code=0, exits={0: 0, 1: 0})
+    assert [one.how for one in exits(job)] == ["ok", "ok"]
+    assert (not_heard(exits_of(job, 2), job), odd(job)) == ("", [])
+
+
+def test_a_rank_that_was_not_heard_of_is_not_known_to_have_ended_well_whatever_the_command_says() -> None:
+    job = ended("ok", "", code=0)
+    assert not_heard(exits_of(job, 2), job) == (
+        "nothing was heard of the end of ranks [1]; the command ended with exit code 0"
+    )
+    assert odd(job) == [
+        (
+            "ENDED UNHEARD",
+            "rank 1, in no way that Python hears of; the command ended with exit code 0; before any collective",
+        )
+    ]
+
+
+def test_an_exit_code_that_the_launcher_tells_is_the_ranks_own() -> None:
+    job = ended("ok", "ok", code=1, exits={0: 3, 1: -15})
+    first, other = exits(job)
+    assert (first.how, first.code, first.error, first.blamed) == ("raised", 3, "exited with code 3", True)
+    assert (other.how, other.error, other.blamed) == ("killed", "SIGTERM after another had ended", False)
+    assert [text for _, text in odd(job)] == [
+        "rank 0: exit code 3; Python had begun to end by itself",
+        "rank 1: SIGTERM, most likely sent by its launcher after another had ended; Python had begun to end by itself",
+    ]
+
+
+def test_who_died_by_a_signal_is_blamed_with_the_collective_that_it_was_in_and_comes_before_who_lost_it() -> None:
+    job = ended("", "raised", code=1, exits={0: -11, 1: 1}, last={0: LAST})
+    first, other = exits(job)
+    assert (first.how, first.signal, first.last_collective, first.blamed) == ("signal", "SIGSEGV", LAST.text, True)
+    assert other.how == "raised"
+    assert [label for label, _ in odd(job)] == ["ENDED", "RAISED"]
+    assert odd(job)[0][1].startswith("rank 0: SIGSEGV; last collective: all_reduce in step 5, backward over [0,1]")
+
+
+def test_ranks_of_which_nothing_tells_who_was_first_did_not_only_wait() -> None:
+    assert [(one.how, one.blamed) for one in exits(ended("", "", code=-9))] == [("killed", True)] * 2
+
+
+def test_a_command_that_ended_badly_is_told_where_no_rank_is_known_to_have() -> None:
+    job = ended("ok", "ok", code=3)
+    assert not_heard(exits_of(job, 2), job).startswith("the command ended with exit code 3, and of no rank it is known")
+    assert odd(job) == [("ENDED", "the command, with exit code 3; no rank is known to have ended so")]
