@@ -79,7 +79,7 @@ def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
         return None
     size, step, phase = found[0]
     where = "outside forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
-    return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}, and are freed again", ""
+    return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}", ""
 
 
 # ---- switches

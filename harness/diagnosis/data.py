@@ -178,7 +178,7 @@ def _microbatches_again(trial: Trial, step: int) -> Cause | None:
         text += f", {len(lost)} of {len(wanted)} samples are received by no rank"
     elif _without_loss(trial, step, ranks[0], later := [late - 1 for several in again.values() for late in several]):
         of = " and ".join(str(late + 1) for late in later)
-        return Cause("odd traces", f"the model runs outside its training passes: {text}, no loss for microbatch {of}")
+        return Cause("odd traces", f"the model runs outside training passes: {text}, no loss for microbatch {of}")
     return Cause("microbatches repeated", text)
 
 

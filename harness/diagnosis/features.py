@@ -247,7 +247,8 @@ def _beside(trial: Trial) -> str | None:
         if count := features.beside(trial, rank, step):
             blocks = ", some in its blocks," if features.blocks_beside(step) else ""
             text = f"{count} matmuls{blocks} outside forward and backward (rank {rank}, step {step.step})"
-            return f"the model runs outside its training passes: {text}"
+            what = "the model runs" if blocks else "matmuls run"
+            return f"{what} outside training passes: {text}"
     return None
 
 

@@ -179,7 +179,7 @@ def test_a_second_pass_of_the_bare_model_is_named(phase: str) -> None:
     trial = with_activity(trial, 0, 2, matmuls=matmuls, calls=calls)
     assert found(trial) == [Finding("rank 0, step 2, matmuls outside training passes", "0", "8")]
     told = "8 matmuls, some in its blocks, outside forward and backward (rank 0, step 2)"
-    assert cause(trial) == f"the model runs outside its training passes: {told}"
+    assert cause(trial) == f"the model runs outside training passes: {told}"
 
 
 def two_layers(case: dict[str, Any]) -> Trial:

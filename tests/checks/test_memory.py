@@ -88,7 +88,7 @@ def test_copies_of_all_weights_within_a_step_are_found_and_named() -> None:
     where = "rank 1, step 2, copies of weights at once in phase other"
     assert findings(trial) == (Finding(where, "at most 256 B, two at a time", "936 B"),)
     assert cause_of(diagnose(trial, judge(trial))) == (
-        "936 B of copies of weights exist at once outside forward and backward in step 2, and are freed again on rank 1"
+        "936 B of copies of weights exist at once outside forward and backward in step 2 on rank 1"
     )
 
 

@@ -282,7 +282,7 @@ def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass
         again = replace(own, loss_sum=None, labels=None, valid_tokens=None)
         trial = with_step(trial, 0, record.step, microbatches=(own, again))
     assert first_line(trial) == (
-        "the model runs outside its training passes: in each step microbatches 1-2 have the same tokens on every rank,"
+        "the model runs outside training passes: in each step microbatches 1-2 have the same tokens on every rank,"
         " no loss for microbatch 2"
     )
 
