@@ -26,7 +26,7 @@ from harness.diagnosis.differences import (
     seen_gradients,
     wrong_pairs,
 )
-from harness.diagnosis.forward import Tries
+from harness.diagnosis.forward import NOT_THE_MODELS, Tries
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import Arrays, Pair, groups_text, in_order, rank_words, some, traffic_lines, where_text
@@ -237,7 +237,7 @@ def _goes_wrong_there(trial: Trial) -> str:
 # ---- the loss of a step is right: backward does something else than forward says
 
 
-BEFORE = {"samples", "positions", "initial_weights", "resume"}
+BEFORE = {*NOT_THE_MODELS, "initial_weights", "resume"}
 OF_POSITIONS = {"rotary positions", "rotary left out"}  # what recomputation may be given otherwise than forward was
 
 

@@ -40,16 +40,15 @@ BEFORE = {  # the kinds of modules between one whose input is right and this one
 TINY = 1e-8  # too little of a loss to fit a number to
 WIDE = 8  # layers, of which each is tried alone
 NOT_THE_MODELS = {"samples", "positions", "placements", "shard_contents", "process_groups"}
-"""Laws that no computation breaks: where one is broken, another mistake is there already, and no two more are looked for."""
+"""Laws that no computation breaks: where one is broken, another mistake is there, which goes first."""
 
 
 def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     bench = first_wrong_pass(trial, broken)
-    if bench is None:
+    if bench is None or NOT_THE_MODELS & set(broken):
         return
     found = sorted(bench.single(), key=lambda one: one.distance)[: MOST if not trial.case.exact else None]
-    alone = trial.case.exact and not NOT_THE_MODELS & set(broken)
-    if not found and alone and (loss_off(trial, bench.step) or 0.0) > TINY:
+    if not found and trial.case.exact and (loss_off(trial, bench.step) or 0.0) > TINY:
         found = list(bench.pairs()) or list(bench.fitted())
     for one in found:
         seen = first_wrong_input(trial).removeprefix(": ")
