@@ -284,10 +284,8 @@ def _shifted(steps: int) -> Iterator[tuple[str, Callable[[int], int]]]:
     for by in range(2, 9):
         yield f"each step advances the schedule by {by}", lambda step, by=by: 1 + by * (step - 1)  # type: ignore[misc]
     for late in range(2, steps):
-        yield (
-            f"each step from step {late} on takes the rate of the step before",
-            lambda step, late=late: step - (step >= late),
-        )  # type: ignore[misc]
+        text = f"each step from step {late} on takes the rate of the step before"
+        yield text, lambda step, late=late: step - (step >= late)  # type: ignore[misc]
 
 
 def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
