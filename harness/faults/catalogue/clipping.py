@@ -169,3 +169,23 @@ def clipped_in_every_microbatch(original: Any, model: Any, *rest: Any, **last: b
         yield
     if not last["last"]:
         op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
+
+
+def _one_late() -> Any:
+    kept: dict[str, Any] = {}
+
+    def stale(norm: Any) -> Any:
+        before, kept["norm"] = kept.get("norm", norm), norm
+        return before
+
+    return stale
+
+
+clipped_by_the_last_steps_norm = fault(
+    breaks="gradients are scaled by max_norm over the norm of the step before, so that no step waits for its own",
+    bug="E-class: a norm that is kept on the device to save a synchronization, and is read a step late",
+    case="fsdp_2",
+    caught_by="update",
+    named="clipped by another norm",
+    does=op.change_argument("torch.nn.utils:clip_grads_with_norm_", total_norm=_one_late()),
+)

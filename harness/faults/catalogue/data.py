@@ -160,3 +160,16 @@ labels_of_other_samples = fault(
         ".trainer:loss_of", part=lambda part: part._replace(labels=part.labels.roll(len(part.labels) // 2, 0))
     ),
 )
+
+
+@fault(
+    breaks="all microbatches of a step have the tokens of the last one, each with its own labels",
+    bug="E-class: one staging buffer for tokens, refilled before the microbatch that was in it is used",
+    case="single_accum",
+    caught_by="samples gradients loss",
+    named="microbatches repeated",
+)
+@partial(op.instead, ".data:Microbatches.step")
+def tokens_share_one_staging_buffer(original: Any, self: Any, length: int | None = None) -> Any:
+    microbatches = original(self, length)
+    return [(microbatches[-1][0], labels) for _, labels in microbatches]

@@ -269,3 +269,15 @@ last_microbatch_reported = fault(
         op.scale_result(".trainer:whole", 2.0, when=op.nth_call(*range(2, 41, 2))),
     ),
 )
+
+
+@fault(
+    breaks="the pipeline's sum of token losses is never set back, so that the reported loss holds that of earlier steps",
+    bug="E-class: an accumulator that is made in the constructor and not in every step",
+    case="pp_2_ddp_2",
+    caught_by="reported_loss",
+    named="wrong report",
+)
+@partial(op.instead, ".trainer:PipelineLoss.begin", when=lambda self, **_: bool(getattr(self, "total", 0) != 0))
+def pipeline_total_is_never_reset(original: Any, self: Any, *, valid_tokens: int) -> None:
+    self.valid_tokens = valid_tokens

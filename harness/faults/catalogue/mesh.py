@@ -78,3 +78,19 @@ def ranks_change_places_in_the_mesh(original: Any, device_type: str, shape: Any,
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
+
+
+def _full_shard(_: Any) -> Any:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy.FULL_SHARD
+
+
+fsdp1_full_shard_of_a_2d_mesh = fault(
+    breaks="FSDP1 gets a mesh of two axes with FULL_SHARD, takes the group of the first axis and ignores the second",
+    bug="E-class: the strategy is not switched to HYBRID_SHARD when the mesh gets a replicate axis",
+    case="fsdp1_2x2",
+    caught_by="placements shard_contents traffic gradients",
+    named="another layout",
+    does=op.change_result(".parallelize:fsdp1_strategy", _full_shard),
+)

@@ -215,3 +215,19 @@ overflow_goes_into_the_weights = fault(
     named="not finite",
     does=op.scale_result(".trainer:scaled", float("inf")),
 )
+
+
+@fault(
+    breaks="of a rank's two stages only the first one's scheduler is stepped; the second's rate stays that of step 1",
+    bug="E-class: code for one model part, kept when a rank came to hold several",
+    case="pp_2_zb",
+    caught_by="update reported_rate",
+    named="learning rate",
+)
+@partial(op.instead, ".trainer:Trainer.optimizer_step", when=lambda trainer: len(trainer.schedulers) > 1)
+def later_stages_keep_the_first_rate(original: Any, trainer: Any) -> float:
+    lr = float(trainer.schedulers[0].get_last_lr()[0])
+    for optimizer in trainer.optimizers:
+        optimizer.step()
+    trainer.schedulers[0].step()
+    return lr

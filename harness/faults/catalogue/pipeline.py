@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
@@ -118,3 +120,37 @@ only_the_first_stage_is_zeroed = fault(
     named="gradients not zeroed",
     does=op.skip_call("torch.optim:Optimizer.zero_grad", when=op.nth_call(*range(2, 80, 2))),
 )
+
+
+@fault(
+    breaks="the layer left over goes to the last stage, which has the output too, not to the first",
+    bug="E-class: stage boundaries are round(k * n_layers / n_stages), and Python rounds 2.5 to 2",
+    case="pp_2_uneven_layers",
+    caught_by="completed",
+    named="incomplete",
+)
+@partial(op.instead, ".pipeline:cut", when=lambda model, stage, case: case.n_stages > 1)
+def stage_boundaries_rounded(original: Any, model: Any, stage: int, case: Any) -> None:
+    n_layers, n_stages = len(model.layers), case.n_stages
+    first, end = (round(k * n_layers / n_stages) for k in (stage, stage + 1))
+    for index in {*range(n_layers)} - {*range(first, end)}:
+        del model.layers[str(index)]
+    if stage > 0:
+        model.tok_embeddings = None
+    if stage < n_stages - 1:
+        model.norm = model.output = None
+
+
+@fault(
+    breaks="the first stage deals its samples to microbatches round robin, the last stage's labels stay in blocks",
+    bug="E-class: a strided split into microbatches is applied to the inputs and forgotten for the target",
+    case="pp_4",
+    caught_by="samples gradients loss",
+    named="wrong labels",
+)
+@partial(op.instead, ".pipeline:run")
+def tokens_dealt_to_other_microbatches_than_labels(
+    original: Any, schedule: Any, tokens: Any, labels: Any, **rest: Any
+) -> Any:
+    dealt = tokens.unflatten(0, (-1, schedule._n_microbatches)).transpose(0, 1).flatten(0, 1)
+    return original(schedule, dealt, labels, **rest)

@@ -192,3 +192,21 @@ def gather_along_the_wrong_dim(fired: Fired) -> None:
         if hasattr(collectives, name):
             seam = f"{collectives.__name__}:{name}"
             op.instead(seam, on_dim_0, when=lambda tensor, gather_dim, *_, **__: gather_dim != 0)(fired)
+
+
+def _each_gathers_for_itself(plan: Any) -> Any:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    kept = {key: style for key, style in plan.items() if key != "feed_forward"}
+    return kept | {f"feed_forward.{name}": ColwiseParallel(input_layouts=Shard(1)) for name in ("w1", "w3")}
+
+
+w1_and_w3_gather_the_sequence_each = fault(
+    breaks="w1 and w3 each gather the sequence for themselves, not the feed-forward once for both",
+    bug="E-class: input_layouts=Shard(1) on the column-wise projections replaces PrepareModuleInput of their parent",
+    case="tp_2",
+    caught_by="traffic",
+    named="traffic of no plan",
+    does=op.change_result(".parallelize:layer_plan", _each_gathers_for_itself),
+)
