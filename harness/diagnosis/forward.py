@@ -19,6 +19,7 @@ from harness.diagnosis.assume import another_reference, order_of_entries
 from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
+from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.words import fed_with, finding_line, on_ranks, some
 from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
@@ -45,7 +46,7 @@ NOT_THE_MODELS = {"samples", "positions", "placements", "shard_contents", "proce
 
 def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     bench = first_wrong_pass(trial, broken)
-    if bench is None or NOT_THE_MODELS & set(broken):
+    if bench is None or NOT_THE_MODELS & set(broken) - _of_the_model(trial):
         return
     found = sorted(bench.single(), key=lambda one: one.distance)[: MOST if not trial.case.exact else None]
     if not found and trial.case.exact and (loss_off(trial, bench.step) or 0.0) > TINY:
@@ -55,6 +56,11 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         words: dict[str, Any] = {"altered": one.altered} | ({"loss": one.loss} if one.loss else {})
         assume = partial(another_reference, **words)
         yield Hypothesis(one.cause, assume, one.numbers, (("forward", seen),) if seen else ())
+
+
+def _of_the_model(trial: Trial) -> set[str]:
+    """A model that receives no positions counts them itself, and may do so wrongly."""
+    return {"positions"} if wrong_positions(trial) is None else set()
 
 
 def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
