@@ -26,6 +26,7 @@ from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
+from harness.plan.slices import tp_dim
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
@@ -126,6 +127,8 @@ def _in_groups(trial: Trial, limit: float) -> Iterator[Clipping]:
         "layer": lambda fqn: ".".join(fqn.split(".")[:2]),
         "kind of parameters (matrices, vectors)": lambda fqn: str(fqn in vectors),
     }
+    if trial.case.dims.tp > 1:
+        groupings["placement over tp (dim 0, dim 1, replicated)"] = lambda fqn: str(tp_dim(fqn))
     for name, group in groupings.items():
         members: dict[str, set[str]] = {}
         for fqn in trial.plan.shapes:

@@ -179,7 +179,8 @@ def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
     where = f"to {len(wrong)} of {len(trial.plan.shapes)} parameters ({some(wrong)})"
     left_out = "TP" if layout.without == "tp" else "FSDP" if layout.known.dp_shard * layout.known.cp == 1 else ""
     text = f"{left_out} is not applied {where}: every rank of a group holds them whole"
-    text = text if left_out else f"another layout is applied {where} than to all others"
+    of_these = "; ".join(_differences(layout, trial.case.dims))
+    text = text if left_out else f"another layout is applied {where} than to all others: {of_these}"
 
     def assume(trial: Trial) -> Trial:
         other = {rank: layout.slices(rank, trial.plan) for rank in trial.plan.slices}

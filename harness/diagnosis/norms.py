@@ -13,6 +13,7 @@ from harness.checks.update import observed_norm
 from harness.diagnosis.algorithms import kinds_of_parameters
 from harness.judge.trial import Trial
 from harness.plan.grid import groups
+from harness.plan.stages import parameters_of_stage
 
 Norm = Callable[[int, int], float]
 """By rank and step."""
@@ -35,12 +36,19 @@ def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
         yield f"a norm that counts every replica along {axis}", partial(_counting_again, trial, axis)
     yield "the largest absolute entry (infinity norm)", partial(_of_entries, trial, max)
     yield "the sum of all absolute entries (norm type 1)", partial(_of_entries, trial, math.fsum)
+    if trial.case.dims.pp > 1:
+        yield "the sum of the norms of all stages", partial(_sum_of_stages, trial)
     together = "the sum of the norms of all parameters"
     yield together, lambda rank, step: math.fsum(map(math.sqrt, squares(trial, step).values()))
     for name, kind in kinds_of_parameters(trial).items():
         yield f"the norm of {name} only", partial(norm_of, trial, kind)
         yield f"a norm without {name}", partial(norm_of, trial, set(trial.plan.shapes) - kind)
     yield "the square of the global norm", lambda rank, step: observed_norm(trial, step) ** 2
+
+
+def _sum_of_stages(trial: Trial, rank: int, step: int) -> float:
+    stages = (parameters_of_stage(trial.case, stage) for stage in range(trial.case.n_stages))
+    return math.fsum(norm_of(trial, fqns, rank, step) for fqns in stages)
 
 
 def axes_left_out(trial: Trial, axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -20,6 +20,7 @@ from harness.evidence.checkpoint_index import Checkpoint
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.reference.distance import best_fit
 
 Wrong = dict[int, list[Key]]  # what each rank should have got from the checkpoint and has not
 State = dict[Key, np.ndarray]
@@ -149,6 +150,9 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
     if len(changes) == 1 and (change := next(iter(changes))).startswith(("rounded", "transposed")):
         text = f"parameters come back {change} from the checkpoint"
         return Cause("parameters changed over the checkpoint", text, where + ranks)
+    if factor := _common_factor(trial, names):
+        text = f"parameters are {factor:.9g} times the saved ones after resuming"
+        return Cause("parameters changed over the checkpoint", text, where + ranks)
     if "" not in changes:
         text = f"entries are in another order after resuming {where}{ranks}"
         return Cause("parameters changed over the checkpoint", text)
@@ -179,6 +183,16 @@ def _change(trial: Trial, fqn: str) -> str:
     if dtype := rounded_to((held, saved)):
         return f"rounded to {dtype}"
     return rearranged(held, saved).removeprefix("they are ")
+
+
+def _common_factor(trial: Trial, names: list[str]) -> float | None:
+    """As after a step that only decays them."""
+    saved, held = saved_state(trial.saved[-1]), _held_together(trial)
+    pairs = [(held.get((PARAMETER, fqn)), saved[PARAMETER, fqn]) for fqn in names]
+    known = [(now, was) for now, was in pairs if now is not None and now.shape == was.shape]
+    factor = best_fit(*known[0]) if len(known) == len(pairs) else 0.0
+    fits = factor and all(np.allclose(now, factor * was, rtol=1e-9, atol=0) for now, was in known)
+    return factor if fits else None
 
 
 def _holds(trial: Trial, wrong: Wrong, at: Key, whole: np.ndarray | None) -> bool:
