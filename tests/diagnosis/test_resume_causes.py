@@ -79,7 +79,9 @@ def test_what_else_did_not_arrive_is_told_below_the_first() -> None:
 def test_parameters_and_averages_that_are_neither_exchanged_nor_rearranged_are_told_by_their_names() -> None:
     other = "layers.0.attention.wo.weight"
     where = f"in 2 of 12 parameters ({WEIGHT}, {other})"
-    changed = everywhere(resumed(), "parameters", lambda held: held | {f: 1.5 * held[f] for f in (WEIGHT, other)})
+    larger = everywhere(resumed(), "parameters", lambda held: held | {f: 1.5 * held[f] for f in (WEIGHT, other)})
+    assert cause(larger) == f"parameters are 1.5 times the saved ones after resuming {where}"
+    changed = everywhere(resumed(), "parameters", lambda held: held | {f: held[f] + 0.5 for f in (WEIGHT, other)})
     assert cause(changed) == f"parameters after resuming are not those of step 2 {where}"
 
     def blurred(held: dict[str, Any]) -> dict[str, Any]:
