@@ -14,7 +14,7 @@ from harness.evidence.format import version_of
 from harness.evidence.store import EvidenceError
 from harness.judge import golden
 from harness.launch import Job, launch, machine
-from harness.reference.kernels import kind_of_cpu
+from harness.reference.kernels import kind_of_cpu, noise_alike
 from harness.reference.record import ReferenceRun
 from harness.run.locks import only_one
 from harness.run.options import Options
@@ -64,7 +64,7 @@ def _golden_knows(case: Case, options: Options) -> bool:
         accepted = golden.load(case)
     except golden.GoldenError:
         return bool(case.file)
-    if accepted.environment.get("cpu") != kind_of_cpu():
+    if not noise_alike(accepted.environment.get("cpu", ""), kind_of_cpu()):
         return False
     noise = accepted.noise.get(_noise_key(case, options))
     return bool(case.file) or (noise is not None and set(noise.distance) == set(case.model.parameter_shapes()))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.reference import kernels
-from harness.reference.kernels import kind_of_cpu
+from harness.reference.kernels import kind_of_cpu, noise_alike
 
 TWO_CORES = """\
 processor\t: 0
@@ -42,3 +42,12 @@ def test_what_holds_the_libraries_back_makes_another_kind(on_x86: Path, monkeypa
 
 def test_where_nothing_is_told_the_architecture_is_all() -> None:
     assert kind_of_cpu() == "x86_64"
+
+
+def test_with_avx_512_the_maker_does_not_matter_for_noise() -> None:
+    intel = "x86_64 GenuineIntel avx2 avx512f"
+    assert noise_alike(intel, "x86_64 AuthenticAMD avx2 avx512f")
+    assert not noise_alike(intel, "x86_64 AuthenticAMD avx2")
+    assert not noise_alike(intel, "x86_64 AuthenticAMD avx2 avx512f ONEDNN_MAX_CPU_ISA=AVX2")
+    assert not noise_alike(intel, "x86_64 GenuineIntel avx2 avx512f amx_bf16")
+    assert not noise_alike("x86_64 GenuineIntel avx2", "x86_64 AuthenticAMD avx2")
