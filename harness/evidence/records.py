@@ -184,7 +184,8 @@ class StepEvidence:
     bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
     then. No law reads these two.
     unwaited: functional collectives whose results nobody had waited for when the step was over, counted from the start: torch
-    keeps these. None if nobody looked. graphs_retained: backward passes whose autograd graph lived on in the next forward pass.
+    keeps these. None if nobody looked. graphs_retained: backward passes whose autograd graph lived on in the next forward pass;
+    None likewise.
     """
 
     step: int
@@ -211,7 +212,7 @@ class StepEvidence:
     allocator: dict[str, int] | None = None
     unwaited: int | None = None
     reported_largest: float | None = None
-    graphs_retained: int = 0
+    graphs_retained: int | None = None
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:

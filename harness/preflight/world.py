@@ -24,7 +24,6 @@ def join(rank: int, world_size: int) -> None:
 
 def _as_the_world(made: Callable[..., Any]) -> Callable[..., Any]:
     """A group of whatever backend (gloo for objects, beside NCCL) is one of ranks that are not there."""
-
     taken = inspect.signature(made)
 
     @functools.wraps(made)

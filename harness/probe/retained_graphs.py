@@ -30,6 +30,7 @@ class RetainedGraphs:
         self._last: tuple[int, list[weakref.ref[Mark]]] = (0, [])
         self._alive: dict[int, int] = {}
         self._engine: Any = None
+        self._looks = False
 
     def install(self) -> None:
         self._engine = original = getattr(torch.autograd, ENGINE, None)
@@ -46,7 +47,7 @@ class RetainedGraphs:
             return found
 
         setattr(torch.autograd, ENGINE, seen)
-        self._clock.pass_begins = self._look
+        self._clock.pass_begins, self._looks = self._look, True
 
     def remove(self) -> None:
         if self._engine is not None:
@@ -59,9 +60,9 @@ class RetainedGraphs:
             self._alive[step] = self._alive.get(step, 0) + 1
         self._last = (0, [])
 
-    def of_step(self, step: int) -> int:
-        """How many backward passes of the step left a graph that lived on in the next forward pass."""
-        return self._alive.get(step, 0)
+    def of_step(self, step: int) -> int | None:
+        """How many backward passes of the step left a graph that lived on in the next forward pass. None: nobody looked."""
+        return self._alive.get(step, 0) if self._looks else None
 
 
 def marked(root: torch.Tensor) -> list[weakref.ref[Mark]]:
