@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -112,15 +113,20 @@ def retrain_apart(
     )
 
 
+_COMPUTES = threading.RLock()
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The model is small: threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    """The model is small: torch's threads that wait for each other take ten times as long. Cases that are judged at once in
+    threads of this process compute one after the other: dropout draws from torch's generator, which they share."""
+    with _COMPUTES:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _each_once(batch: Batch) -> np.ndarray:

@@ -160,9 +160,12 @@ def count_valid(labels: Tensor) -> int:
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """The learning rate of a step, counted from 1: its own, or lr * lr_factor(step)."""
+    """The learning rate of a step, counted from 1: its own, or lr * lr_factor(step).
+
+    Behind the last of `rates` that one stays: a scheduler looks one step ahead.
+    """
     if training.rates is not None:
-        return training.rates[step - 1]
+        return training.rates[min(step, len(training.rates)) - 1]
     return training.lr * lr_factor(step, training)
 
 
@@ -173,7 +176,7 @@ def lr_factor(step: int, training: TrainingConfig) -> float:
     Of a step with a rate of its own, that over lr.
     """
     if training.rates is not None:
-        return training.rates[step - 1] / training.lr
+        return learning_rate(step, training) / training.lr
     warmup, final = training.warmup_steps, training.final_lr_fraction
     if step <= warmup:
         return step / warmup

@@ -24,35 +24,50 @@ ENGINE = "_engine_run_backward"
 """What Tensor.backward comes down to in torch.autograd, reductions by DDP and FSDP included."""
 
 
+def observe_backward(
+    clock: Clock, began: Callable[[Any, Any], None], ended: Callable[[], None]
+) -> Callable[[], None] | None:
+    """Calls both around each outermost backward pass that accumulates gradients, but not within a pipeline's schedule.
+
+    began: gets the roots and retain_graph. Returns what stops it; None for a torch that has another way: then nobody looks.
+    """
+    original = getattr(torch.autograd, ENGINE, None)
+    if original is None:
+        return None
+
+    @functools.wraps(original)
+    def seen(roots: Any, gradients: Any, retain: Any = None, *args: Any, **kwargs: Any) -> Any:
+        outermost = torch._C._current_graph_task_id() == -1 and not clock.in_schedule
+        counts = outermost and kwargs.get("accumulate_grad", True)
+        if counts:
+            began(roots, retain)
+        found = original(roots, gradients, retain, *args, **kwargs)
+        if counts:
+            ended()
+        return found
+
+    setattr(torch.autograd, ENGINE, seen)
+    return lambda: setattr(torch.autograd, ENGINE, original)
+
+
 class BackwardRecorder:
     """gradients: the present ones, by fqn. needed: until torch's own clipping was seen. ended: how many passes have."""
 
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._clock, self._gradients = clock, gradients
         self._copies: dict[str, torch.Tensor] = {}
-        self._engine: Any = None
+        self._stop: Callable[[], None] | None = None
         self.needed, self.ended = True, 0
 
     def install(self) -> None:
-        self._engine = original = getattr(torch.autograd, ENGINE, None)
-        if original is None:  # a torch that has another way: then nobody looked
-            return
-
-        @functools.wraps(original)
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            outermost = torch._C._current_graph_task_id() == -1
-            found = original(*args, **kwargs)
-            if outermost and kwargs.get("accumulate_grad", True) and not self._clock.in_schedule:
-                self._end()
-            return found
-
-        setattr(torch.autograd, ENGINE, seen)
-        self._clock.schedule_ended = self._end
+        self._stop = observe_backward(self._clock, lambda roots, retain: None, self._end)
+        if self._stop:
+            self._clock.schedule_ended = self._end
 
     def remove(self) -> None:
-        if self._engine is not None:
-            setattr(torch.autograd, ENGINE, self._engine)
-        self._engine = None
+        if self._stop:
+            self._stop()
+        self._stop = None
         self.drop()
 
     def _end(self) -> None:

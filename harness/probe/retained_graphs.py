@@ -7,13 +7,13 @@ its own reasons, and lets go of them.
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from harness.probe.backward import ENGINE
+from harness.probe.backward import observe_backward
 from harness.probe.clock import Clock
 
 DEEP = 16  # nodes: behind what a loss is divided by, and what chunks of it are added up with
@@ -27,32 +27,27 @@ class Mark:
 class RetainedGraphs:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._marks: list[weakref.ref[Mark]] = []
         self._last: tuple[int, list[weakref.ref[Mark]]] = (0, [])
         self._alive: dict[int, int] = {}
-        self._engine: Any = None
+        self._stop: Callable[[], None] | None = None
         self._looks = False
 
     def install(self) -> None:
-        self._engine = original = getattr(torch.autograd, ENGINE, None)
-        if original is None:  # a torch that has another way: then nobody looked
-            return
-
-        @functools.wraps(original)
-        def seen(roots: Any, gradients: Any, retain: Any = None, *args: Any, **kwargs: Any) -> Any:
-            outermost = torch._C._current_graph_task_id() == -1 and not self._clock.in_schedule
-            marks = [ref for root in roots for ref in marked(root)] if outermost and retain is True else []
-            found = original(roots, gradients, retain, *args, **kwargs)
-            if outermost and kwargs.get("accumulate_grad", True):
-                self._last = self._clock.step, marks
-            return found
-
-        setattr(torch.autograd, ENGINE, seen)
-        self._clock.pass_begins, self._looks = self._look, True
+        self._stop = observe_backward(self._clock, self._mark, self._keep)
+        if self._stop:
+            self._clock.pass_begins, self._looks = self._look, True
 
     def remove(self) -> None:
-        if self._engine is not None:
-            setattr(torch.autograd, ENGINE, self._engine)
-        self._engine = None
+        if self._stop:
+            self._stop()
+        self._stop = None
+
+    def _mark(self, roots: Any, retain: Any) -> None:
+        self._marks = [ref for root in roots for ref in marked(root)] if retain is True else []
+
+    def _keep(self) -> None:
+        self._last = self._clock.step, self._marks
 
     def _look(self) -> None:
         step, marks = self._last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,14 @@ def test_with_nothing_otherwise_it_is_the_same_run(reference: ReferenceRun) -> N
     threads = torch.get_num_threads()
     assert alike(retrain(MODEL, RECIPE, reference, Otherwise()), reference)
     assert torch.get_num_threads() == threads
+
+
+def test_dropout_draws_the_same_masks_while_another_thread_trains_too() -> None:
+    model = replace(MODEL, dropout=0.5)
+    alone = train(model, RECIPE)
+    with ThreadPoolExecutor(2) as pool:
+        together = [pool.submit(retrain, model, RECIPE, alone, Otherwise()) for _ in range(20)]
+    assert all(alike(one.result(), alone) for one in together)
 
 
 def test_another_recipe_is_trained_as_the_reference_trains_it(reference: ReferenceRun) -> None:
