@@ -56,14 +56,18 @@ def _retained(trial: Trial, rank: int) -> tuple[str, str] | None:
 
 
 def _as_large_as(trial: Trial, rank: int) -> str:
-    """Whole or as this rank holds them, shapes of how many parameters are found among what is kept."""
-    shapes = [tensor.shape for tensor in memory.copies_kept(trial, rank)]
-    whole = [fqn for fqn, shape in trial.case.model.parameter_shapes().items() if shape in shapes]
-    own = [tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.shape in shapes]
-    count = f"{len(shapes)} tensor{'s' * (len(shapes) != 1)}"
-    if not whole and not own:
+    """How many of what is kept have the shapes of parameters, whole or as this rank holds them."""
+    shapes = [tuple(tensor.shape) for tensor in memory.copies_kept(trial, rank)]
+    whole, own = (
+        {*trial.case.model.parameter_shapes().values()},
+        {tensor.value.shape for tensor in trial.ranks[rank].parameters},
+    )
+    as_whole, as_slices = (sum(shape in known for shape in shapes) for known in (whole, own))
+    count, alike = f"{len(shapes)} tensor{'s' * (len(shapes) != 1)}", max(as_whole, as_slices)
+    if not alike:
         return f"{count} with no parameter's shape"
-    return f"{count} with the shapes of {'whole parameters' if len(whole) >= len(own) else 'its slices'}"
+    of = "whole parameters" if as_whole >= as_slices else "its slices"
+    return f"{count} with the shapes of {of}" if alike == len(shapes) else f"{count}, {alike} with the shapes of {of}"
 
 
 def _retained_graph(trial: Trial, rank: int) -> tuple[str, str] | None:

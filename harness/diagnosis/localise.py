@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
-from harness.diagnosis.words import finding_line, in_order, in_parameters, where_text
+from harness.diagnosis.words import finding_line, in_order, in_parameters, rank_words, where_text
 from harness.evidence.text import ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.result import Cause, Lines, Verdict
@@ -111,11 +111,13 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
         return None
     worst = max(wrong, key=lambda one: one.excess)
     text = f"by {worst.distance:.1e} of its norm in {worst.fqn}, noise explains {worst.distance_bound:.1e}"
+    if worst.scaled:
+        text = f"{worst.fit:.4g} times the reference's by best fit in {worst.fqn} on {rank_words(worst.ranks)}"
     fqns = in_order(trial, (one.fqn for one in wrong))
     hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
     since = "" if step == trial.first_step else f" from step {step} on"
-    where = f"{in_parameters(trial, fqns)}, and no factor explains it"
-    return Cause(KIND, f"gradients are off{since}", where, hint=hint)
+    no_factor = ", and no factor explains it" * (not any(one.scaled for one in wrong))
+    return Cause(KIND, f"gradients are off{since}", in_parameters(trial, fqns) + no_factor, hint=hint)
 
 
 def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:

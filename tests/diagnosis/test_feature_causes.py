@@ -231,8 +231,9 @@ def test_what_no_policy_and_no_claim_explains_is_told_as_seen() -> None:
 @pytest.mark.parametrize(
     ("shapes", "told"),
     [
-        (((8, 4), (4, 4)), "whole parameters"),
-        (((4, 4), (2, 4)), "its slices"),
+        (((8, 4), (4, 4)), "2 tensors with the shapes of whole parameters"),
+        (((4, 4), (2, 4)), "2 tensors with the shapes of its slices"),
+        (((8, 4), (300,)), "2 tensors, 1 with the shapes of whole parameters"),
         (((300,),), "no parameter's shape"),
     ],
 )

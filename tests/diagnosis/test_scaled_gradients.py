@@ -318,6 +318,9 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
 def test_one_replica_alone_that_is_off_is_located() -> None:
     trial = with_value(loud("hsdp_2x2"), 3, 1, "gradients", WQ, lambda g: g * 1.02)
     assert f"({WQ}), and no factor explains it" in located(with_updates_that_follow(trial))
+    both = with_value(trial, 2, 1, "gradients", WQ, lambda g: g * 1.02)
+    told = f"({WQ}): 1.02 times the reference's by best fit in {WQ} on ranks [2,3]; no single entry stands out"
+    assert told in located(with_updates_that_follow(both))
 
 
 def test_roundings_of_one_parameter_beyond_its_noise_are_located_and_no_factor_is_named() -> None:
