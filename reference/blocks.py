@@ -79,7 +79,11 @@ OTHERWISE: list[tuple[str, str, Forward]] = [
         f"the residual stream is taken after the norm {FEED_FORWARD}",
         _from_norms(False, True),
     ),
-    ("residual after the norm", "both residual streams are taken after the norm", _from_norms(True, True)),
+    (
+        "residual after the norm",
+        "both residual additions take the norm's output, requested its input",
+        _from_norms(True, True),
+    ),
 ]
 COUNTED: list[tuple[str, str, Callable[[int], Forward]]] = [
     ("residual counted", f"the residual stream is counted {{}} times {ATTENTION}", lambda n: _counting(n, 1, 1, 1)),

@@ -31,7 +31,8 @@ def gradient_flows(counts: Iterable[int]) -> list[Variation]:
             ]
         found += alike("gradient flow", part, "", rows)
     found += alike("gradient flow", "attention", "", _of_projections())
-    found += alike("gradient flow", "norm", "", [("no gradient flows through the norm's root", OF_ITSELF(_fixed_root))])
+    fixed = "no gradient flows through RMSNorm's root mean square", OF_ITSELF(_fixed_root)
+    found += alike("gradient flow", "norm", "", [fixed])
     found += alike("gradient flow", "embedding", "", [("token 0 has no gradient, as if it were padding", _padded)])
     found += alike("z-loss", "model", "none", _of_normalisers())
     return found + alike("gradient flow", "block", "", _of_streams())

@@ -41,10 +41,14 @@ def rescale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     `turns` is how often a pair goes round within the original context. Meta's `apply_scaling` spells the two ends as
     branches; clamping `keep` to [0, 1] is the same.
     """
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
+    keep = kept_share(frequencies, scaling).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def kept_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Of each frequency, before it is limited to 0 and 1."""
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    return (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

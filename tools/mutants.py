@@ -21,6 +21,7 @@ import re
 import resource
 import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -181,6 +182,7 @@ class Runner:
             return reading
         os.close(reading)
         resource.setrlimit(resource.RLIMIT_CPU, (int(self.limit) + ENDLESS,) * 2)
+        signal.alarm(4 * (int(self.limit) + ENDLESS))  # one that waits for ever uses no CPU
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
             os.dup2(quiet, stream)
@@ -226,6 +228,7 @@ def main() -> None:
     parser.add_argument("--faults", type=Path, help="stored runs with faults, which are to be named as before")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="folders and files of tests/")
     asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process whose torch has computed on several threads waits for them
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source, target = ROOT / name, Path(folder) / name

@@ -172,10 +172,20 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
             expected = expected_gradient(trial, group[0], fqn, step)
             if expected is None or tolerance.relative_difference(total, expected) > 1e-9:
                 return None
-    text = f"gradients of norm weights are not summed over tp: {len(fqns)} parameters wrong, all others right"
+    text = f"gradients of {_which_norms(trial, fqns)} are not summed over tp"
+    text += f": {len(fqns)} parameters wrong, all others right"
     why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
     tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
     return Fact(Cause("norms not summed", text), consequences(trial, step), (("why", why), ("tested", tested)))
+
+
+def _which_norms(trial: Trial, fqns: list[str]) -> str:
+    """ffn_norm, where it is that one of every layer."""
+    every, names = [fqn for fqn in trial.plan.shapes if "norm" in fqn], {fqn.split(".")[-2] for fqn in fqns}
+    if fqns == every:
+        return "norm weights"
+    whole = fqns == [fqn for fqn in every if fqn.split(".")[-2] in names]
+    return " and ".join(sorted(names)) if whole else some(fqns, 4)
 
 
 def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact | None:

@@ -198,13 +198,16 @@ def clipped_while_adding_up(trial: Trial, broken: Broken) -> Iterator[Hypothesis
     all_pieces: tuple[Chain, ...] = (pieces.all,)
     of_ranks = tuple(tuple(group) for _, group in itertools.groupby(sorted(pieces.all, key=_receiver), key=_receiver))
     alone = "; each rank clips its own before they are reduced"
-    for hint, chains in {"": all_pieces, **({alone: of_ranks} if len(of_ranks) > 1 else {})}.items():
-        text = f"accumulated gradients are clipped after every microbatch, requested once a step{hint}"
-        yield Hypothesis(Cause("clipped in every microbatch", text), partial(_clipping_chains, pieces, chains))
+    whose = {"": all_pieces, **({alone: of_ranks} if len(of_ranks) > 1 else {})}
+    for (hint, chains), twice in itertools.product(whose.items(), (False, True)):
+        times = "after every microbatch" + " and once more before the step" * twice
+        text = f"accumulated gradients are clipped {times}, requested once a step{hint}"
+        yield Hypothesis(Cause("clipped in every microbatch", text), partial(_clipping_chains, pieces, chains, twice))
 
 
-def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], trial: Trial) -> Trial:
-    """Each chain holds its own pieces, microbatch after microbatch, and as much larger as they are averaged over chains."""
+def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], twice: bool, trial: Trial) -> Trial:
+    """Each chain holds its own pieces, microbatch after microbatch, and as much larger as they are averaged over chains.
+    twice: their sum is clipped, and what comes of that again, whose norm is reported."""
     passes, limit, size = trial.case.passes, trial.case.training.max_norm, trial.case.local_batch
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
@@ -224,5 +227,20 @@ def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], trial: Trial) -> T
             sums.append(held)
         return [{fqn: np.asarray(sum(held[fqn] for held in sums)) for fqn in sums[0]}]
 
+    def clipped_before(norm: float) -> float:
+        """The norm that the last clipping finds."""
+        return norm * clip_coefficient(norm, limit)
+
+    def by(norm: float) -> float:
+        return clip_coefficient(norm, limit) * clip_coefficient(clipped_before(norm), limit)
+
+    norms = {step: update.observed_norm(trial, step) for step in trial.case.steps}
+    given = {"given": lambda step, gradients, norm, _: {fqn: by(norm) * g for fqn, g in gradients.items()}}
     owners = (0,) * (len(chains) * passes)
-    return assume.apart(trial, dict.fromkeys(trial.ranks, 0), [{}], owners=owners, shares=shares, reduce=reduce)
+    copies = dict.fromkeys(trial.ranks, 0)
+    other = assume.apart(trial, copies, [given if twice else {}], owners=owners, shares=shares, reduce=reduce)
+    if not twice:
+        return other
+    assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: by(norms[step]) * gradient)
+    reports = {**trial.reports, "grad_norm": lambda rank, step: clipped_before(norms[step])}
+    return replace(other, assumed=trial.assumed.and_besides(assumed), reports=reports)

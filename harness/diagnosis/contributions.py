@@ -5,9 +5,8 @@ How often each piece counts is fitted in the first wrong step; what is proposed 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,28 +14,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.diagnosis.assume import apart
-from harness.diagnosis.backward import silent_axes
 from harness.diagnosis.differences import factor_of, first_wrong_step, spans, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.mixture import Mixture, Piece, Pieces, Weights, assuming, mixture_of
+from harness.diagnosis.mixture import DATA_AXES, Mixture, Piece, Pieces, Weights, assuming, mixture_of
+from harness.diagnosis.reductions import of_each_rank
 from harness.diagnosis.reports import Number, assuming_reports, reported_of
-from harness.diagnosis.words import Arrays, groups_text, in_parameters, rank_words, traffic_lines
-from harness.evidence.text import ranks_text
+from harness.diagnosis.words import Arrays
 from harness.judge.losses import losses
-from harness.judge.result import Cause, Lines
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate, groups
-from harness.plan.slices import numel
-from harness.plan.traffic.flow import Flow
-from harness.spec.dims import AXES
+from harness.plan.grid import coordinate
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
-DATA_AXES = ("dp_shard", "dp_replicate")
 Key = Callable[[Piece], object]
-Flows = Mapping[int, tuple[Flow, ...]]
 Rule = Callable[[int], np.ndarray]  # by step, how often each piece counts on all ranks
 
 
@@ -51,18 +44,13 @@ def unequal_contributions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if all(mixture.same(own, first) for own in mixture.weights.values()):
         yield from _of_all_ranks(trial, pieces, mixture, np.mean(list(mixture.weights.values()), axis=0), broken)
     else:
-        yield from _of_each_rank(trial, pieces, mixture, broken)
+        yield from of_each_rank(trial, pieces, mixture, broken)
 
 
 def _all_scaled(trial: Trial, step: int) -> bool:
     """Then scales are what is tried."""
     wrong = wrong_pairs(trial, step)
     return trial.case.exact and bool(wrong) and all(factor_of(trial, *at, step) is not None for at in wrong)
-
-
-def _where(trial: Trial, mixture: Mixture) -> str:
-    """Nothing where it is every parameter."""
-    return "" if len(mixture.fqns) == len(trial.plan.shapes) else " " + in_parameters(trial, mixture.fqns)
 
 
 # ---- the same on all ranks
@@ -90,7 +78,7 @@ def _of_all_ranks(
     for rule in rules:
         for when, steps, more in spans(trial, mixture.step):
             of_all: Weights = lambda step, rank, rule=rule: rule.weights(step)  # type: ignore[misc]  # noqa: E731
-            cause = replace(rule.cause, observed=rule.cause.observed + _where(trial, mixture) + when)
+            cause = replace(rule.cause, observed=rule.cause.observed + mixture.where(trial) + when)
             assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=of_all, steps=steps)
             one = Hypothesis(cause, assume, rule.fitted + more)
             if reported and rule.mean and not when and reported.is_all(rule.mean):
@@ -191,13 +179,26 @@ def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.n
             table = b"".join(usual(step).tobytes() for step in trial.case.steps)
             found.setdefault(table, (factor, usual, []))[2].append(unit)
     for factor, rule, alike in found.values():
-        text = _local_text(" or ".join(alike))
-        alone = math.isclose(factor, 1.0, rel_tol=max(1e-6, mixture.close))
-        more = f", and gradients are {times_text(factor)} that{factor_text(trial, factor)}"
-        text += ", not by the global one" if alone else more
-        mean = partial(_divided_by_own, trial, units[alike[0]]) if alike[0].endswith("rank") else None
-        cause = Cause("averaged locally", text)
-        yield Counting(cause, partial(_times, factor, rule), 1 if alone else 2, mean)
+        text, own = _local_text(" or ".join(alike)), units[alike[0]]
+        close, count = max(1e-6, mixture.close), len({own(piece) for piece in pieces.all})
+        simple, times = True, 1.0
+        if math.isclose(factor, 1.0, rel_tol=close):
+            text += ", not by the global one"
+        elif math.isclose(factor, count, rel_tol=close):
+            number = f"the number of valid tokens is not summed over {_summed_over(trial, alike[0])}"
+            text, times = f"{number}: each {' or '.join(alike)} divides by its own", factor
+        else:
+            text, simple = f"{text}, and gradients are {times_text(factor)} that{factor_text(trial, factor)}", False
+        mean = partial(_divided_by_own, trial, own, times) if alike[0].endswith("rank") else None
+        yield Counting(Cause("averaged locally", text), partial(_times, factor, rule), 1 if simple else 2, mean)
+
+
+def _summed_over(trial: Trial, unit: str) -> str:
+    """What the valid tokens of all such units are summed over."""
+    ranks = [axis for axis in DATA_AXES if getattr(trial.case.dims, axis) > 1]
+    axes = {"replica": ["dp_replicate"], "place in a replica": ["dp_shard"], "cp rank": ["cp"]}
+    axes |= {"rank": ranks, "dp rank": ranks, "dp and cp rank": [*ranks, "cp"], "sample": ["samples"]}
+    return " and ".join(axes.get(unit, ["microbatches"]))
 
 
 def _times(factor: float | np.ndarray, weights: Rule, step: int) -> np.ndarray:
@@ -233,7 +234,7 @@ def _if_averaged(step: int, *, pieces: Pieces, key: Key) -> np.ndarray:
     return np.array([total / (len(own) * own[unit]) if own[unit] else 0.0 for unit in units])
 
 
-def _divided_by_own(trial: Trial, key: Key, rank: int, step: int) -> float | None:
+def _divided_by_own(trial: Trial, key: Key, times: float, rank: int, step: int) -> float | None:
     shares = {_data_place(trial, share): share for share in trial.one_rank_per_share()}
 
     def unit(other: int) -> object:
@@ -243,7 +244,7 @@ def _divided_by_own(trial: Trial, key: Key, rank: int, step: int) -> float | Non
     seen = {other: losses(trial, other, step) for other in firsts}
     own = sum(tokens for other in firsts if unit(other) == unit(rank) for _, tokens in seen[other])
     total = math.fsum(loss for of_rank in seen.values() for loss, _ in of_rank)
-    return total / max(len({unit(other) for other in firsts}) * own, 1)
+    return times * total / max(len({unit(other) for other in firsts}) * own, 1)
 
 
 def _data_place(trial: Trial, rank: int) -> tuple[int, ...]:
@@ -261,136 +262,3 @@ def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
     more = f", {none} of {len(counted)} do not count at all" if none else ""
     span = f"{counted.min():.4g} to {counted.max():.4g}"
     return f"samples count unequally in the gradient: weights {span}{more}, requested 1 each"
-
-
-# ---- another one on each rank
-
-
-def _of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture, broken: Broken) -> Iterator[Hypothesis]:
-    """Of all microbatches or of some, only those that ranks with the same place along some axes received."""
-    axes = [axis for axis in (*DATA_AXES, "cp") if getattr(trial.case.dims, axis) > 1]
-    passes = trial.case.passes
-    choices = [m for count in range(1, passes + 1) for m in itertools.combinations(range(passes), count)]
-    left_out = [some for count in range(1, len(axes) + 1) for some in itertools.combinations(axes, count)]
-    for missing, chosen in itertools.product(left_out, choices):
-        table = _own_only(trial, pieces, missing, chosen)
-        if (factor := _factor(mixture, table, pieces)) is not None:
-            found = list(_not_reduced(trial, pieces, mixture, missing, chosen, factor, table))
-            yield from found
-            if "traffic" in broken and len(mixture.fqns) < len(trial.plan.shapes):
-                yield from (one.and_then(partial(_moving_less, mixture.fqns)) for one in found)
-
-
-Table = dict[int, tuple[np.ndarray, np.ndarray]]
-"""By rank, the pieces that are not reduced and count there, and those that are not reduced and do not."""
-
-
-def _own_only(trial: Trial, pieces: Pieces, missing: tuple[str, ...], chosen: tuple[int, ...]) -> Table:
-    def place(rank: int, **cp: int) -> tuple[int, ...]:
-        at = coordinate(trial.case.dims, rank) | cp
-        return tuple(at[axis] for axis in missing)
-
-    of_chosen = np.array([piece.row // trial.case.local_batch in chosen for piece in pieces.all])
-    found = {}
-    for rank in trial.ranks:
-        own = np.array([place(piece.rank, cp=piece.place) == place(rank) for piece in pieces.all])
-        found[rank] = (of_chosen & own, of_chosen & ~own)
-    return found
-
-
-def _factor(mixture: Mixture, table: Table, pieces: Pieces) -> float | None:
-    """How often what a rank adds of its own counts; None if weights are not so."""
-    counted = pieces.tokens(mixture.step) > 0
-    values = np.concatenate([seen[table[rank][0] & counted] for rank, seen in mixture.weights.items()])
-    factor = float(np.median(values)) if values.size else 0.0
-    if abs(factor - round(factor)) <= mixture.close:
-        factor = float(round(factor))
-    expected = {rank: _weights(table[rank], factor) for rank in mixture.weights}
-    alike = all(mixture.same(seen[counted], expected[rank][counted]) for rank, seen in mixture.weights.items())
-    return factor if alike and factor else None
-
-
-def _weights(sets: tuple[np.ndarray, np.ndarray], factor: float) -> np.ndarray:
-    own, others = sets
-    return np.where(own, factor, np.where(others, 0.0, 1.0))
-
-
-def _not_reduced(
-    trial: Trial,
-    pieces: Pieces,
-    mixture: Mixture,
-    missing: tuple[str, ...],
-    chosen: tuple[int, ...],
-    factor: float,
-    table: Table,
-) -> Iterator[Hypothesis]:
-    passes, over, held = trial.case.passes, " and ".join(missing), _holds(trial, missing)
-    silent = silent_axes(trial, mixture.step)
-    alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
-    which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)}" * (len(chosen) < passes)
-    if which:
-        text = f"gradients of {which} of {passes} are not reduced over {over}{{when}}: each rank adds only its own"
-    elif alone:
-        texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in alone.items()]
-        text = f"gradient reduction missing over {over}{{when}}: {', '.join(texts)}"
-    else:
-        text = f"gradient reduction over {over} has no effect{{when}}: {held}, though collectives ran"
-    if where := _where(trial, mixture):
-        text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
-    if factor == math.prod(getattr(trial.case.dims, axis) for axis in missing):
-        text += f"; each rank's own share counts {times_text(factor)}, as if not divided either"
-    elif factor != 1:
-        text += f"; each rank's own share counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
-    weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
-    kind = "gradients not reduced"
-    for when, steps, more in spans(trial, mixture.step):
-        cause = Cause(kind, text.format(when=when))
-        assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=weights, steps=steps)
-        hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing, f" of {which}" if which else ""))
-        if alone:
-            hypothesis = _without_traffic(hypothesis, tuple(alone), steps)
-        yield hypothesis
-
-
-def _without_traffic(hypothesis: Hypothesis, axes: tuple[str, ...], steps: Sequence[int]) -> Hypothesis:
-    """What is not reduced does not move."""
-    left_out = frozenset(itertools.product(axes, steps))
-    return hypothesis.and_then(lambda t: replace(t, plan=replace(t.plan, unreduced=t.plan.unreduced | left_out)))
-
-
-def _moving_less(fqns: Sequence[str], trial: Trial) -> Trial:
-    """Gradients of these parameters do not move."""
-    plan = trial.plan
-
-    def of(flows: Flows) -> Flows:
-        found = {}
-        for rank, own in flows.items():
-            sizes = {fqn: numel(part) for fqn, part in plan.slices[rank].items()}
-            whole, left = sum(sizes.values()), sum(size for fqn, size in sizes.items() if fqn not in fqns)
-            less = (replace(f, bytes=f.bytes * left // whole) if f.role == "gradients" else f for f in own)
-            found[rank] = tuple(less)
-        return found
-
-    return replace(trial, plan=replace(plan, flows=of(plan.flows), even_flows=of(plan.even_flows)))
-
-
-def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:
-    """The ranks whose samples its gradient holds."""
-    along = [axis for axis in AXES if axis not in missing]
-    peers = next(group for group in groups(trial.case.dims, *along) if rank in group)
-    return [other for other in trial.one_rank_per_share() if other in peers]
-
-
-def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
-    rank = min(trial.ranks)
-    if missing == ("cp",):
-        own = coordinate(trial.case.dims, rank)["cp"]
-        return f"rank {rank}'s gradient holds only the tokens of cp rank {own} of {trial.case.dims.cp}"
-    return f"rank {rank}'s gradient holds only the samples of {rank_words(_reached(trial, rank, missing))}"
-
-
-def _lines(trial: Trial, missing: tuple[str, ...], which: str) -> Lines:
-    held = {rank: ranks_text(_reached(trial, rank, missing)) for rank in sorted(trial.ranks)[:2]}
-    wanted = f"expected {ranks_text(trial.one_rank_per_share())}"
-    texts = (f"rank {r}'s gradient{which} holds the samples of ranks {ranks}, {wanted}" for r, ranks in held.items())
-    return (*(("samples", text) for text in texts), *traffic_lines(trial))

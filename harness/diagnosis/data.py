@@ -26,7 +26,7 @@ from harness.diagnosis.received import (
     shift_of,
     trained_on,
 )
-from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described
+from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described, further_ahead
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
@@ -260,7 +260,8 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
         off = step - others[0]
         far = f"{abs(off)} step{'s' * (abs(off) > 1)} {'ahead' if off < 0 else 'behind'}"
         far += ", in the order of the previous epoch" * (off == STEPS_PER_EPOCH and trial.case.training.data is None)
-        return Cause("data position", f"step {step} trains on samples of step {steps}: the data are {far}")
+        told = f"step {step} trains on samples of step {steps}: the data are {far}{further_ahead(trial, step)}"
+        return Cause("data position", told)
     if how := dealt_otherwise(trial, step):
         return Cause("samples dealt otherwise", how, hint=f"in step {step} some are those of step {steps}")
     received_of = {rank: sum(id_ in foreign.get(rank, ()) for id_ in shares[rank]) for rank in shares}
@@ -290,10 +291,11 @@ def _wrong_labels(trial: Trial, step: int) -> Cause | None:
     wrong = {rank: labels for rank, labels in wrong_labels(trial, step).items() if labels}
     if not wrong:
         return None
-    labels = [label for of_rank in wrong.values() for label in of_rank]
+    once = (rank for rank in wrong if (first := trial.plan.peers(rank, "tp")[0]) == rank or first not in wrong)
+    labels = [label for rank in once for label in wrong[rank]]  # those of a tp group are the same ones
     by = _shift(trial, step)
     if by:
-        return _shifted(trial, by, wrong)
+        return _shifted(by)
     hint = ""
     if _only_at_the_ends(trial, step, wrong):
         hint = ": each is the last of a cp rank's part, as if labels were shifted after the sequence was cut"
@@ -377,14 +379,14 @@ def _lost_labels(trial: Trial, step: int) -> Cause | None:
         return None
     text = f"{found[0].observed} ({found[0].where}), requested {found[0].expected}"
     if by := _shift(trial, step):
-        return _shifted(trial, by, {rank: [] for rank in trial.ranks})
+        return _shifted(by)
     return Cause("labels lost", f"the loss is computed from too few or too many labels: {text}")
 
 
-def _shifted(trial: Trial, by: int, wrong: Wrong) -> Cause:
-    where, far = on_ranks(trial, wrong) if any(wrong.values()) else "", "further" if by > 0 else "back"
+def _shifted(by: int) -> Cause:
+    far = "further" if by > 0 else "back"
     which = {-1: "itself", 1: "the token after the next"}.get(by, f"the token {abs(by)} places {far}")
-    how = f"not shifted{where}" if by == -1 else f"shifted by {by} more{where}"
+    how = "not shifted" if by == -1 else f"shifted by {by} more"
     return Cause("labels shifted", f"labels are {how}: each token predicts {which}")
 
 

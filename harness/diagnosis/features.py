@@ -307,8 +307,17 @@ def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
         return None
     first = found[0]
     kept = ": all their results are kept" if first.observed == "0" else ""
-    which = f"{first.observed} matmuls in backward (rank {first.rank}, step {first.step})"
-    return f"activation checkpointing {kind} recomputes {which}, expected {first.expected}{kept}"
+    which = f"{first.observed} matmuls{_of_parts(trial, first)} in backward (rank {first.rank}, step {first.step})"
+    return f"activation checkpointing: {which} are recomputed, expected {first.expected} ({kind} is requested){kept}"
+
+
+def _of_parts(trial: Trial, finding: Finding) -> str:
+    """ ", of attention alone,": where a part of each block was called in backward, and neither the block nor its others."""
+    seen = next(step for rank, step in trial.own_steps() if (rank, step.step) == (finding.rank, finding.step))
+    called = features.recomputations(seen)
+    parts = {fqn.split(".")[2] if fqn.count(".") > 1 else "" for fqn in called if fqn.startswith("layers.")}
+    whole = "" in parts or {"attention", "feed_forward"} <= parts
+    return "" if whole or not parts else f", of {' and '.join(sorted(parts))} alone,"
 
 
 def _attended_again(broken: Broken, trial: Trial) -> str | None:
@@ -318,7 +327,7 @@ def _attended_again(broken: Broken, trial: Trial) -> str | None:
         return None
     kind, first = trial.case.features.activation_checkpointing, found[0]
     often = f"{first.observed} times in backward (rank {first.rank}, step {first.step}), expected {first.expected}"
-    return f"activation checkpointing {kind} recomputes attention {often}"
+    return f"activation checkpointing: attention is recomputed {often} ({kind} is requested)"
 
 
 def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -326,9 +335,21 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     found = _of(broken, features.DTYPE) if "features" in broken else []
     if found:
         text = f"matmuls are computed in {found[0].observed}{_few(trial, found[0])}, requested {found[0].expected}"
+        text += _uncast(trial, found[0].expected)
         ranks = {one.rank for one in found if one.rank is not None}
         laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
         yield stated(broken, "features", "another feature", text + on_ranks(trial, ranks), *laws, more=NOT_TESTED)
+
+
+def _uncast(trial: Trial, wanted: str) -> str:
+    """The units of FSDP2 whose mixed precision policy gives another dtype than others' do, or none."""
+    units = next(iter(trial.ranks.values())).structure
+    casts = {name or "the root": one.casts_to for name, one in units.items() if one.kind == "fsdp2"}
+    odd = [name for name, dtype in casts.items() if dtype != wanted]
+    if not odd or len(odd) == len(casts):
+        return ""
+    dtypes = " or ".join(sorted({casts[name] or "none" for name in odd}))
+    return f": the param_dtype of {some(odd, 4)} is {dtypes}, that of other FSDP units {wanted}"
 
 
 def _few(trial: Trial, finding: Finding) -> str:
@@ -336,7 +357,9 @@ def _few(trial: Trial, finding: Finding) -> str:
     seen = next((step for rank, step in trial.own_steps() if (rank, step.step) == (finding.rank, finding.step)), None)
     found = features.matmuls(seen, "forward") if seen is not None else {}
     other, whole = sum(n for dtype, n in found.items() if dtype != finding.expected), sum(found.values())
-    return f" ({other} of {whole} in forward)" if 0 < other < whole else ""
+    if not 0 < other < whole:
+        return ""
+    return f" ({other} of {whole} in forward in {' and '.join(sorted({*found} - {finding.expected}))})"
 
 
 def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:

@@ -84,8 +84,8 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         largest = max(distance(trial, rank, fqn) for rank, fqn in wrong) if step == 1 else 0.0
         by = f" by up to {largest:.0e} of the largest entry" if 0 < largest < math.inf else ""
         matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
-        hint = matches + in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
-        return Cause(KIND, f"gradients are {before}wrong{by}{since}", where, hint=hint)
+        more = in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
+        return Cause(KIND, f"gradients are {before}wrong{by}{since}", f"{where}{more}; {matches}")
     return None
 
 
@@ -131,7 +131,10 @@ def first_wrong_input(trial: Trial) -> str:
     right, wrong = inputs_that_differ(trial)
     if wrong:
         no = f"{_input_words(trial, wrong)} does not{_apart_over_tp(trial, wrong)}"
-        before = f"{_input_words(trial, right)} matches the reference in mean square, {no}" if right else ""
+        turned = (
+            "" if not right.endswith("inner_attention") else ", as it would if queries and keys were wrongly rotated"
+        )
+        before = f"{_input_words(trial, right)} matches the reference in mean square{turned}, {no}" if right else ""
         return f": {before or no + ' match the reference in mean square'}"
     return ": the input of every module matches the reference in mean square" if right else ""
 

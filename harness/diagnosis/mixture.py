@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.diagnosis import assume
 from harness.diagnosis.differences import seen_gradients, wrong_pairs
-from harness.diagnosis.words import Arrays, in_order
+from harness.diagnosis.words import Arrays, in_order, in_parameters
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
@@ -27,6 +27,7 @@ from harness.plan.stages import positions
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
+DATA_AXES = ("dp_shard", "dp_replicate")
 Weights = Callable[[int, int], np.ndarray]
 """By step and rank, how often each piece counts. float64 [pieces]"""
 
@@ -56,6 +57,10 @@ class Mixture:
 
     def same(self, one: np.ndarray, other: np.ndarray | float) -> bool:
         return bool(np.allclose(one, other, rtol=self.close, atol=self.close))
+
+    def where(self, trial: Trial) -> str:
+        """Nothing where it is every parameter."""
+        return "" if len(self.fqns) == len(trial.plan.shapes) else " " + in_parameters(trial, self.fqns)
 
 
 class Pieces:

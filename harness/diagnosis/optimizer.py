@@ -68,9 +68,10 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     ranks = [rank for rank, step in wrong if step == first]
     rate = wrong[ranks[0], first]
     like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
-    rule = schedule_of(trial, wrong, shown) or f", the schedule's of step {' or '.join(like)}" * bool(like)
+    rule = schedule_of(trial, wrong, shown)
+    alike = f" (the schedule's of step {' or '.join(like)})" * bool(like and not rule)
     hidden = _requested_rates_reported(trial, usual)
-    taken = f"{rate:.6g}{' (reported as requested)' * hidden}{rule}"
+    taken = f"{rate:.6g}{alike}{' (reported as requested)' * hidden}, requested {usual[first]:.6g}{rule}"
     reports = {"reported_rate": lambda rank, step: usual[step]} if hidden else {}
     for which, fqns in _parts(trial):
         rates = partial(_rate_of, fqns, shown, usual)
@@ -82,7 +83,7 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
             other = optimizer_of_ranks(trial, AssumedOptimizer(rate=rates), of_ranks, differ=differ)
             return replace(other, reports={**other.reports, **reports})
 
-        yield Hypothesis(Cause("learning rate", text, "", f"{usual[first]:.6g}"), instead, 1 + bool(which))
+        yield Hypothesis(Cause("learning rate", text), instead, 1 + bool(which))
 
 
 def _parts(trial: Trial) -> Iterator[tuple[str, frozenset[str]]]:

@@ -161,14 +161,20 @@ def missing_parameters(trial: Trial) -> str:
     """Parameters, gradients or updates that a rank does not have, or that the model should not have."""
     if text := _cut_elsewhere(trial):
         return text
-    for rank, evidence in sorted(trial.ranks.items()):
-        wanted, held = set(trial.plan.slices[rank]), {tensor.fqn for tensor in evidence.parameters}
+    for rank in sorted(trial.ranks):
+        wanted, held = set(trial.plan.slices[rank]), _held(trial, rank)
         if wanted - held:
             where = _holders(trial, wanted - held)
             return f"rank {rank} does not hold {some(sorted(wanted - held))}{where}, requested {len(wanted)} parameters"
-        if held - wanted:
-            return f"rank {rank} holds {some(sorted(held - wanted))}, {_owners(trial, held - wanted)}"
+        if beside := held - wanted:
+            ranks = [r for r in trial.ranks if beside <= _held(trial, r) - set(trial.plan.slices[r])]
+            holds = f"{rank_words(sorted(ranks))} hold{'s' * (len(ranks) == 1)}"
+            return f"{holds} {some(sorted(beside))}, {_owners(trial, beside)}"
     return _untrained(trial)
+
+
+def _held(trial: Trial, rank: int) -> set[str]:
+    return {tensor.fqn for tensor in trial.ranks[rank].parameters}
 
 
 def _cut_elsewhere(trial: Trial) -> str:
@@ -212,7 +218,9 @@ def _without(trial: Trial, ranks: list[int], what: str, fqns: list[str], step: i
     )
     stages = [stage for stage in every if set(parameters_of_stage(trial.case, stage)) <= set(fqns)]
     whole = f" (all of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))})" if stages else ""
-    return f"{rank_words(ranks)} {lacks} {some(fqns)}{whole} in step {step}: frozen, unused or not in the optimizer"
+    return (
+        f"{rank_words(ranks)} {lacks} {some(fqns)}{whole} in step {step}: frozen, unused, or in no optimizer that steps"
+    )
 
 
 def _holders(trial: Trial, fqns: set[str]) -> str:

@@ -116,15 +116,16 @@ def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple
 
 
 def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
-    """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known."""
-    if (laid := laid_out(part, own)) is not None:
+    """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known. As many as count, and
+    other ones, may be those of fewer positions."""
+    if (laid := laid_out(part, own)) is not None and np.array_equal(laid, own):
         return laid
     for columns in _columns(part, len(own)):
         if columns.shape[1] < own.shape[1] and shift_of(columns, own) is not None:
             padded = np.full_like(own, IGNORED)
             padded[:, : columns.shape[1]] = columns
             return padded
-    return None
+    return laid
 
 
 def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:

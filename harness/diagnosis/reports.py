@@ -38,6 +38,7 @@ READ: dict[str, Read] = {
     "reported_rate": lambda step: step.reported_lr,
 }
 WRONG = {"loss", "gradients", "update"}  # laws that what is reported may follow from
+AXES_OF_SAMPLES = ("dp_replicate", "dp_shard", "cp")
 EXACT = 1e-8  # a number is another one's, not only close to it
 
 
@@ -184,17 +185,20 @@ def _other_losses(trial: Trial) -> Iterator[tuple[str, Number]]:
         yield text, lambda rank, step: None if rank in last else 0.0
     if len(trial.ranks) > 1 and trial.case.dims.cp == 1:
         yield "the loss of its own samples", partial(_loss_over, trial, (), False)
-    for missing, along in axes_left_out(trial, ("dp_replicate", "dp_shard", "cp")):
+    for missing, along in axes_left_out(trial, AXES_OF_SAMPLES):
         if along or "cp" in missing:
             text = f"it is not reduced over {' and '.join(missing)}"
             for everyone in (False, True):
                 yield text, partial(_loss_over, trial, along, everyone)
+    means = "the mean of {} means, each of which counts alike whatever its number of valid tokens"
+    yield means.format("the ranks' own"), partial(_mean_of_means, trial, False)
     if (passes := trial.case.passes) > 1:
+        yield means.format("the microbatches'"), partial(_mean_of_means, trial, True)
         count, all_tokens = f"the number of microbatches ({passes})", ", divided by all valid tokens of the step"
-        means = (("", False, 1.0), (f", divided by {count}", False, 1 / passes))
+        parts = (("", False, 1.0), (f", divided by {count}", False, 1 / passes))
         sums = ((all_tokens, True, 1.0), (f"{all_tokens}, times {count}", True, passes))
         whose: tuple[tuple[str, tuple[str, ...]], ...] = (("the", AXES), ("its own", ()))
-        for (of, along), (how, everyone, factor) in itertools.product(whose, (*means, *sums)):
+        for (of, along), (how, everyone, factor) in itertools.product(whose, (*parts, *sums)):
             yield f"that of {of} last microbatch alone{how}", partial(_of_the_last, trial, along, everyone, factor)
 
 
@@ -270,6 +274,15 @@ def _of_the_last(
     """The loss of the last microbatches of the rank and its peers, times a factor."""
     known = _loss_over(trial, along, everyone, rank, step, last=True)
     return None if known is None else factor * known
+
+
+def _mean_of_means(trial: Trial, of_microbatches: bool, rank: int, step: int) -> float | None:
+    """Over all ranks at the tp place of this one; of each all microbatches together, or one by one."""
+    seen = [losses(trial, other, step) for other in peers(trial, rank, AXES_OF_SAMPLES)]
+    of_ranks = ([loss] for one in seen for loss in one) if of_microbatches else filter(None, seen)
+    sums = [(math.fsum(total for total, _ in of), sum(count for _, count in of)) for of in of_ranks]
+    means = [total / count for total, count in sums if count]
+    return math.fsum(means) / len(means) if means else None
 
 
 def _loss_over(

@@ -80,7 +80,8 @@ def first_loss(trial: Trial) -> float | None:
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
     from harness.reference.altered import setting
-    from harness.reference.variations import ends_exchanged, exchange, transposed, turn_halves, with_eps
+    from harness.reference.rotary import turn_halves
+    from harness.reference.variations import ends_exchanged, exchange, transposed, with_eps
 
     model = trial.case.model
     for eps in EPSILONS:

@@ -113,6 +113,24 @@ def _dealt(trial: Trial, step: int, drawn: Mapping[int, Sequence[int | None]], s
     return ""
 
 
+def further_ahead(trial: Trial, step: int) -> str:
+    """Where the steps after this one are ahead by as much more each: what is drawn besides is of the same samples."""
+    from harness.reference.data import step_samples
+
+    later, shares = [other for other in trial.case.steps if other >= step], trial.one_rank_per_share()
+    if trial.case.dims.cp > 1 or len(later) < 2 or (data := _data_of(trial)) is None:
+        return ""
+    of_steps = {frozenset(step_samples(trial.case.training, len(data), s)): s for s in range(1, 2 * later[-1] + 1)}
+    drawn = [_drawn(trial, other, shares, data).values() for other in later]
+    found = [of_steps.get(frozenset(itertools.chain(*ids))) for ids in drawn]  # type: ignore[arg-type]
+    ahead = [source - other for other, source in zip(later, found, strict=True) if source is not None]
+    steady = all(there - here == ahead[0] for here, there in itertools.pairwise(ahead))
+    if len(ahead) < len(found) or ahead[0] < 1 or not steady:
+        return ""
+    more = "one more batch" if ahead[0] == 1 else f"{ahead[0]} more batches"
+    return f", and {ahead[1]} in step {later[1]}, as if each step drew {more}"
+
+
 def begun_elsewhere(trial: Trial, step: int, ranks: list[int]) -> str:
     """Where each of these dp ranks reads on in its share of the shuffled samples, if it is at another place than requested."""
     from harness.reference.data import sample_order

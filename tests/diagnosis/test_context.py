@@ -316,7 +316,7 @@ def test_a_mean_taken_on_each_cp_rank_is_named() -> None:
 def test_gradients_that_are_no_mixture_of_what_cp_ranks_received_are_located() -> None:
     trial = cp_trial(FSDP_2_CP_2)
     trial = with_step_1_gradients(trial, lambda _, fqn: np.cos(trial.reference.steps[0].gradients[fqn] * 99))
-    told = "gradients are wrong by up to 1e+01 of the largest entry in every parameter: the loss of step 1 matches within 2e-14"
+    told = "gradients are wrong by up to 1e+01 of the largest entry in every parameter; the loss of step 1 matches within 2e-14"
     assert cause(trial) == told
 
 

@@ -66,7 +66,8 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
         activity = trial.ranks[rank].steps[0].activity
         trial = with_step(trial, rank, 1, activity=replace(activity, inputs=activity.inputs | {inner: (8.0, 8.0)}))
     assert cause(trial) == (
-        f": the input of {inner} matches the reference in mean square, the input of layers.0.attention.wo does not"
+        f": the input of {inner} matches the reference in mean square, as it would if queries and keys were wrongly rotated,"
+        " the input of layers.0.attention.wo does not"
     )
 
 

@@ -81,7 +81,7 @@ def test_gradients_wrong_in_some_parameters_by_no_factor() -> None:
     expect(
         jolted(fsdp_4(), 0.3, NORM, EMBEDDING),
         """\
-gradients are wrong by up to 3e-01 of the largest entry in 2 of 12 parameters (tok_embeddings.weight, norm.weight): the loss of step 1 matches within 1e-14
+gradients are wrong by up to 3e-01 of the largest entry in 2 of 12 parameters (tok_embeddings.weight, norm.weight); the loss of step 1 matches within 1e-14
   grad_norm: rank 0, step 1: expected 1.6264655801234829, observed 1.6401477663912865 (ratio 1.00841)
   gradients: rank 2, step 1, tok_embeddings.weight: expected the reference's, observed off by 2.88e-01 of the largest entry
   also broken: gradients
@@ -121,7 +121,7 @@ def test_gradients_that_go_wrong_later_by_no_factor() -> None:
     trial = with_value(trial_of(tiny_case("fsdp_2")), 0, 3, "gradients", NORM, lambda g: g + 0.1)
     expect_first(
         with_updates_that_follow(trial),
-        """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0: the loss of step 3 matches within 2e-14""",
+        """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0; the loss of step 3 matches within 2e-14""",
     )
 
 

@@ -170,7 +170,7 @@ def test_gradients_wrong_in_one_group_only() -> None:
         with_step_1_gradients(
             trial, lambda rank, fqn: wrong[fqn] if rank in (1, 3) else reference_gradient(trial, fqn)
         ),
-        """gradients are wrong by up to 2e+01 of the largest entry in every parameter on ranks [1,3], one group of dp_replicate: the loss of step 1 matches within 1e-14""",
+        """gradients are wrong by up to 2e+01 of the largest entry in every parameter on ranks [1,3], one group of dp_replicate; the loss of step 1 matches within 1e-14""",
     )
 
 

@@ -74,7 +74,7 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
     ("name", "modules", "where"),
     [
         ("the gradient that feed-forward passes to its input is multiplied by 2", ["layers.0.feed_forward"], ""),
-        ("no gradient flows through the norm's root", ["norm"], " in norm"),
+        ("no gradient flows through RMSNorm's root mean square", ["norm"], " in norm"),
         ("no gradient flows along the residual stream where feed-forward is added", ["layers.0"], ""),
         (
             "gradients include a z-loss of 0.0001 * logsumexp(logits)^2",

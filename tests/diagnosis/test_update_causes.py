@@ -220,7 +220,7 @@ def with_rates(*rates: float, reported: tuple[float, ...] = ()) -> Trial:
 def test_a_schedule_that_is_a_step_early() -> None:
     expect_first(
         with_rates(0.01, 0.0075, 0.0075),
-        """learning rate of step 1 is 0.01, the schedule's of step 2, requested 0.005""",
+        """learning rate of step 1 is 0.01 (the schedule's of step 2), requested 0.005""",
     )
 
 
@@ -298,7 +298,7 @@ def test_an_optimizer_that_stops_after_the_first_step() -> None:
 def test_a_first_step_without_a_learning_rate_is_named_by_it() -> None:
     expect_first(
         with_rates(0.0, 0.005, 0.01),
-        """learning rate of step 1 is 0: every step takes the rate of the step before, requested 0.005""",
+        """learning rate of step 1 is 0, requested 0.005: every step takes the rate of the step before""",
     )
 
 

@@ -171,6 +171,21 @@ def clipped_in_every_microbatch(original: Any, model: Any, *rest: Any, **last: b
         op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
 
 
+@fault(
+    breaks="gradients are clipped in the loop over microbatches, and again before the step",
+    bug="E-class: a norm of a part of the batch",
+    case="ddp_2_accum",
+    caught_by="gradients grad_norm",
+    named="clipped in every microbatch",
+)
+@partial(op.instead, SYNC)
+@contextmanager
+def clipped_in_every_microbatch_and_again(original: Any, model: Any, *rest: Any, **last: bool) -> Any:
+    with original(model, *rest, **last):
+        yield
+    op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
+
+
 def _one_late() -> Any:
     kept: dict[str, Any] = {}
 

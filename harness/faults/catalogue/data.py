@@ -160,6 +160,26 @@ labels_of_other_samples = fault(
         ".trainer:loss_of", part=lambda part: part._replace(labels=part.labels.roll(len(part.labels) // 2, 0))
     ),
 )
+labels_shifted_in_the_loss_again = fault(
+    breaks="labels that are the next tokens already are shifted in the loss once more, and each row loses its last",
+    bug="E-class: the loss of a model that shifts labels itself, given labels that are shifted",
+    case="pp_2_ddp_2",
+    caught_by="samples loss gradients",
+    named="labels shifted",
+    does=op.change_argument(
+        ".trainer:token_loss", logits=lambda logits: logits[:, :-1], labels=lambda labels: labels[:, 1:]
+    ),
+)
+evaluation_draws_from_training = fault(
+    breaks="an evaluation after each step takes its batch from the training loader",
+    bug="of the family of D08 pytorch/torchtitan #3023: what is read is not what training should read next",
+    case="ddp_2",
+    caught_by="samples loss gradients",
+    named="data position",
+    does=op.after_call(
+        ".trainer:Trainer.train_step", lambda self: self.microbatches.step(self.case.seq_len(self.step))
+    ),
+)
 
 
 @fault(

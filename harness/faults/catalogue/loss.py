@@ -48,6 +48,16 @@ loss_averaged_per_microbatch = fault(
         op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
     ),
 )
+token_count_without_cp = fault(
+    breaks="valid tokens are summed over dp and not over cp, and gradients over both",
+    bug="of the family of L01 pytorch/torchtitan #2206: the number that the loss is divided by lacks an axis",
+    case="fsdp_2_cp_2",
+    caught_by="gradients grad_norm reported_loss",
+    named="averaged locally",
+    does=op.instead(
+        ".trainer:count_valid", lambda original, parts, mesh, device: original(parts, mesh["dp_shard"], device)
+    ),
+)
 padding_counted_as_tokens = fault(
     breaks="padding is counted in the number of tokens that the loss is divided by",
     bug="L08 ByteDance-Seed/VeOmni #455, #618: dummy tokens in the normaliser",
@@ -189,6 +199,22 @@ displayed_loss_divided_by_accumulation = fault(
 )
 
 
+count_own = op.before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches)))
+
+
+@fault(
+    breaks="the reported loss is the mean of the ranks' means, each of which counts alike",
+    bug="of the family of L01 pytorch/torchtitan #2206: a mean of means, here of the loss that is shown alone",
+    case="hsdp_2x2",
+    caught_by="reported_loss",
+    named="wrong report",
+)
+@partial(op.together, count_own)
+@partial(op.instead, REPORTED)
+def displayed_loss_is_a_mean_of_means(original: Any, loss_sum: Any, mesh: Any, *rest: Any) -> float:
+    return original(loss_sum / _counted[-1], mesh, *rest) * rest[0] / mesh.size()
+
+
 @fault(
     breaks="each rank reports the mean loss of its own samples",
     bug="of the family of M08 pytorch/torchtitan #761: the reported loss is not reduced over an axis",
@@ -196,10 +222,7 @@ displayed_loss_divided_by_accumulation = fault(
     caught_by="reported_loss",
     named="wrong report",
 )
-@partial(
-    op.together,
-    op.before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches))),
-)
+@partial(op.together, count_own)
 @partial(op.instead, REPORTED)
 def displayed_loss_of_own_samples(original: Any, loss_sum: Any, *rest: Any) -> float:
     original(loss_sum.clone(), *rest)

@@ -132,6 +132,28 @@ def _by_rounded_tables(_: Any, attention: Any, x: Any, angles: Any) -> Any:
     return turn_by(x, *(table.bfloat16().to(angles.dtype) for table in (angles.cos(), angles.sin())))
 
 
+policy_not_passed_to_blocks = fault(
+    breaks="blocks are wrapped without the mixed precision policy, and compute in float32",
+    bug="of the family of N01 pytorch/pytorch #190626: a policy that holds of some of what it is meant for",
+    case="bf16_fsdp_2",
+    caught_by="features",
+    named="another feature",
+    does=op.instead(
+        ".parallelize:fully_shard",
+        lambda original, unit, mp_policy=None, **rest: original(unit, **rest),
+        when=lambda unit, **_: hasattr(unit, "ffn_norm"),
+    ),
+)
+rotary_scaled_linearly = fault(
+    breaks="Llama 3.1's rescaling divides all rotary frequencies, as linear interpolation does",
+    bug="N-class: another model's kind of rotary scaling",
+    case="tp_2_rope_scaling",
+    caught_by="loss gradients",
+    named="rotary scaling",
+    does=op.instead(
+        "harness.reference.model:rescale", lambda original, frequencies, scaling: frequencies / scaling.factor
+    ),
+)
 rotary_angles_in_bfloat16 = fault(
     breaks="rotary angles are computed in bfloat16, as if their table were a buffer that mixed precision casts",
     bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",
