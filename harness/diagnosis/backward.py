@@ -173,7 +173,7 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
             if expected is None or tolerance.relative_difference(total, expected) > 1e-9:
                 return None
     text = f"gradients of {_which_norms(trial, fqns)} are not summed over tp"
-    text += f": {len(fqns)} parameters wrong, all others right"
+    text += f": {len(fqns)} parameter{'s' * (len(fqns) > 1)} wrong, all others right"
     why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
     tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
     return Fact(Cause("norms not summed", text), consequences(trial, step), (("why", why), ("tested", tested)))

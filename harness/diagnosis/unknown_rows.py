@@ -120,7 +120,7 @@ def further_ahead(trial: Trial, step: int) -> str:
     later, shares = [other for other in trial.case.steps if other >= step], trial.one_rank_per_share()
     if trial.case.dims.cp > 1 or len(later) < 2 or (data := _data_of(trial)) is None:
         return ""
-    of_steps = {frozenset(step_samples(trial.case.training, len(data), s)): s for s in range(1, 2 * later[-1] + 1)}
+    of_steps = {frozenset(step_samples(trial.case.training, len(data), s)): s for s in range(1, 4 * later[-1] + 1)}
     drawn = [_drawn(trial, other, shares, data).values() for other in later]
     found = [of_steps.get(frozenset(itertools.chain(*ids))) for ids in drawn]  # type: ignore[arg-type]
     ahead = [source - other for other, source in zip(later, found, strict=True) if source is not None]

@@ -16,11 +16,12 @@ from literal import (
     with_step,
 )
 
-from harness.diagnosis.features import _compile, odd_traces, other_features
+from harness.diagnosis.features import _compile, _of_parts, _uncast, odd_traces, other_features
 from harness.diagnosis.forward import masks_drawn_again
 from harness.diagnosis.hypothesis import as_seen
 from harness.diagnosis.units import _other_policies, other_units
-from harness.evidence.records import Call, HeldTensor
+from harness.evidence.records import Call, HeldTensor, Wrapper
+from harness.judge.result import Finding
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
 
@@ -99,6 +100,30 @@ def test_a_rank_that_recomputes_other_blocks_than_its_peers_is_named() -> None:
     assert seen_text(odd_traces, trial, "features") == (
         "activation checkpointing layer recomputes the wrong blocks on rank 1: layers.0, requested layers.1"
     )
+
+
+def test_the_part_of_each_block_that_alone_is_recomputed_is_told() -> None:
+    trial = trial_of(tiny_case("ddp_2", model=THREE, activation_checkpointing="full"))
+
+    def told(*called: str) -> str:
+        calls = {Call("backward", f"layers.{block}{part}"): 1 for block in range(3) for part in called}
+        activity = replace(trial.ranks[1].steps[0].activity, calls=calls)
+        return _of_parts(with_step(trial, 1, 1, activity=activity), Finding.at(1, "12", "6", step=1))
+
+    assert told(".attention", ".attention.wq") == ", of attention alone,"
+    assert told("", ".attention") == told(".attention", ".feed_forward") == told() == ""
+
+
+def test_units_that_the_mixed_precision_policy_was_not_passed_to_are_told() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+
+    def told(**casts: str) -> str:
+        units = {name: Wrapper("fsdp2", (0, 1), casts_to=dtype) for name, dtype in casts.items()}
+        return _uncast(with_rank(trial, 0, structure={**units, "other": Wrapper("ddp")}), "bfloat16")
+
+    odd = "the param_dtype of first, second is none, that of other FSDP units bfloat16"
+    assert told(root="bfloat16", first="", second="") == f": {odd}"
+    assert told(first="bfloat16") == told(first="", second="") == ""
 
 
 def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradients_are_wrong() -> None:

@@ -112,16 +112,32 @@ def test_one_parameter_that_no_reduction_reaches_is_named_and_explains_the_bytes
     assert "assuming this: 5 of 5 broken laws hold, and none that held breaks" in said[1]
 
 
-def test_norm_gradients_not_summed_over_tp() -> None:
+def with_shares_over_tp(name: str) -> Trial:
+    """Each of two tp ranks has a share of the gradients of parameters with that in their names."""
     trial = trial_of(tiny_case("tp_2"))
 
     def share(rank: int, fqn: str) -> np.ndarray:
         whole = reference_gradient(trial, fqn)
         part = np.linspace(0.2, 0.7, whole.size).reshape(whole.shape)
-        return whole if "norm" not in fqn else whole * (part if rank == 0 else 1 - part)
+        return whole if name not in fqn else whole * (part if rank == 0 else 1 - part)
 
+    return with_step_1_gradients(trial, share)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ffn_norm", "ffn_norm"),
+        ("_norm", "attention_norm and ffn_norm"),
+    ],
+)
+def test_norm_gradients_not_summed_over_tp_are_told_with_the_norms(name: str, told: str) -> None:
+    assert first_line(with_shares_over_tp(name)).startswith(f"gradients of {told} are not summed over tp: ")
+
+
+def test_norm_gradients_not_summed_over_tp() -> None:
     expect(
-        with_step_1_gradients(trial, share),
+        with_shares_over_tp("norm"),
         """\
 gradients of norm weights are not summed over tp: 3 parameters wrong, all others right
   why: with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing

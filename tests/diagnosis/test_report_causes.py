@@ -103,6 +103,18 @@ def test_a_displayed_loss_that_is_a_running_mean(kept: float, told: str) -> None
     assert first_line(trial).endswith(f"each rank reports {told}")
 
 
+@pytest.mark.parametrize(("trial", "of"), [(fsdp_4(), "the ranks' own"), (accumulating(), "the microbatches'")])
+def test_a_displayed_loss_that_is_a_mean_of_means(trial: Trial, of: str) -> None:
+    parts = {
+        step: [part for e in trial.ranks.values() for part in e.steps[step - 1].microbatches]
+        for step in trial.case.steps
+    }
+    means = {step: float(np.mean([p.loss_sum / p.valid_tokens for p in of_step])) for step, of_step in parts.items()}
+    shown = shows(trial, "reported_loss", lambda step: means[step.step])
+    told = f"each rank reports the mean of {of} means, each of which counts alike whatever its number of valid tokens"
+    assert first_line(shown).endswith(told)
+
+
 def test_a_displayed_loss_of_the_last_microbatch_alone() -> None:
     trial, tokens = accumulating(), ", divided by all valid tokens of the step"
     last = {(rank, s.step): s.microbatches[-1] for rank, e in trial.ranks.items() for s in e.steps}

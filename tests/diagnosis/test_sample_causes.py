@@ -29,7 +29,9 @@ from literal import (
 from literal_ranks import microbatch_of
 
 from harness.diagnosis.positions import wrong_positions
+from harness.diagnosis.received import seen_labels
 from harness.diagnosis.words import groups_text
+from harness.evidence.records import Microbatch
 from harness.judge.received_samples import received_samples
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -167,6 +169,14 @@ def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
     how = "masked, but should be trained on" if masked else "trained on, but should be masked"
     told = "tokens are right, 1 labels of step 1 do not match them"
     assert found == f"wrong labels on rank 2: {told}: {how}"
+
+
+def test_labels_of_fewer_positions_are_known_by_their_shift_though_as_many_count() -> None:
+    own = np.array([[1, 2, -100, 3, 4, 5, 6, 7], [8, 9, 1, -100, 2, 3, 4, 5]])
+    shifted = Microbatch(tokens=own, labels=own[:, 1:], loss_sum=1.0, valid_tokens=12)
+    assert seen_labels(shifted, own).tolist() == [[*row[1:], -100] for row in own.tolist()]
+    counted = replace(shifted, labels=own[own >= 0])
+    assert seen_labels(counted, own).tolist() == own.tolist()
 
 
 def test_accumulation_left_out() -> None:

@@ -11,9 +11,9 @@ from literal import with_step
 from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
 from harness.diagnosis.data import wrong_samples
-from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described, of_sample
+from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described, further_ahead, of_sample
 from harness.judge.trial import Trial
-from harness.reference.data import build_dataset, sample_order
+from harness.reference.data import build_dataset, sample_order, step_samples
 from harness.spec.dims import ParallelDims
 
 Rows = np.ndarray
@@ -120,6 +120,26 @@ def test_ranks_that_read_on_too_far_in_their_own_share_are_told_with_the_place(r
     assert cause is not None and cause.kind == "data position" and told in cause.text
     assert begun_elsewhere(reading_from(far, far + 1), 1, [0, 1]) == ""
     assert begun_elsewhere(trial, 1, [0, 1]) == ""
+
+
+def test_steps_that_run_further_ahead_each_are_told_with_what_is_drawn_besides(ran: Ran) -> None:
+    trial = ran(case_of())
+    data = build_dataset(trial.case.training, trial.case.model)
+
+    def reading(*sources: int) -> str:
+        """The steps whose samples the last steps train on."""
+        steps = list(trial.case.steps)[-len(sources) :]
+        changed = trial
+        for step, source in zip(steps, sources, strict=True):
+            ids = step_samples(trial.case.training, len(data), source)
+            rows = np.stack([data[index][0].numpy() for index in ids])
+            changed = fed(changed, lambda rank, _, rows=rows: rows[rank::2], step)
+        return further_ahead(changed, steps[0])
+
+    last = trial.case.training.steps
+    assert reading(last, last + 2) == f", and 2 in step {last}, as if each step drew one more batch"
+    assert reading(last + 1, last + 4) == f", and 4 in step {last}, as if each step drew 2 more batches"
+    assert reading(last, last + 1) == reading(last - 2, last - 1) == reading(last) == ""
 
 
 # ---- one row, and one sample of eight tokens and its last label
