@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.checks.update import observed_norm
-from harness.diagnosis.assume import another_reference
+from harness.diagnosis.assume import another_optimizer, another_reference
 from harness.diagnosis.differences import (
     common_factor,
     expected_gradient,
@@ -32,6 +32,7 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
 from harness.diagnosis.words import Arrays, in_order, in_parameters, on_ranks, some
 from harness.judge.assembly import Misfit, misfits
+from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause, Lines
 from harness.judge.tolerance import NoBound, clip_coefficient
 from harness.judge.trial import Trial
@@ -153,6 +154,31 @@ def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothe
             yield _hypothesis(_sentence(trial, fit, factor) + when + name, scale, fit.lines, fitted)
     if everywhere and not trial.case.exact:
         yield _in_the_loss(trial, fit, _sentence(trial, fit, factor))
+    if (
+        everywhere
+        and "update" in broken
+        and fit.step == trial.first_step
+        and trial.case.training.max_norm
+        and factor > 0
+    ):
+        yield _unscaled_late(
+            trial, fit, float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
+        )
+
+
+def _unscaled_late(trial: Trial, fit: Fit, factor: float) -> Hypothesis:
+    """As with a loss scale that is taken out of gradients after clipping has seen them."""
+    limit, norms = trial.case.training.max_norm, {step: observed_norm(trial, step) for step in trial.case.steps}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
+        return {fqn: (clip_coefficient(norm, limit) / factor * g).astype(g.dtype) for fqn, g in gradients.items()}
+
+    def of_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        return clip_coefficient(norms[step], limit) / factor * gradient
+
+    text = f"gradients are clipped when they are still {times_text(factor)} what they should be, and divided by that afterwards"
+    scaled = _hypothesis(text, lambda step: dict.fromkeys(fit.factors, factor), fit.lines)
+    return scaled.and_then(partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), given=given))
 
 
 def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callable[[int], float]) -> Hypothesis:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from diagnosed import LAST, NORM, dims, expect, expect_first, first_line, fsdp_4, reference_gradient, scaled
 from literal import (
+    ADAMW,
     TINY,
     judged,
     tiny_case,
@@ -21,6 +22,7 @@ from literal import (
     with_updates_that_follow,
     with_value,
 )
+from literal_reference import clip
 from noisy import with_noise
 
 from harness.checks import judge
@@ -313,6 +315,18 @@ def test_gradients_a_little_too_long_are_told_where_their_noise_hides_each_entry
     assert judged("gradients", trial).verdict is Verdict.PASS
     told = "the gradient norm is 1.02 times the reference's, though no entry is beyond its noise"
     assert in_noise(trial) == [told]
+
+
+def test_gradients_that_are_clipped_before_they_are_unscaled() -> None:
+    training = replace(ADAMW, max_norm=0.25)
+
+    def given(step: int, gradients: dict, norm: float, parameters: dict) -> dict:
+        return {fqn: clip(norm, training) * gradient / 64 for fqn, gradient in gradients.items()}
+
+    scale = lambda step, own: {fqn: 64 * gradient for fqn, gradient in own.items()}  # noqa: E731
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", training)), gradients=scale, given=given)
+    told = "gradients are clipped when they are still 64 times what they should be, and divided by that afterwards"
+    assert first_line(trial) == told
 
 
 def test_one_replica_alone_that_is_off_is_located() -> None:

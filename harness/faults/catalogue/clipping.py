@@ -186,6 +186,23 @@ def clipped_in_every_microbatch_and_again(original: Any, model: Any, *rest: Any,
     op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
 
 
+def _unscaled(self: Any) -> None:
+    for parameter in self.model_parts[0].parameters():
+        parameter.grad.div_(1024)
+
+
+clipped_before_unscaled = fault(
+    breaks="the loss is scaled by 1024, and gradients are divided by that after clipping",
+    bug="E-class: GradScaler.unscale_ comes after clip_grad_norm_",
+    case="float32_fsdp_2",
+    caught_by="gradients grad_norm update",
+    named="gradients scaled",
+    does=op.together(
+        op.scale_result(".trainer:scaled", 1024.0), op.before_call(".trainer:Trainer.optimizer_step", _unscaled)
+    ),
+)
+
+
 def _one_late() -> Any:
     kept: dict[str, Any] = {}
 
