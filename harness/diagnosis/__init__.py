@@ -25,6 +25,7 @@ from harness.diagnosis.features import (
     other_actions,
     other_features,
     quantized_otherwise,
+    sent_in_another_dtype,
 )
 from harness.diagnosis.forward import masks_drawn_again, other_forward
 from harness.diagnosis.gathered_logits import gathered_logits
@@ -86,6 +87,7 @@ FACTS: tuple[Facts, ...] = (
     as_seen(other_positions),
     as_seen(changed_weights),
     computed_in_another_dtype,
+    sent_in_another_dtype,
     rounding,
     other_flat_units,
     other_slices,

@@ -341,6 +341,18 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield stated(broken, "features", "another feature", text + on_ranks(trial, ranks), *laws, more=NOT_TESTED)
 
 
+def sent_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Between pipeline stages. What is rounded there is not what the reference's bounds are for, so numbers are not tested."""
+    if "traffic" not in broken or trial.case.dims.pp == 1:
+        return
+    calls = [call for evidence in trial.ranks.values() for call in evidence.collectives if call.op in ("send", "recv")]
+    wanted = trial.case.training.compute_dtype or trial.case.training.dtype
+    seen = {call.dtype for call in calls if call.phase == "pipeline" and "float" in call.dtype}
+    if len(seen) == 1 and wanted not in seen:
+        text = f"activations pass between pipeline stages in {seen.pop()}, requested {wanted}"
+        yield stated(broken, "traffic", "another feature", text, *OF_GRADIENTS, more=NOT_TESTED)
+
+
 def _uncast(trial: Trial, wanted: str) -> str:
     """The units of FSDP2 whose mixed precision policy gives another dtype than others' do, or none."""
     units = next(iter(trial.ranks.values())).structure

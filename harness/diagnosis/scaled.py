@@ -177,8 +177,9 @@ def _unscaled_late(trial: Trial, fit: Fit, factor: float) -> Hypothesis:
         return clip_coefficient(norms[step], limit) / factor * gradient
 
     text = f"gradients are clipped when they are still {times_text(factor)} what they should be, and divided by that afterwards"
-    scaled = _hypothesis(text, lambda step: dict.fromkeys(fit.factors, factor), fit.lines)
-    return scaled.and_then(partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), given=given))
+    scaled = {"gradients": _times(lambda step: dict.fromkeys(fit.factors, factor)), "given": given}
+    assume = partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), **scaled)
+    return Hypothesis(Cause(KIND, text), assume, 1, fit.lines)
 
 
 def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callable[[int], float]) -> Hypothesis:
@@ -244,11 +245,15 @@ def _spans(trial: Trial, fit: Fit) -> Iterator[tuple[str, Scale, int]]:
 
 
 def _hypothesis(text: str, scale: Scale, lines: Lines, fitted: int = 1) -> Hypothesis:
+    return Hypothesis(Cause(KIND, text), partial(another_reference, gradients=_times(scale)), fitted, lines)
+
+
+def _times(scale: Scale) -> Callable[[int, Arrays], Arrays]:
     def gradients(step: int, own: Arrays) -> Arrays:
         factors = scale(step)
         return {fqn: (g * factors[fqn]).astype(g.dtype) if fqn in factors else g for fqn, g in own.items()}
 
-    return Hypothesis(Cause(KIND, text), partial(another_reference, gradients=gradients), fitted, lines)
+    return gradients
 
 
 def _in_the_loss(trial: Trial, fit: Fit, text: str) -> Hypothesis:

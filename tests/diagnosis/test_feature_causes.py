@@ -16,11 +16,11 @@ from literal import (
     with_step,
 )
 
-from harness.diagnosis.features import _compile, _of_parts, _uncast, odd_traces, other_features
+from harness.diagnosis.features import _compile, _of_parts, _uncast, odd_traces, other_features, sent_in_another_dtype
 from harness.diagnosis.forward import masks_drawn_again
 from harness.diagnosis.hypothesis import as_seen
-from harness.diagnosis.units import _other_policies, other_units
-from harness.evidence.records import Call, HeldTensor, Wrapper
+from harness.diagnosis.units import _other_policies, _with_the_root, other_units
+from harness.evidence.records import Call, Collective, HeldTensor, Wrapper
 from harness.judge.result import Finding
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -231,6 +231,32 @@ def test_a_block_that_is_left_to_the_root_is_named() -> None:
         trial = with_rank(trial, rank, structure=structure)
     found = proposed(other_units, trial, "placements")
     assert found == ["layers.0 is no unit of its own, it is gathered with the root"]
+
+
+def test_an_embedding_that_is_left_to_the_root_is_named_if_it_should_be_freed() -> None:
+    freed, kept = (trial_of(tiny_case("fsdp_2", reshard_after_forward=policy)) for policy in ("always", "never"))
+    first, block, last = freed.plan.units[0]
+
+    def told(trial: Trial) -> str:
+        for rank, evidence in trial.ranks.items():
+            claims = {wrapper.parameters: wrapper for wrapper in evidence.structure.values()}
+            structure = {"": claims[first], "layers.0": claims[block], "norm": claims[last]}
+            trial = with_rank(trial, rank, structure=structure)
+        return _with_the_root(trial)
+
+    assert told(freed) == "tok_embeddings is no unit of its own, it is gathered with the root"
+    assert told(kept) == ""
+
+
+def test_what_stages_send_in_another_dtype_is_named() -> None:
+    trial = replace(trial_of(tiny_case("fsdp_2")), case=tiny_case(ParallelDims(pp=2)))
+
+    def told(*dtypes: str) -> str:
+        sent = [Collective("send", (0, 1), "pp", dtype, 512, "pipeline", 1, i) for i, dtype in enumerate(dtypes)]
+        return seen_text(sent_in_another_dtype, with_rank(trial, 0, collectives=(*sent,)), "traffic")
+
+    assert told("bfloat16", "int64") == "activations pass between pipeline stages in bfloat16, requested float64"
+    assert not told("float64") and not told("bfloat16", "float64")
 
 
 def test_units_that_are_finer_are_counted() -> None:

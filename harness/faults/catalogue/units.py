@@ -199,6 +199,16 @@ shard_grad_op_for_full_shard = fault(
     named="another policy after forward",
     does=op.change_result(".parallelize:fsdp1_strategy", lambda strategy: type(strategy).SHARD_GRAD_OP),
 )
+embedding_falls_to_the_root = fault(
+    breaks="the embedding is no unit of its own, so that the root gathers it and keeps it until backward",
+    bug="of the family of H01: what is freed after forward is not what was asked",
+    case="fsdp_4",
+    caught_by="reshard",
+    named="other units",
+    does=op.change_argument(
+        ".parallelize:present", modules=lambda modules: [one for one in modules if not hasattr(one, "embedding_dim")]
+    ),
+)
 fsdp1_without_units = fault(
     breaks="FSDP1's policy wraps nothing: the whole model is one flat vector, gathered at once",
     bug="E-class: auto_wrap_policy names a class of which the model has no module",
