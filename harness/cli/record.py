@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from harness.cli.options import BadInput, add_command
 from harness.cli.show import add_layout, shown
 from harness.evidence.store import write_text
 from harness.judge.stored_recording import STARTED
+from harness.launch.process import die_with_parent
 from harness.record import injection
 from harness.record.chosen import Chosen
 from harness.report.output import complain
@@ -66,7 +69,8 @@ def record(args: argparse.Namespace, directory: Path) -> int:
         raise BadInput(f"--steps: {error}") from error
     injection.fresh(directory)
     try:
-        code = injection.run(words, directory, steps)
+        ends_too = partial(die_with_parent, os.getpid(), by=signal.SIGTERM)  # and its launcher ends the ranks
+        code = injection.run(words, directory, steps, first=ends_too)
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     told = {"command": shlex.join(words), "code": code, "steps": steps, "ranks": injection.requested_ranks(words)}

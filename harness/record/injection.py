@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness import ROOT
@@ -60,17 +60,18 @@ def run(
     more: Mapping[str, str] | None = None,
     log: Path | None = None,
     timeout: float | None = None,
+    first: Callable[[], None] | None = None,
 ) -> int:
     """Its exit code, or minus the signal that ended it: that of Ctrl-C where it failed after one, as torchrun does. more: of
-    its environment. log: where it writes; None: here. Raises CommandError where it cannot be started, and TimeoutExpired
-    where it was killed after this many seconds."""
+    its environment. log: where it writes; None: here. first: what its process does before it begins. Raises CommandError
+    where it cannot be started, and TimeoutExpired where it was killed after this many seconds."""
     if missing := missing_script(command):
         raise CommandError(f"{missing}: no such file")
     try:
         with contextlib.ExitStack() as stack:
             told = None if log is None else stack.enter_context(log.open("wb"))
             its = environment(directory, steps) | dict(more or {})
-            process = subprocess.Popen(list(command), env=its, stdout=told, stderr=told)
+            process = subprocess.Popen(list(command), env=its, stdout=told, stderr=told, preexec_fn=first)
     except OSError as error:
         raise CommandError(f"{command[0]}: cannot be run: {error.strerror}") from error
     with _signals_for(process) as interrupted:
@@ -86,12 +87,16 @@ def run(
 @contextlib.contextmanager
 def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Who ends a recording means the job, and the page on what it was is still written. A terminal's Ctrl-C reaches every
-    process by itself, and is noted; other signals are handed on."""
+    process by itself, and is noted; where there is no terminal it was meant for this process, and is handed on, as other
+    signals are."""
     interrupted: list[int] = []
-    told = {
-        signal.SIGINT: lambda number, _: interrupted.append(number),
-        signal.SIGTERM: lambda number, _: process.send_signal(number),
-    }
+
+    def interrupt(number: int, _: object) -> None:
+        interrupted.append(number)
+        if not has_terminal():
+            process.send_signal(number)
+
+    told = {signal.SIGINT: interrupt, signal.SIGTERM: lambda number, _: process.send_signal(number)}
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, act) for number, act in told.items()}
@@ -100,6 +105,15 @@ def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     finally:
         for number, act in before.items():
             signal.signal(number, act)
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling one."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def requested_ranks(command: Sequence[str]) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,23 @@ def test_ctrl_c_before_anything_is_trained_is_the_cause_and_no_other_is_said(
     printed = " ".join(capsys.readouterr().out.split())
     assert "0 of ? ranks left evidence, ended by SIGINT" in printed
     assert "it was ended by SIGINT before a forward pass" in printed and "none had imported torch" in printed
+
+
+LONG = 100.0
+WAITS = f"import time; print('it runs', flush=True); time.sleep({LONG})"
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_job_ends_with_its_recording_though_nobody_signals_the_job_itself(by: signal.Signals, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "harness", "record", "-o", "one", "--", sys.executable, "-c", WAITS]
+    recording = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert recording.stdout is not None
+    assert recording.stdout.readline() == "it runs\n"
+    began = time.monotonic()
+    recording.send_signal(by)
+    recording.stdout.read()  # until the last process that has it is gone
+    assert time.monotonic() - began < LONG
+    assert recording.wait() == {signal.SIGINT: 130, signal.SIGTERM: 1, signal.SIGKILL: -signal.SIGKILL}[by]
 
 
 def test_where_a_signal_came_before_a_rank_started_pythonpath_is_not_blamed(tmp_path: Path) -> None:
