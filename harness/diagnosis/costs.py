@@ -66,7 +66,7 @@ def _as_large_as(trial: Trial, rank: int) -> str:
     count, alike = f"{len(shapes)} tensor{'s' * (len(shapes) != 1)}", max(as_whole, as_slices)
     if not alike:
         return f"{count} with no parameter's shape"
-    of = "whole parameters" if as_whole >= as_slices else "its slices"
+    of = "whole parameters" if as_whole >= as_slices else "that rank's slices"
     return f"{count} with the shapes of {of}" if alike == len(shapes) else f"{count}, {alike} with the shapes of {of}"
 
 

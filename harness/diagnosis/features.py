@@ -360,8 +360,9 @@ def _uncast(trial: Trial, wanted: str) -> str:
     odd = [name for name, dtype in casts.items() if dtype != wanted]
     if not odd or len(odd) == len(casts):
         return ""
-    dtypes = " or ".join(sorted({casts[name] or "none" for name in odd}))
-    return f": the param_dtype of {some(odd, 4)} is {dtypes}, that of other FSDP units {wanted}"
+    dtypes = " or ".join(sorted({casts[name] or "no" for name in odd}))
+    units = f"FSDP unit{'s' * (len(odd) > 1)} {some(odd, 4)} {'have' if len(odd) > 1 else 'has'}"
+    return f": {units} {dtypes} param_dtype, others {wanted}"
 
 
 def _few(trial: Trial, finding: Finding) -> str:

@@ -24,11 +24,15 @@ OTHER_ORDER = 30
 (docs/float32.md, "parts" to "shares")."""
 
 
-def localise(trial: Trial, broken: Broken, tried: int, held: frozenset[str] = frozenset()) -> tuple[Cause, Lines]:
-    """Of laws that nothing explains. tried: hypotheses that were put to the test. held: laws that hold."""
+def localise(
+    trial: Trial, broken: Broken, tried: int, held: frozenset[str] = frozenset(), *, rest: bool = False
+) -> tuple[Cause, Lines]:
+    """Of laws that nothing explains. tried: hypotheses that were put to the test. held: laws that hold. rest: of what
+    something else does not explain."""
     cause = _first_wrong_number(trial, broken, held)
     name, text = finding_line(*next(iter(broken.items())))
-    lines = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, none explains this")] * bool(tried)
+    none = f"none explains {'the rest' if rest else 'this'}"
+    lines = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, {none}")] * bool(tried)
     others = [other for other in broken if other != name]
     if cause is not None:
         lines += [finding_line(*item) for item in itertools.islice(broken.items(), 2)]
@@ -123,7 +127,9 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
 def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
     right = [what for law, what in (("initial_weights", "weights"), ("samples", "samples")) if law in held]
     though = f" though {' and '.join(right)} are right" if right and step == 1 else ""
-    return f"the loss of step {step} is off by {off:.1e}{though}" + (first_wrong_input(trial) if step == 1 else "")
+    text = f"the loss of step {step} is off by {off:.1e}{though}" + (first_wrong_input(trial) if step == 1 else "")
+    turned = step == 1 and inputs_that_differ(trial)[0].endswith("inner_attention")
+    return text + ", where a wrong rotation of queries and keys would not show" * turned
 
 
 def first_wrong_input(trial: Trial) -> str:
@@ -131,10 +137,7 @@ def first_wrong_input(trial: Trial) -> str:
     right, wrong = inputs_that_differ(trial)
     if wrong:
         no = f"{_input_words(trial, wrong)} does not{_apart_over_tp(trial, wrong)}"
-        turned = (
-            "" if not right.endswith("inner_attention") else ", as it would if queries and keys were wrongly rotated"
-        )
-        before = f"{_input_words(trial, right)} matches the reference in mean square{turned}, {no}" if right else ""
+        before = f"{_input_words(trial, right)} matches the reference in mean square, but {no}" if right else ""
         return f": {before or no + ' match the reference in mean square'}"
     return ": the input of every module matches the reference in mean square" if right else ""
 

@@ -6,10 +6,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from harness.checks.completed import why
 from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.scaled import adding
 from harness.diagnosis.words import finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
@@ -32,15 +34,19 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "completed" not in broken or not steps or not left or held - set(trial.plan.shapes):
         return
 
-    def assume(trial: Trial) -> Trial:
+    def assume(trial: Trial, kept: bool) -> Trial:
         weights = trial.reference.weights
+        add = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
         return another_reference(
             trial,
-            gradients=lambda step, seen: seen | {fqn: 0 * seen[fqn] for fqn in without},
+            gradients=add if kept else lambda step, seen: seen | {fqn: 0 * seen[fqn] for fqn in without},
             left=lambda step, seen: seen | {fqn: weights[fqn].astype(seen[fqn].dtype) for fqn in left},
         )
 
-    yield Hypothesis(Cause("incomplete", missing_parameters(trial)), assume)
+    yield Hypothesis(Cause("incomplete", missing_parameters(trial)), partial(assume, kept=False))
+    if not without:
+        text = f"{missing_parameters(trial)}; nothing sets their gradients to zero either, so no optimizer has them"
+        yield Hypothesis(Cause("incomplete", text), partial(assume, kept=True))
 
 
 def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

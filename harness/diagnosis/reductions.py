@@ -98,9 +98,7 @@ def _not_reduced(
         text = f"gradient reduction over {over} has no effect{{when}}: {held}, though collectives ran"
     if where := mixture.where(trial):
         text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
-    if factor == math.prod(getattr(trial.case.dims, axis) for axis in missing):
-        text += f"; each rank's own share counts {times_text(factor)}, as if not divided either"
-    elif factor != 1:
+    if factor not in (1, math.prod(getattr(trial.case.dims, axis) for axis in missing)):  # not divided either
         text += f"; each rank's own share counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
     kind = "gradients not reduced"

@@ -296,11 +296,11 @@ def gradients_not_zeroed(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
             when = f"before step {step} alone" if more else "between steps"
             where = f" {in_parameters(trial, fqns)}" * (fqns != every)
             cause = Cause("gradients not zeroed", f"gradients are not zeroed {when}{where}: {held}")
-            adding = partial(another_reference, gradients=_adding(steps, fqns, most))
-            yield Hypothesis(cause, adding, 1 + more + (fqns != every))
+            assume = partial(another_reference, gradients=adding(steps, fqns, most))
+            yield Hypothesis(cause, assume, 1 + more + (fqns != every))
 
 
-def _adding(steps: Sequence[int], fqns: Sequence[str], limit: float | None) -> Callable[[int, Arrays], Arrays]:
+def adding(steps: Sequence[int], fqns: Sequence[str], limit: float | None) -> Callable[[int, Arrays], Arrays]:
     """In these steps and parameters what there was before as well. limit: the norm to which that was clipped in place."""
     left: Arrays = {}
 

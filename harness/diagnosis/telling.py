@@ -42,7 +42,7 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
             again = {name: run_check(name, all_checks()[name].check, assumed) for name in left}
             left = {name: result for name, result in again.items() if result.findings} or left
         held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
-        place, more = _located(assumed, left, found.tried, held)
+        place, more = _located(assumed, left, found.tried, held, bool(said))
         with_that = "with that assumed, " * known
         lines += [("not explained", with_that + place.text), *more] if said else more
         said = said or {place: ()}
@@ -59,10 +59,10 @@ def _besides(first: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[F
     return (named, symptoms) if first or named else (symptoms, [])
 
 
-def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str]) -> tuple[Cause, Lines]:
+def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest: bool) -> tuple[Cause, Lines]:
     """The first finding as it is, where even that raises."""
     try:
-        return localise(trial, left, tried, held)
+        return localise(trial, left, tried, held, rest=rest)
     except Exception as error:
         return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (("not located", repr(error)),)
 
@@ -85,7 +85,7 @@ def what_weaker_tests_say(results: Sequence[Result]) -> Lines:
     numbers = [name for name in ("loss", "gradients") if name in passing]
     if numbers and broken != {"golden"}:
         worst = max((passing[name].note.removeprefix("largest difference ") for name in numbers), key=float)
-        blind = ": a loss-curve test passes here" if "loss" in passing else ""
+        blind = ": a loss-curve test passes here" if "loss" in passing and "reported_loss" not in broken else ""
         close = f"within {worst}" if float(worst) else "exactly"
         lines.append((", ".join(numbers), f"equal to the reference {close}{blind}"))
     if "process_groups" in passing and broken & {"shard_contents", "placements", "traffic"}:

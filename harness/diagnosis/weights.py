@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -230,5 +230,35 @@ def _as_if(trial: Trial, step: int, pairs: list[Pair]) -> str:
         return "to another shape or dtype, "
     if not any(now.any() for _, now in both):
         return "to 0, "
-    dtype = rounded_to(*((now.reshape(left.shape), left) for left, now in both))
-    return f"rounded to {dtype}, " if dtype else ""
+    if dtype := rounded_to(*((now.reshape(left.shape), left) for left, now in both)):
+        return f"rounded to {dtype}, "
+    return _of_earlier_ones(trial, step, {at: now for at, (_, now) in zip(pairs, both, strict=True)})
+
+
+def _of_earlier_ones(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) -> str:
+    """Where all are one mean of the weights after each step so far, the shares fitted to the largest."""
+    steps = [other for other in trial.case.steps if other <= step]
+    names = ["before training", *(f"after step {other}" for other in steps)]
+    tables = {at: _after_each(trial, at, steps) for at in found}
+    largest = max(found, key=lambda at: found[at].size)
+    if found[largest].size <= 2 * len(names):
+        return ""
+    shares, *_ = np.linalg.lstsq(tables[largest].T, found[largest].ravel().astype(np.float64))
+    fits = (
+        np.allclose(shares @ tables[at], now.ravel(), rtol=0, atol=64 * np.finfo(now.dtype).eps * np.abs(now).max())
+        for at, now in found.items()
+        if now.size
+    )
+    if not np.isclose(shares.sum(), 1, rtol=1e-6) or not all(fits):
+        return ""
+    some = [(name, share) for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
+    if len(some) == 1:
+        return f"to those {some[0][0]}, "
+    return f"to a mean of those {', '.join(f'{name} ({share:.3g})' for name, share in some)}, "
+
+
+def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> np.ndarray:
+    """[1 + steps, entries], the rank's own: of the start, and as the optimizer left them. float64"""
+    rank, fqn = at
+    left = {record.step: record.parameters[fqn] for record in trial.ranks[rank].steps}
+    return np.stack([value.ravel().astype(np.float64) for value in (trial.start_of(rank)[fqn], *map(left.get, steps))])

@@ -261,7 +261,7 @@ def test_labels_that_are_cut_over_cp_in_another_way_than_tokens_are_named() -> N
         labels = trial.reference.labels[rows][:, other]
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=labels),))
     told = "they are cut over cp as if cp_load_balance were False, the tokens as if it were True"
-    assert cause(trial).endswith(f" labels of step 1 do not match them: {told}")
+    assert cause(trial).endswith(f" labels of step 1 are not the samples': {told}")
 
 
 def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
@@ -276,7 +276,7 @@ def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
         (contiguous, {0: (1, 3)}, f": {wider}"),
         (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, f": {wider}"),
     ):
-        assert cause(with_labels(trial, masked)).endswith(f"do not match them{said}"), masked
+        assert cause(with_labels(trial, masked)).endswith(f"are not the samples'{said}"), masked
 
 
 # ---- what a cp rank counts for

@@ -121,7 +121,7 @@ def test_units_that_the_mixed_precision_policy_was_not_passed_to_are_told() -> N
         units = {name: Wrapper("fsdp2", (0, 1), casts_to=dtype) for name, dtype in casts.items()}
         return _uncast(with_rank(trial, 0, structure={**units, "other": Wrapper("ddp")}), "bfloat16")
 
-    odd = "the param_dtype of first, second is none, that of other FSDP units bfloat16"
+    odd = "FSDP units first, second have no param_dtype, others bfloat16"
     assert told(root="bfloat16", first="", second="") == f": {odd}"
     assert told(first="bfloat16") == told(first="", second="") == ""
 
@@ -283,7 +283,7 @@ def test_what_no_policy_and_no_claim_explains_is_told_as_seen() -> None:
     ("shapes", "told"),
     [
         (((8, 4), (4, 4)), "2 tensors with the shapes of whole parameters"),
-        (((4, 4), (2, 4)), "2 tensors with the shapes of its slices"),
+        (((4, 4), (2, 4)), "2 tensors with the shapes of that rank's slices"),
         (((8, 4), (300,)), "2 tensors, 1 with the shapes of whole parameters"),
         (((300,),), "no parameter's shape"),
     ],

@@ -48,13 +48,13 @@ def cause(trial: Trial) -> str:
 def test_the_first_module_into_which_something_of_another_length_goes_is_named() -> None:
     assert cause(wrong_forward({"layers.0.attention.wo": (2.01, 8.0), "norm": (80.0, 8.0)})) == (
         ": the input of layers.0.attention.wq matches the reference in mean square,"
-        " the input of layers.0.attention.wo does not"
+        " but the input of layers.0.attention.wo does not"
     )
 
 
 def test_a_difference_of_one_part_in_1e_8_on_one_rank_is_enough() -> None:
     assert cause(wrong_forward({"norm": (72 * (1 + 1e-8), 8.0)})) == (
-        ": the input of layers.0.attention.wo matches the reference in mean square, the input of norm does not"
+        ": the input of layers.0.attention.wo matches the reference in mean square, but the input of norm does not"
     )
 
 
@@ -66,8 +66,8 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
         activity = trial.ranks[rank].steps[0].activity
         trial = with_step(trial, rank, 1, activity=replace(activity, inputs=activity.inputs | {inner: (8.0, 8.0)}))
     assert cause(trial) == (
-        f": the input of {inner} matches the reference in mean square, as it would if queries and keys were wrongly rotated,"
-        " the input of layers.0.attention.wo does not"
+        f": the input of {inner} matches the reference in mean square, but"
+        " the input of layers.0.attention.wo does not, where a wrong rotation of queries and keys would not show"
     )
 
 
@@ -113,7 +113,7 @@ def test_a_module_that_nobody_saw_is_passed_over() -> None:
     trial = wrong_forward({"norm": (80.0, 8.0)})
     inputs = {"layers.0": 4.0, "layers.0.dropout": 2.0, "norm": 9.0}
     assert cause(replace(trial, reference=replace(trial.reference, inputs=inputs))) == (
-        ": the input of layers.0 matches the reference in mean square, the input of norm does not"
+        ": the input of layers.0 matches the reference in mean square, but the input of norm does not"
     )
 
 

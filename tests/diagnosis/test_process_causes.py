@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
 from diagnosed import DDP_2, EMBEDDING, NORM, expect, expect_first, first_line, fsdp_4, seen, seen_text
 from literal import (
+    ADAMW,
     tiny_case,
+    trained_otherwise,
     trial_of,
     with_every_rank,
     with_rank,
@@ -176,6 +180,25 @@ def test_a_parameter_that_is_frozen() -> None:
         "ranks [0-3] have no gradient of norm.weight in step 1: frozen, unused, or in no optimizer that steps"
         in first_line(trial)
     )
+
+
+def test_a_parameter_in_no_optimizer_is_told_by_its_gradients_that_nothing_sets_to_zero() -> None:
+    sums: dict[int, np.ndarray] = {}
+
+    def added(step: int, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        sums[step] = own[NORM] + sums.get(step - 1, 0)
+        return {**own, NORM: sums[step]}
+
+    recipe, start = replace(ADAMW, max_norm=None), trial_of(tiny_case("fsdp_2")).reference.weights[NORM]
+    trial = trained_otherwise(
+        trial_of(tiny_case("fsdp_2", recipe)), gradients=added, left=lambda step, of: {**of, NORM: start}
+    )
+    for rank, step in itertools.product(trial.ranks, (1, 2, 3)):
+        seen = trial.ranks[rank].steps[step - 1]
+        kept = {fqn: value for fqn, value in seen.parameters.items() if fqn != NORM}
+        trial = with_step(trial, rank, step, parameters=kept)
+    told = "; nothing sets their gradients to zero either, so no optimizer has them"
+    assert first_line(trial).endswith(f"frozen, unused, or in no optimizer that steps{told}")
 
 
 def test_a_rank_that_issues_another_collective_is_named_by_it_and_not_by_its_exception() -> None:

@@ -78,7 +78,7 @@ def test_a_displayed_loss_that_is_each_ranks_own() -> None:
 the reported loss is wrong, the training itself is right: each rank reports the loss of its own samples
   assuming this: 1 of 1 broken laws hold, and none that held breaks
   reported_loss: rank 0, step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)
-  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
+  loss, gradients: equal to the reference exactly""",
     )
 
 

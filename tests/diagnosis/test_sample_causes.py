@@ -50,7 +50,7 @@ ranks [0-3] received the same samples, dp ranks must partition the global batch;
   assuming this: 3 of 4 broken laws hold, and none that held breaks
   samples: step 1: 2 received more than once (0, 1); 6 received by no rank (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same
   not explained: with that assumed, the loss of step 1 is off by 1.4e-01, its gradients match within the bound of 2.5e-14
-  tried: 6 hypotheses, none explains this
+  tried: 6 hypotheses, none explains the rest
   loss: step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)""",
     )
 
@@ -70,7 +70,7 @@ dp ranks draw overlapping samples: some are received more than once
   assuming this: 1 of 2 broken laws hold, and none that held breaks
   samples: step 1: 1 received more than once (5); 1 received by no rank (7)
   not explained: with that assumed, the loss of step 1 is off by 9.7e-02, its gradients match within the bound of 2.5e-14
-  tried: 2 hypotheses, none explains this
+  tried: 2 hypotheses, none explains the rest
   loss: step 1: expected 2.53460829689014, observed 2.781272991204308 (off by 9.73e-02)
   gradients: equal to the reference exactly""",
     )
@@ -143,7 +143,7 @@ def test_a_part_of_the_vocabulary_whose_labels_are_masked_is_told(above: bool) -
         masked = replace(batch, labels=np.where(beyond, -100, batch.labels))
         trial = with_step(trial, rank, 1, microbatches=(masked,))
     which = f"all {'from' if above else 'up to'} token {edge}{' on' if above else ''} are masked"
-    assert f"labels of step 1 do not match them: {which}" in first_line(trial)
+    assert f"labels of step 1 are not the samples': {which}" in first_line(trial)
 
 
 @pytest.mark.parametrize("side", ["late", "early"])
@@ -155,7 +155,7 @@ def test_a_mask_of_labels_one_position_beside_its_place_is_told_with_the_side(si
         beside = masked[:, np.maximum(places - 1, 0) if side == "late" else np.minimum(places + 1, places[-1])]
         moved = np.where(beside, -100, np.where(masked, 3, batch.labels))
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=moved),))
-    assert first_line(trial).endswith(f"do not match them: the mask is one position {side}")
+    assert first_line(trial).endswith(f"are not the samples': the mask is one position {side}")
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -167,7 +167,7 @@ def test_a_mask_of_labels_that_is_too_wide_or_too_narrow(masked: bool) -> None:
     labels[row, place] = -100 if masked else 3
     found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
     how = "masked, but should be trained on" if masked else "trained on, but should be masked"
-    told = "tokens are right, 1 labels of step 1 do not match them"
+    told = "tokens are right, 1 label of step 1 is not the samples'"
     assert found == f"wrong labels on rank 2: {told}: {how}"
 
 
@@ -326,4 +326,4 @@ def test_a_label_of_token_0_is_not_taken_for_a_masked_one() -> None:
     labels = batch.labels.copy()
     labels[row, place] = 0
     found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
-    assert found == "wrong labels on rank 2: tokens are right, 1 labels of step 1 do not match them"
+    assert found == "wrong labels on rank 2: tokens are right, 1 label of step 1 is not the samples'"

@@ -50,7 +50,7 @@ training does not start from the seed weights in every parameter
   assuming this: 2 of 3 broken laws hold, and none that held breaks
   weights: rank 0, tok_embeddings.weight: off by 1, the largest seed weight is 1.3
   not explained: with that assumed, update: rank 0, step 1, tok_embeddings.weight: expected entry (1, 0) moved by 0.00476783, observed moved by -0.994732 (ratio -208.6339786); 8 of 8 entries wrong
-  tried: 1 hypothesis, none explains this
+  tried: 1 hypothesis, none explains the rest
   loss, gradients: equal to the reference exactly: a loss-curve test passes here
   groups: every group of the plan exists: a listing of process groups passes here""",
     )
@@ -88,7 +88,7 @@ training does not start from the seed weights in every parameter: they are the s
   assuming this: 2 of 3 broken laws hold, and none that held breaks
   weights: rank 0, tok_embeddings.weight: off by 2.51e-08, the largest seed weight is 1.3
   not explained: with that assumed, update: rank 0, step 1, tok_embeddings.weight: expected entry (0, 0) moved by 0.00493713, observed moved by 0.00493714 (ratio 1.000000929); 8 of 8 entries wrong
-  tried: 1 hypothesis, none explains this
+  tried: 1 hypothesis, none explains the rest
   loss, gradients: equal to the reference exactly: a loss-curve test passes here
   groups: every group of the plan exists: a listing of process groups passes here""",
     )
@@ -102,7 +102,7 @@ def test_one_weight_of_one_rank_that_is_nan() -> None:
 training does not start from the seed weights in 1 of 12 parameters (norm.weight) on rank 2
   weights: rank 2, norm.weight: not finite
   not explained: update: rank 2, step 1, norm.weight: expected entry (0,) moved by nan, observed moved by nan (ratio nan); 1 of 1 entries wrong
-  tried: 1 hypothesis, none explains this
+  tried: 1 hypothesis, none explains the rest
   loss, gradients: equal to the reference exactly: a loss-curve test passes here
   groups: every group of the plan exists: a listing of process groups passes here""",
     )
@@ -184,6 +184,29 @@ def changed_on(step: int, change: Any, *, ranks: tuple[int, ...] = (0, 1)) -> Tr
 def test_what_was_done_to_weights_after_the_optimizer_is_told(change: Any, how: str) -> None:
     told = "weights are changed outside the optimizer between steps 1 and 2: {}in every parameter"
     assert first_line(changed_on(1, change)) == told.format(how)
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ((0.25, 0.25, 0.5), "to a mean of those before training (0.25), after step 1 (0.25), after step 2 (0.5), "),
+        ((0.0, 1.0, 0.0), "to those after step 1, "),
+        ((0.5, 0.0, 0.0), ""),
+    ],
+)
+def test_weights_that_became_a_mean_of_earlier_ones_are_told_with_its_shares(
+    shares: tuple[float, ...], told: str
+) -> None:
+    trial = changed_on(2, np.zeros_like)
+    for rank, evidence in trial.ranks.items():
+        starts = {tensor.fqn: tensor.value for tensor in evidence.parameters}
+        each = (starts, *(step.parameters for step in evidence.steps[:2]))
+        mean = {fqn: sum(by * of[fqn] for by, of in zip(shares, each, strict=True)) for fqn in starts}
+        trial = with_step(trial, rank, 2, changed=mean)
+    line = "weights are changed outside the optimizer between steps 2 and 3: {}in every parameter"
+    assert first_line(trial) == line.format(told)
+    odd = {**trial.ranks[1].steps[1].changed, NORM: trial.ranks[1].steps[1].changed[NORM] + 1e-6}
+    assert first_line(with_step(trial, 1, 2, changed=odd)) == line.format("")
 
 
 def test_weights_changed_after_the_last_step_are_told_with_their_rank() -> None:
