@@ -12,6 +12,7 @@ from typing import TypeVar
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
 from harness.judge.result import Result, Verdict
+from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 from harness.reference import budget
 
@@ -145,6 +146,10 @@ class Search:
                 self._note(make.__name__, error)
 
     def _note(self, who: str, error: Exception) -> None:
+        """What no bound was measured for says so itself, of all that needs it once."""
+        if isinstance(error, NoBound):
+            self.raised += [str(error)] * (str(error) not in self.raised)
+            return
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = (str(error).splitlines() or [""])[0][:LONGEST]
         self.raised.append(f"{who} raised {type(error).__name__}: {said} at {where.name}:{where.lineno}")

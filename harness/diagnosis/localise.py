@@ -127,9 +127,16 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
 def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
     right = [what for law, what in (("initial_weights", "weights"), ("samples", "samples")) if law in held]
     though = f" though {' and '.join(right)} are right" if right and step == 1 else ""
-    text = f"the loss of step {step} is off by {off:.1e}{though}" + (first_wrong_input(trial) if step == 1 else "")
-    turned = step == 1 and inputs_that_differ(trial)[0].endswith("inner_attention")
-    return text + ", where a wrong rotation of queries and keys would not show" * turned
+    text = f"the loss of step {step} is off by {off:.1e}{though}"
+    return text + (first_wrong_input(trial) + _what_keeps_it(trial) if step == 1 else "")
+
+
+def _what_keeps_it(trial: Trial) -> str:
+    """What may still be wrong before the module that is said."""
+    right, wrong = inputs_that_differ(trial)
+    if right and not wrong:
+        return "; the output or the loss may be computed otherwise, or something that keeps it"
+    return ", where a wrong rotation of queries and keys would not show" * right.endswith("inner_attention")
 
 
 def first_wrong_input(trial: Trial) -> str:

@@ -64,7 +64,9 @@ def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest:
     try:
         return localise(trial, left, tried, held, rest=rest)
     except Exception as error:
-        return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (("not located", repr(error)),)
+        return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (
+            ("not located", str(error) or repr(error)),
+        )
 
 
 def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:

@@ -94,8 +94,8 @@ def _step(summaries: Sequence[Summary]) -> Rows:
 
 
 def _command(command: str, most: int = 150) -> str:
-    """Of files only their names, and of a long one its beginning."""
-    text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", "", command)
+    """Of files only their names, behind "...", and of a long one its beginning."""
+    text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", ".../", command)
     return text if len(text) <= most else f"{text[:most]} .."
 
 

@@ -15,6 +15,7 @@ from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, as_seen, stated
 from harness.diagnosis.words import finding_line
 from harness.judge.result import Cause, Result, Verdict
+from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 from harness.reference import budget
 
@@ -85,6 +86,17 @@ def test_what_a_suspect_raises_is_on_record_and_keeps_no_other_from_being_tried(
     found = explain(DOUBLED, judge(DOUBLED), (raising, suspect("doubled", twice_the_gradients)), ())  # type: ignore[arg-type]
     assert [text.split(" at ")[0] for text in found.raised] == ["raising raised KeyError: 'layers.9'"]
     assert found.proofs[0].complete
+
+
+def test_bounds_that_nobody_measured_are_said_once_and_in_their_own_words() -> None:
+    def one(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        raise NoBound("its noise was never measured")
+        yield
+
+    def another(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+        yield from one(trial, broken)
+
+    assert explain(DOUBLED, judge(DOUBLED), (one, another), ()).raised == ("its noise was never measured",)
 
 
 def test_what_is_raised_without_a_word_is_on_record_without_one() -> None:

@@ -106,7 +106,10 @@ def test_what_is_wrong_from_the_start_has_nothing_before_it() -> None:
 
 
 def test_where_every_length_is_right_that_is_said() -> None:
-    assert cause(wrong_forward({})) == ": the input of every module matches the reference in mean square"
+    assert cause(wrong_forward({})) == (
+        ": the input of every module matches the reference in mean square;"
+        " the output or the loss may be computed otherwise, or something that keeps it"
+    )
 
 
 def test_a_module_that_nobody_saw_is_passed_over() -> None:
