@@ -361,8 +361,8 @@ def _uncast(trial: Trial, wanted: str) -> str:
     if not odd or len(odd) == len(casts):
         return ""
     dtypes = " or ".join(sorted({casts[name] or "no" for name in odd}))
-    units = f"FSDP unit{'s' * (len(odd) > 1)} {some(odd, 4)} {'have' if len(odd) > 1 else 'has'}"
-    return f": {units} {dtypes} param_dtype, others {wanted}"
+    have = f"FSDP unit{'s' * (len(odd) > 1)} {some(odd, 4)} {'have' if len(odd) > 1 else 'has'}"
+    return f": {have} {dtypes} param_dtype, others {wanted}"
 
 
 def _few(trial: Trial, finding: Finding) -> str:

@@ -177,8 +177,8 @@ def _unscaled_late(trial: Trial, fit: Fit, factor: float) -> Hypothesis:
         return clip_coefficient(norms[step], limit) / factor * gradient
 
     text = f"gradients are clipped when they are still {times_text(factor)} what they should be, and divided by that afterwards"
-    scaled = {"gradients": _times(lambda step: dict.fromkeys(fit.factors, factor)), "given": given}
-    assume = partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), **scaled)
+    times = _times(lambda step: dict.fromkeys(fit.factors, factor))
+    assume = partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), gradients=times, given=given)
     return Hypothesis(Cause(KIND, text), assume, 1, fit.lines)
 
 

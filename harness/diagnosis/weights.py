@@ -260,5 +260,5 @@ def _of_earlier_ones(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) 
 def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> np.ndarray:
     """[1 + steps, entries], the rank's own: of the start, and as the optimizer left them. float64"""
     rank, fqn = at
-    left = {record.step: record.parameters[fqn] for record in trial.ranks[rank].steps}
-    return np.stack([value.ravel().astype(np.float64) for value in (trial.start_of(rank)[fqn], *map(left.get, steps))])
+    left = [record.parameters[fqn] for record in trial.ranks[rank].steps if record.step in steps]
+    return np.stack([value.ravel().astype(np.float64) for value in (trial.start_of(rank)[fqn], *left)])

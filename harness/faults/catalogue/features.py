@@ -48,17 +48,21 @@ checkpointing_on_the_wrong_blocks = fault(
     named="odd traces",
     does=op.change_argument(".recompute:is_checkpointed", layer=lambda layer: layer + 1),
 )
-checkpointing_of_attention_alone = fault(
+
+
+@fault(
     breaks="the attention of each block is checkpointed, and not the block",
     bug="O-class: a part of what is requested is applied",
     case="fsdp_2_ac_full",
     caught_by="features",
     named="odd traces",
-    does=op.instead(
-        ".recompute:checkpointed",
-        lambda original, block, case: setattr(block, "attention", original(block.attention, case)) or block,
-    ),
 )
+@partial(op.instead, ".recompute:checkpointed")
+def checkpointing_of_attention_alone(original: Any, block: Any, case: Any) -> Any:
+    block.attention = original(block.attention, case)
+    return block
+
+
 selective_checkpointing_keeps_nothing = fault(
     breaks="selective checkpointing keeps no operator, so that all of a block is computed again",
     bug="of the family of A04 pytorch/torchtitan #820: the operators kept are not those meant",
