@@ -175,7 +175,8 @@ def load_run(directory: Path) -> Run:
         run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
         run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
     except FileNotFoundError as error:
-        remedy = "`harness check` wants the folder that `harness run` wrote"
+        began = "this launch did not end, or still runs; run the case again"
+        remedy = began if directory.exists() else "`harness check` wants the folder that `harness run` wrote"
         raise EvidenceError(f"{path}: no such file; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error

@@ -255,11 +255,13 @@ def test_a_missing_and_a_damaged_rank_are_told_and_the_others_read(tmp_path: Pat
 
 
 def test_a_folder_that_is_no_run_is_answered_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(EvidenceError) as error:
-        load_run(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path}/run.json: no such file; `harness check` wants the folder that `harness run` wrote"
-    )
+    for folder, remedy in (
+        (tmp_path / "other", "`harness check` wants the folder that `harness run` wrote"),
+        (tmp_path, "this launch did not end, or still runs; run the case again"),
+    ):
+        with pytest.raises(EvidenceError) as error:
+            load_run(folder)
+        assert str(error.value) == f"{folder}/run.json: no such file; {remedy}"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"exits": [{"colour": 1}]}', '{"exits": 3}'])
