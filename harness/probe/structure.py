@@ -212,7 +212,7 @@ def _fsdp2(module: nn.Module) -> Wrapper | None:
         replicate_ranks,
         ranks_after_forward=getattr(group.post_forward_mesh_info, "shard_mesh_size", 1),
         cpu_offload=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
-        casts_to=str(group.mp_policy.param_dtype or "").removeprefix("torch."),
+        casts_to=str(getattr(getattr(group, "mp_policy", None), "param_dtype", None) or "").removeprefix("torch."),
     )
 
 
