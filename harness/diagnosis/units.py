@@ -91,11 +91,13 @@ def _in_no_unit(trial: Trial, rank: int) -> list[str]:
 
 
 def _with_the_root(trial: Trial) -> str:
-    """What the root gathers has no wrapper of its own, though it should be freed after forward."""
+    """What the root gathers has no wrapper of its own, though it should be freed after forward. Where units are the trainer's
+    choice only blocks need one."""
     wrappers = {rank: evidence.structure.get("") for rank, evidence in sorted(trial.ranks.items())}
     roots = {rank: wrapper.parameters if wrapper else () for rank, wrapper in wrappers.items()}
     freed = {fqn for of in trial.plan.after_forward.values() for fqn, kept in of.items() if kept.degree > 1}
-    blocks = sorted({unit_of(fqn) for names in roots.values() for fqn in names if fqn in freed})
+    own = {fqn for fqn in freed if trial.plan.observed is None or fqn.startswith("layers.")}
+    blocks = sorted({unit_of(fqn) for names in roots.values() for fqn in names if fqn in own})
     text = "is no unit of its own, it is" if len(blocks) == 1 else "are no units of their own, they are"
     ranks = on_ranks(trial, [rank for rank, names in roots.items() if names])
     return f"{some(blocks, 3)} {text} gathered with the root{ranks}" if blocks else ""
