@@ -247,7 +247,8 @@ class Wrapper:
     stay sharded after forward, 1 if they stay whole. casts_to: of FSDP2, the dtype that its mixed precision policy gives
     parameters; empty if none. find_unused_parameters: of DDP, in a graph that
     is not static. float_buffers, other_buffers: of DDP, the bytes of its module's buffers that it broadcasts before a forward
-    pass, those of floating-point numbers and all others.
+    pass, those of floating-point numbers and all others. comm_hook: of DDP, the communication hook by which it reduces
+    gradients; empty if none.
     """
 
     kind: str
@@ -260,6 +261,7 @@ class Wrapper:
     find_unused_parameters: bool = False
     float_buffers: int = 0
     other_buffers: int = 0
+    comm_hook: str = ""
 
 
 @dataclass(frozen=True)

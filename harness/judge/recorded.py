@@ -193,7 +193,11 @@ def _dtensors(ranks: Iterable[RankEvidence]) -> bool:
 
 
 def _not_derived(records: Mapping[int, RankRecord]) -> str:
-    """Why the bytes that are moved of parameters are not: some are not trained, or they move as something else."""
+    """Why the bytes that are moved of parameters are not: a hook chooses them, some are not trained, or they move as something
+    else."""
+    hooks = (w.comm_hook for record in records.values() for w in record.evidence.structure.values() if w.comm_hook)
+    if hook := next(hooks, ""):
+        return f"DDP reduces gradients by the communication hook {hook}, which chooses what is moved"
     ungraded = next((s.ungraded for r in records.values() for s in r.steps if s.step and s.ungraded), ())
     if ungraded:
         return f"{len(ungraded)} parameters have no gradient ({ungraded[0]}): what is moved of them is not derived"

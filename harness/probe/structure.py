@@ -186,6 +186,7 @@ def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel) -> Wrapper
         find_unused_parameters=unused,
         float_buffers=sizes[True],
         other_buffers=sizes[False],
+        comm_hook=str(ddp._get_ddp_logging_data().get("comm_hook", "")),
     )
 
 

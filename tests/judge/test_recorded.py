@@ -137,6 +137,25 @@ def test_a_gradient_that_is_not_reduced_is_missed() -> None:
     assert {name for name, verdict in found.items() if verdict != Verdict.PASS} == {"traffic"}
 
 
+def test_gradients_that_a_communication_hook_reduces_in_fewer_bytes_are_the_trainers_choice() -> None:
+    ran = trial_of(tiny_case("ddp_2"))
+    results = {}
+    for hook in ("", "powerSGD_hook"):
+        fewer = {
+            rank: replace(
+                e,
+                structure={name: replace(one, comm_hook=hook) for name, one in e.structure.items()},
+                collectives=tuple(replace(c, bytes=c.bytes // 2) for c in e.collectives),
+            )
+            for rank, e in ran.ranks.items()
+        }
+        trial = recorded_trial(replace(ran, run=replace(ran.run, ranks=fewer)), LAYOUTS["ddp_2"])
+        results[hook] = {one.check: one for one in judged(trial)}["traffic"]
+    assert results[""].verdict == Verdict.FAIL
+    assert results["powerSGD_hook"].verdict == Verdict.NOT_APPLICABLE
+    assert "communication hook powerSGD_hook" in results["powerSGD_hook"].note
+
+
 def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
     ran, dims = trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]
     frozen = RecordedStep(1, {}, ungraded=("norm.weight",))
