@@ -25,6 +25,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "roles",
         "seconds",
         "copies",
+        "tokens",
     )
     plain |= {name: {} for name in tables}
     plain |= {

@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
-from harness.evidence.recording import Last, RankRecord
+from harness.evidence.recording import Fed, Last, RankRecord
 from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
 
 INSIDE = ("forward", "backward", "pipeline")
@@ -72,7 +72,7 @@ class Summary:
     parameters are cut, the contents by step of those that are copied over it. unstepped: parameters that no optimizer has.
     digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
-    kind, places: as evidence.alike has them; 0 where nobody looked.
+    kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
     """
 
     rank: int
@@ -115,6 +115,7 @@ class Summary:
     copies: dict[str, dict[int, int]] = field(default_factory=dict)
     kind: int = 0
     places: tuple[tuple[str, str], ...] = ()
+    tokens: dict[int, int] = field(default_factory=dict)
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
@@ -162,11 +163,16 @@ def _steps(record: RankRecord) -> dict[str, Any]:
     return {
         "slices": number(places) if places else 0,
         "contents": {step: number(values) for step, values in held.items() if values},
-        "fed": {s.step: number([(fed.digest, fed.shape) for fed in s.fed]) for s in record.steps if s.fed},
+        "fed": {s.step: _inputs(s.fed) for s in record.steps if s.fed},
+        "tokens": {s.step: _inputs(whole) for s in record.steps if (whole := [f for f in s.fed if "int" in f.dtype])},
         "not_finite": {s.step: s.not_finite for s in record.steps if s.not_finite},
         "seconds": {s.step: s.seconds for s in record.steps if s.seconds},
         "peak": max((s.peak for s in record.steps), default=0),
     }
+
+
+def _inputs(fed: Iterable[Fed]) -> int:
+    return number([(one.digest, one.shape) for one in fed])
 
 
 def _shown(evidence: RankEvidence, shown: int) -> dict[str, Any]:

@@ -137,12 +137,35 @@ def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> lis
 
 
 def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
-    """No two data-parallel ranks are fed the same in every step. Ranks that differ in another axis are not compared."""
+    """No two data-parallel ranks are fed the same in every step, and tp peers are fed the same tokens in each. Inputs that are
+    no integers may be cut over tp, as activations are under sequence parallelism; ranks that differ in another axis are not
+    compared."""
+    judged = [one for one in summaries if one.rank < dims.world_size]
+    apart, compared = _other_tokens(judged, dims)
     if dims.dp == 1:
-        return not_applicable("samples", "no data parallelism")
-    fed = {one.rank: tuple(sorted(one.fed.items())) for one in summaries if one.fed and one.rank < dims.world_size}
-    if len(fed) < len(summaries):
+        none = not_applicable("samples", "no data parallelism" + ", and tp ranks are fed no tokens" * (dims.tp > 1))
+        return verdict_of("samples", apart, compared) if compared else none
+    fed = {one.rank: tuple(sorted(one.fed.items())) for one in judged if one.fed}
+    if len(fed) < len(summaries) and not apart:
         return Result("samples", Verdict.UNKNOWN, note="no input tensor of a model was seen")
+    return verdict_of("samples", list(worst_first([*apart, *_fed_alike(fed, dims)])), len(fed))
+
+
+def _other_tokens(judged: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
+    """By the first of its tp peers, each rank that was fed other tokens than that one; and how many were compared."""
+    tokens = {one.rank: one.tokens for one in judged if one.tokens}
+    findings, compared = [], 0
+    for first, *peers in sorted(set(_lines(dims, "tp").values())):
+        for rank in (peer for peer in peers if first in tokens and peer in tokens):
+            both = sorted(tokens[first].keys() & tokens[rank].keys())
+            compared += len(both)
+            if other := tuple(step for step in both if tokens[rank][step] != tokens[first][step]):
+                text = f"others in {steps_text(other)}"
+                findings.append(Finding.at(rank, f"the tokens of its tp peer, rank {first}", text))
+    return findings, compared
+
+
+def _fed_alike(fed: dict[int, tuple[tuple[int, int], ...]], dims: ParallelDims) -> list[Finding]:
     planes: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(fed):
         at = coordinate(dims, rank)
@@ -154,7 +177,7 @@ def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
             if len(same := sorted(alike)) > 1:
                 text = f"the same in {steps_text(tuple(step for step, _ in fed[same[0]]))}"
                 findings.append(Finding(f"ranks {ranks_text(same)}", "other samples on each data-parallel rank", text))
-    return verdict_of("samples", list(worst_first(findings)), len(fed))
+    return findings
 
 
 def finite(summaries: Sequence[Summary]) -> Result:

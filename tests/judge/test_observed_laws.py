@@ -28,6 +28,26 @@ def test_tensor_parallel_peers_may_be_fed_the_same() -> None:
     assert samples(ranks, FOUR).verdict == Verdict.FAIL
 
 
+def test_a_tp_rank_that_is_fed_other_tokens_than_its_peer_is_named() -> None:
+    dims = ParallelDims(dp_shard=2, tp=2)
+    right = [summary(rank, fed={1: rank // 2}, tokens={1: rank // 2, 2: 5 + rank // 2}) for rank in range(4)]
+    wrong = [*right[:3], summary(3, fed={1: 3}, tokens={1: 1, 2: 9})]
+    assert samples(right, dims).verdict == Verdict.PASS
+    (finding,) = samples(wrong, dims).findings
+    assert (finding.where, finding.expected) == ("rank 3", "the tokens of its tp peer, rank 2")
+    assert finding.observed == "others in step 2"
+    alone = ParallelDims(tp=4)
+    assert samples([summary(rank, tokens={1: 7}) for rank in range(4)], alone).verdict == Verdict.PASS
+    assert samples([summary(rank, tokens={1: rank}) for rank in range(4)], alone).verdict == Verdict.FAIL
+    assert samples([summary(rank, tokens={1: rank}) for rank in range(4)], ParallelDims(cp=4)).findings == ()
+
+
+def test_activations_may_be_cut_over_tp_ranks() -> None:
+    cut = [summary(rank, fed={1: rank}) for rank in range(4)]
+    assert samples(cut, ParallelDims(dp_shard=2, tp=2)).verdict == Verdict.PASS
+    assert samples(cut, ParallelDims(tp=4)).verdict == Verdict.NOT_APPLICABLE
+
+
 def test_without_a_tensor_that_was_fed_nobody_knows() -> None:
     assert samples([summary(rank) for rank in range(4)], FOUR).verdict == Verdict.UNKNOWN
 
