@@ -26,6 +26,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "seconds",
         "copies",
         "tokens",
+        "ignored",
     )
     plain |= {name: {} for name in tables}
     plain |= {

@@ -39,7 +39,7 @@ class RecordedStep:
     """Of a step, beside its StepEvidence; step 0 is before the first one. digests: by fqn, of this rank's part of each
     parameter. not_finite: parameters with infinite numbers or NaN. seconds: until the next step began; 0 if none did.
     peak: bytes of memory that were in use at most, so far. ungraded: parameters that had no gradient when an
-    optimizer stepped."""
+    optimizer stepped. constant: of step 0, parameters whose numbers are all the same."""
 
     step: int
     digests: dict[str, int]
@@ -48,6 +48,7 @@ class RecordedStep:
     seconds: float = 0.0
     peak: int = 0
     ungraded: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ class Wrapper:
     parameters; empty if none. find_unused_parameters: of DDP, in a graph that
     is not static. float_buffers, other_buffers: of DDP, the bytes of its module's buffers that it broadcasts before a forward
     pass, those of floating-point numbers and all others. comm_hook: of DDP, the communication hook by which it reduces
-    gradients; empty if none.
+    gradients; empty if none. ignored: of DDP, the parameters of its module that it does not look after.
     """
 
     kind: str
@@ -262,6 +262,7 @@ class Wrapper:
     float_buffers: int = 0
     other_buffers: int = 0
     comm_hook: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

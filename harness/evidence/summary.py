@@ -73,6 +73,7 @@ class Summary:
     digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
     kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
+    ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
     """
 
     rank: int
@@ -116,6 +117,7 @@ class Summary:
     kind: int = 0
     places: tuple[tuple[str, str], ...] = ()
     tokens: dict[int, int] = field(default_factory=dict)
+    ignored: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
@@ -136,6 +138,7 @@ def summary_of(record: RankRecord) -> Summary:
         wrappers=dict(Counter(wrapper.kind for wrapper in evidence.structure.values())),
         roles=roles(evidence),
         copies=copies(record),
+        ignored=ignored(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
         background=background(evidence),
@@ -300,13 +303,15 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     """Which of its parts this rank claims to hold, of each parameter of which something claims it. Ranks with equal places are
     replicas. What DDP looks after is whole on the ranks of its group, and what FSDP1 shards over no ranks."""
     wrappers = evidence.structure.values()
+    ignored = {fqn for wrapper in wrappers for fqn in wrapper.ignored}
     whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")}
     if wrappers and all(w.kind == "fsdp1" and len(w.shard_ranks) <= 1 for w in wrappers):  # NO_SHARD
         whole = {w.replicate_ranks for w in wrappers if len(w.replicate_ranks) > 1}
     of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
     found = []
     for tensor in evidence.parameters:
-        place = _place(evidence.rank, tensor) if tensor.mesh is not None else of_ddp
+        plain = None if tensor.fqn in ignored else of_ddp
+        place = _place(evidence.rank, tensor) if tensor.mesh is not None else plain
         if place is not None:
             found.append((tensor.fqn, *place))
     return found
@@ -356,6 +361,14 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
         }
         found[ranks] = {step: number(values) for step, values in told.items() if values}
     return found
+
+
+def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
+    """Experts of the ranks' own, or replicas that a wrapper was told to ignore by mistake. Two experts may both begin with
+    zeros."""
+    constant = {fqn for step in record.steps for fqn in step.constant}
+    names = {fqn for wrapper in record.evidence.structure.values() for fqn in wrapper.ignored} - constant
+    return {fqn: {s.step: s.digests[fqn] for s in record.steps if fqn in s.digests} for fqn in sorted(names)}
 
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:

@@ -94,12 +94,14 @@ def _lines(dims: ParallelDims, axis: str) -> dict[int, tuple[int, ...]]:
 def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
     """Ranks that claim the same parts of all parameters hold the same bytes of them after every step recorded. So do ranks over
     which DTensors copy some parameters and cut others (norms under tensor parallelism), of those that are copied; and ranks
-    that claim nothing, are replicas by the layout, and began with the same bytes."""
+    that claim nothing, are replicas by the layout, and began with the same bytes. The same holds of a parameter that a wrapper
+    was told to ignore."""
+    apart, compared = _ignored_replicas(summaries, dims)
     families = [*replicas(summaries), *copied(summaries), *_replicas_by_layout(summaries, dims)]
     if others := _other_parameters(summaries, dims):
         told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
-    if not families:
+    if not families and not compared:
         none = "no two ranks claim the same parts of all parameters"
         return not_applicable("replica_agreement", f"{none}, or are replicas by the layout and began alike")
     findings = [
@@ -109,8 +111,26 @@ def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Resul
         for step, pairs in differing(families).items()
         for most, others in pairs
     ]
-    examined = sum((len(family) - 1) * len([s for s in family[0].contents if s]) for family in families)
-    return verdict_of("replica_agreement", list(worst_first(findings)), examined)
+    examined = compared + _compared(families)
+    return verdict_of("replica_agreement", list(worst_first([*findings, *apart])), examined)
+
+
+def _compared(families: Sequence[list[Summary]]) -> int:
+    return sum((len(family) - 1) * len([s for s in family[0].contents if s]) for family in families)
+
+
+def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
+    """The first step after which each of them differs, and how many were compared."""
+    findings, compared = [], 0
+    for fqn in sorted({fqn for one in summaries for fqn in one.ignored}):
+        alone = [replace(one, slices=0, model=0, contents=one.ignored[fqn]) for one in summaries if fqn in one.ignored]
+        families = _replicas_by_layout(alone, dims)
+        compared += _compared(families)
+        for step, ((most, others), *_) in list(differing(families).items())[:1]:
+            where = f"ranks {ranks_text(others)}, after step {step}, {fqn}"
+            text = "other bytes; they began alike, and its wrapper is told to ignore it"
+            findings.append(Finding(where, f"the bytes of ranks {ranks_text(most)}", text))
+    return findings, compared
 
 
 def _other_parameters(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[int, ...]:

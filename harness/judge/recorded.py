@@ -22,7 +22,7 @@ from harness.judge.stored_recording import Recording
 from harness.judge.traffic import INSIDE
 from harness.judge.trial import Recorded, Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import claimed_units
+from harness.plan.observed_units import Observed, claimed_units
 from harness.plan.plan import Plan
 from harness.plan.slices import BYTES
 from harness.reference.config import ModelConfig, TrainingConfig
@@ -69,10 +69,24 @@ def trial_of(
     places = {rank: one.places for rank, one in (recording.summaries if recording else {}).items()}
     recorded = Recorded(not_judged, _copies(records.values()), unknown, like, places)
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
-    plan = make_plan(case, USUAL, {rank: units[one] for rank, one in sorted(like.items())})
+    plan = _plan(case, {rank: units[one] for rank, one in sorted(like.items())}, _ignored(ranks.values()))
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)
     return Trial(case, plan, Run(directory, world, exits, ranks), NO_REFERENCE, recorded=recorded)
+
+
+def _plan(case: Case, units: Observed, ignored: set[str]) -> Plan:
+    """Of what a wrapper ignores it moves nothing."""
+    plan = make_plan(case, USUAL, units)
+    if not ignored:
+        return plan
+    shapes = tuple((fqn, shape) for fqn, shape in case.model.parameter_shapes().items() if fqn not in ignored)
+    moved = make_plan(replace(case, model=ObservedModel(name="recorded", n_layers=0, shapes=shapes)), USUAL, units)
+    return replace(plan, flows=moved.flows, even_flows=moved.even_flows)
+
+
+def _ignored(ranks: Iterable[RankEvidence]) -> set[str]:
+    return {fqn for evidence in ranks for wrapper in evidence.structure.values() for fqn in wrapper.ignored}
 
 
 def _recording_of(records: Mapping[int, RankRecord], directory: str) -> Recording:
@@ -162,6 +176,8 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
         reasons["of slices"] = "FSDP1 cuts vectors of many parameters, which are not derived"
     elif case.dims.dp * case.dims.cp > 1 and not kinds:
         reasons["of slices"] = "no data-parallel wrapper of torch's was seen"
+    elif own := _own_parameters(ranks.values()):
+        reasons["of slices"] = f"ranks have parameters of their own ({own}), which their wrappers ignore"
     elif len(kinds) > 1:
         reasons["of slices"] = f"several kinds of wrappers: {', '.join(sorted(kinds))}"
     found = {law: reasons["of slices"] for law in ("traffic", "memory", "reshard") if reasons}
@@ -170,6 +186,14 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
     if case.shards == 1 and not kinds and not _dtensors(ranks.values()):
         found["placements"] = "nothing says where it lies: plain tensors, and no wrapper of torch's"
     return found
+
+
+def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
+    """One that some ranks do not have, if wrappers ignore all of these, as experts that have names of their own."""
+    ranks = list(ranks)
+    held = Counter(tensor.fqn for evidence in ranks for tensor in evidence.parameters)
+    own = {fqn for fqn, count in held.items() if count < len(ranks)}
+    return min(own) if own and own <= _ignored(ranks) else ""
 
 
 def _unknown(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:

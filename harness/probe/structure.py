@@ -156,14 +156,15 @@ def wrappers(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
             wrapper = _wrappers.get(module) or _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
             if wrapper:
                 together = _gathered_together(module, part)
-                found[plain_fqn(name)] = dataclasses.replace(wrapper, parameters=together)
+                ignored = tuple(joined(plain_fqn(name), fqn) for fqn in wrapper.ignored)
+                found[plain_fqn(name)] = dataclasses.replace(wrapper, parameters=together, ignored=ignored)
     return found
 
 
 def _ddp(module: nn.Module) -> Wrapper | None:
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return None
-    return _ddp_of_kind("ddp", module)
+    return _ddp_of_kind("ddp", module, module)
 
 
 def _replicate(module: nn.Module) -> Wrapper | None:
@@ -171,11 +172,12 @@ def _replicate(module: nn.Module) -> Wrapper | None:
     for state in vars(module).get(STATE_KEY, {}).values():
         ddp = state._ddp_weakref() if hasattr(state, "_ddp_weakref") else None
         if ddp is not None:
-            return _ddp_of_kind("replicate", ddp)
+            return _ddp_of_kind("replicate", ddp, module)
     return None
 
 
-def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel) -> Wrapper:
+def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> Wrapper:
+    """module: the one that it is put on."""
     ranks, unused = members(ddp.process_group), bool(ddp.find_unused_parameters and not ddp.static_graph)
     sizes = {True: 0, False: 0}  # of buffers, by whether they are floating-point numbers
     for buffer in ddp.modules_buffers if ddp.broadcast_buffers else ():
@@ -187,7 +189,14 @@ def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel) -> Wrapper
         float_buffers=sizes[True],
         other_buffers=sizes[False],
         comm_hook=str(ddp._get_ddp_logging_data().get("comm_hook", "")),
+        ignored=_ignored(ddp, module),
     )
+
+
+def _ignored(ddp: Any, module: nn.Module) -> tuple[str, ...]:
+    """By their names in the module. Those whose all-reduce is delayed DDP lists as ignored, and reduces them itself."""
+    own = {id(parameter) for parameter in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
+    return tuple(plain_fqn(name) for name, parameter in module.named_parameters() if id(parameter) not in own)
 
 
 def _fsdp1(module: nn.Module) -> Wrapper | None:

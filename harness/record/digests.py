@@ -39,6 +39,13 @@ def not_finite(tensor: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(held).all()
 
 
+@torch.no_grad()
+def constant(tensor: torch.Tensor) -> torch.Tensor:
+    """bool []: whether all numbers of this rank's part are the same, as those of a bias that begins with zeros."""
+    flat = local(tensor).reshape(-1)
+    return (flat == flat[:1]).all()
+
+
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as a row of integers. Trap: what has fewer than two elements may have a stride that forbids it."""
     flat = tensor.detach().reshape(-1)

@@ -29,7 +29,7 @@ from harness.probe.resharding import GatheredRecorder, after_forward
 from harness.probe.settings import settings
 from harness.probe.structure import local, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
-from harness.record.digests import digest, not_finite
+from harness.record.digests import constant, digest, not_finite
 from harness.record.optimizers import Optimizers, gradient_bytes
 
 
@@ -41,6 +41,7 @@ class Step:
     ended: float = 0.0
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     bad: dict[str, torch.Tensor] = field(default_factory=dict)
+    constant: dict[str, torch.Tensor] = field(default_factory=dict)
     fed: list[tuple[Account, torch.Tensor, tuple[int, ...], str]] = field(default_factory=list)
     after: list[tuple[Account, AfterForward]] = field(default_factory=list)
     settings: dict[str, set[str]] = field(default_factory=dict)
@@ -165,6 +166,8 @@ class Seen:
             if self.reads_contents and (owned is None or id(parameter) in owned):
                 step.digests[fqn] = digest(parameter)
                 step.bad[fqn] = not_finite(parameter)
+                if number == 0:
+                    step.constant[fqn] = constant(parameter)
 
     def see_what_was_left(self) -> None:
         self._gathered.see_what_was_left(self.parts)
@@ -227,7 +230,8 @@ class Seen:
         return RecordedStep(
             step=number,
             digests=dict(zip(step.digests, _read(step.digests.values()), strict=True)),
-            not_finite=tuple(fqn for fqn, bad in zip(step.bad, _read(step.bad.values()), strict=True) if bad),
+            not_finite=_where(step.bad),
+            constant=_where(step.constant),
             fed=tuple(
                 Fed(int(number), shape, dtype)
                 for account, number, shape, dtype in step.fed
@@ -264,6 +268,10 @@ def _claim(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
 def _ranks_of(mesh: Any) -> Any:
     """The same list for all parameters on it."""
     return mesh.mesh.tolist()
+
+
+def _where(told: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    return tuple(fqn for fqn, true in zip(told, _read(told.values()), strict=True) if true)
 
 
 def _read(values: Any) -> list[Any]:

@@ -106,3 +106,19 @@ def test_fsdp1_without_shards_claims_replicas_and_is_no_hsdp(shards: tuple[int, 
     one = summary_of(RankRecord(replace(evidence, structure={"": wrapper}), ()))
     assert one.roles["0,1" if not shards else "0,2"] == role
     assert bool(one.slices) == (not shards)
+
+
+def test_what_ddp_ignores_is_no_part_of_its_replica_and_is_told_apart_unless_it_begins_as_a_constant() -> None:
+    evidence = trial_of(tiny_case("ddp_2")).ranks[0]
+    names = [tensor.fqn for tensor in evidence.parameters]
+    first, second, *rest = names
+    structure = {"": Wrapper("ddp", replicate_ranks=(0, 1), ignored=(first, second))}
+
+    def of(expert: int, other: int) -> Summary:
+        held = {first: expert, second: expert, **dict.fromkeys(rest, other)}
+        steps = (RecordedStep(0, held, constant=(second,)), RecordedStep(1, held))
+        return summary_of(RankRecord(replace(evidence, structure=structure), steps))
+
+    assert of(1, 7).contents == of(2, 7).contents != of(1, 8).contents
+    assert of(1, 7).slices == of(2, 7).slices != 0
+    assert of(1, 7).ignored == {first: {0: 1, 1: 1}}

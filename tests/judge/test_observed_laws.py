@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from literal_recording import GATHER, SUM, hsdp, summary
 
 from harness.evidence.summary import Outside, Summary, Use
@@ -86,6 +88,19 @@ def test_ranks_that_claim_nothing_and_are_replicas_by_the_layout_agree_if_they_b
     assert replica_agreement(apart, ParallelDims(tp=2)).verdict == Verdict.NOT_APPLICABLE
     by_hand = [summary(rank, 2, contents={0: rank, 1: 8 + rank}) for rank in range(2)]
     assert replica_agreement(by_hand, cp).verdict == Verdict.NOT_APPLICABLE
+
+
+def test_a_replica_that_a_wrapper_was_told_to_ignore_is_named_and_an_expert_of_each_rank_is_none() -> None:
+    dims = ParallelDims(dp_replicate=2)
+    ranks = [
+        summary(rank, 2, slices=1, contents={0: 7, 1: 8}, ignored={"expert": {0: rank, 1: rank}, "wq": {0: 5, 1: rank}})
+        for rank in range(2)
+    ]
+    broken = replica_agreement(ranks, dims)
+    assert [finding.where for finding in broken.findings] == ["ranks [1], after step 1, wq"]
+    experts = [dataclasses.replace(one, ignored={"expert": one.ignored["expert"]}) for one in ranks]
+    assert replica_agreement(experts, dims).verdict == Verdict.PASS
+    assert replica_agreement(ranks, ParallelDims(tp=2)).verdict == Verdict.PASS
 
 
 def test_infinite_numbers_are_found_with_their_step() -> None:

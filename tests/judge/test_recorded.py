@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +155,38 @@ def test_gradients_that_a_communication_hook_reduces_in_fewer_bytes_are_the_trai
     assert results[""].verdict == Verdict.FAIL
     assert results["powerSGD_hook"].verdict == Verdict.NOT_APPLICABLE
     assert "communication hook powerSGD_hook" in results["powerSGD_hook"].note
+
+
+def test_what_ddp_was_told_to_ignore_is_not_summed_and_all_the_rest_is() -> None:
+    ran, fqn = trial_of(tiny_case("ddp_2")), "layers.0.attention.wq.weight"
+    size = 8 * next(math.prod(t.global_shape) for t in ran.ranks[0].parameters if t.fqn == fqn)
+    found = []
+    for ignored, fewer in (((fqn,), size), ((fqn,), size + 8), ((), size)):
+        ranks = {rank: ignoring(evidence, ignored, fewer) for rank, evidence in ran.ranks.items()}
+        found.append(verdicts(recorded_trial(replace(ran, run=replace(ran.run, ranks=ranks)), LAYOUTS["ddp_2"])))
+    assert [one["traffic"] for one in found] == [Verdict.PASS, Verdict.FAIL, Verdict.FAIL]
+    assert [one["memory"] for one in found] == [Verdict.PASS] * 3
+
+
+def ignoring(evidence: RankEvidence, fqns: tuple[str, ...], fewer: int) -> RankEvidence:
+    """Gradients are summed in so many bytes fewer."""
+    calls = tuple(
+        replace(c, bytes=c.bytes - fewer) if c.phase == "backward" and c.bytes > fewer else c
+        for c in evidence.collectives
+    )
+    structure = {name: replace(wrapper, ignored=fqns) for name, wrapper in evidence.structure.items()}
+    return replace(evidence, structure=structure, collectives=calls)
+
+
+def test_experts_that_have_names_of_their_own_on_each_rank_leave_slices_open() -> None:
+    ran = trial_of(tiny_case("ddp_2"))
+    fqn, held = ran.ranks[1].parameters[-1].fqn, ran.ranks[1].parameters[:-1]
+    for ignored in ((fqn,), ()):
+        ranks = {rank: ignoring(evidence, ignored, 0) for rank, evidence in ran.ranks.items()}
+        ranks[1] = replace(ranks[1], parameters=held)
+        results = judged(recorded_trial(replace(ran, run=replace(ran.run, ranks=ranks)), LAYOUTS["ddp_2"]))
+        (memory,) = [one for one in results if one.check == "memory"]
+        assert ("parameters of their own" in memory.note) == bool(ignored)
 
 
 def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
