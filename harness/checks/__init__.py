@@ -15,11 +15,15 @@ from dataclasses import replace
 from types import ModuleType
 
 from harness.judge import tolerance
+from harness.judge.observed_laws import of_all_models
 from harness.judge.result import Result, Verdict, worst_first
 from harness.judge.trial import Recorded, Trial, launch_label
 
 OF_RECORDED = ("completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard")
 """What is judged of a job that was only recorded: laws that need neither values nor a recipe."""
+
+OF_PARAMETERS = ("placements", "traffic", "memory", "reshard")
+"""What looks at the parameters of all models."""
 
 OF_ALONE = (*OF_RECORDED, "schedule", "features")
 """What is judged of ranks that ran alone, without data: laws that need no values, and no other ranks."""
@@ -80,7 +84,7 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
         return Result(name, Verdict.UNKNOWN, note=f"the law itself raised {error!r} at {where.name}:{where.lineno}")
     if result.verdict is Verdict.PASS and result.examined == 0:
         return Result(name, Verdict.UNKNOWN, note="nothing was examined")
-    return result
+    return of_all_models(result, trial.recorded.partial) if trial.recorded and name in OF_PARAMETERS else result
 
 
 def _not_judged(name: str, trial: Trial) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from harness.evidence.keys import ranks_of, steps_text
@@ -18,11 +18,26 @@ NOTHING = "nothing was examined"
 
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
-    found = exchange(summaries, dims), replica_agreement(summaries, dims), samples(summaries, dims), finite(summaries)
+    partial = not_recorded(summaries)
+    agreement, numbers = (
+        of_all_models(one, partial) for one in (replica_agreement(summaries, dims), finite(summaries))
+    )
     return tuple(
         one if one.examined or one.verdict is not Verdict.PASS else replace(one, verdict=Verdict.UNKNOWN, note=NOTHING)
-        for one in found
+        for one in (exchange(summaries, dims), agreement, samples(summaries, dims), numbers)
     )
+
+
+def not_recorded(summaries: Iterable[Summary]) -> str:
+    """Which models, or the beginning of which, are not on record; empty if all are."""
+    return next((f"not recorded: {one.left_out[0]}" for one in summaries if one.left_out), "")
+
+
+def of_all_models(result: Result, partial: str) -> Result:
+    """A law that holds of the models on record may be broken by another."""
+    if partial and result.verdict is Verdict.PASS:
+        return replace(result, verdict=Verdict.UNKNOWN, note=partial)
+    return result
 
 
 def exchange(summaries: Sequence[Summary], dims: ParallelDims) -> Result:

@@ -33,13 +33,15 @@ from harness.spec.traits import TrainerTraits
 class Recorded:
     """Of a recorded job, which has no reference. not_judged: by law, why. copies: how many numbers a parameter its optimizer
     keeps at most, None where that is not known. unknown: by law, why what it would have to see was not seen. like: by rank that
-    left evidence, the one that is read in its place; places: by rank, the groups that its record names."""
+    left evidence, the one that is read in its place; places: by rank, the groups that its record names. partial: which of its
+    models are not on record, or not from the first step on; empty if all are."""
 
     not_judged: Mapping[str, str]
     copies: int | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
     like: Mapping[int, int] = field(default_factory=dict)
     places: Mapping[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    partial: str = ""
 
 
 @dataclass(frozen=True)

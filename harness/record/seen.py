@@ -101,6 +101,9 @@ class Seen:
         self._parts.append(weakref.ref(module))
         self._classes[type(module).__name__] = None
         self.pid = os.getpid()
+        known = {tensor.fqn for tensor in self._parameters}
+        if self._clock.finished and not known.issuperset(fqn for fqn, _ in named_parameters([module])):
+            self.left_out.append(f"{type(module).__name__} before step {self._clock.finished + 1}")
         self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
         self._note_contents(0)
 

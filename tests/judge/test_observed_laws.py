@@ -103,6 +103,16 @@ def test_a_replica_that_a_wrapper_was_told_to_ignore_is_named_and_an_expert_of_e
     assert replica_agreement(ranks, ParallelDims(tp=2)).verdict == Verdict.PASS
 
 
+def test_replicas_of_a_model_that_is_not_on_record_may_differ() -> None:
+    left, dims = ("Critic, which has a parameter 0.weight as another model has",), ParallelDims(2, 2)
+    alike = [hsdp(rank, left_out=left) for rank in range(4)]
+    apart = [*alike[:3], hsdp(3, left_out=left, contents={1: 5})]
+    for ranks, verdict in ((alike, Verdict.UNKNOWN), (apart, Verdict.FAIL)):
+        _, agreement, _, numbers = observed_laws(ranks, dims)
+        assert (agreement.verdict, numbers.verdict) == (verdict, Verdict.UNKNOWN)
+        assert numbers.note == f"not recorded: {left[0]}"
+
+
 def test_infinite_numbers_are_found_with_their_step() -> None:
     (finding,) = finite([summary(0, contents={1: 1}, not_finite={1: ("w",)})]).findings
     assert finding.where == "rank 0, step 1, w"

@@ -189,6 +189,23 @@ def test_experts_that_have_names_of_their_own_on_each_rank_leave_slices_open() -
         assert ("parameters of their own" in memory.note) == bool(ignored)
 
 
+def test_where_a_second_model_is_not_on_record_what_looks_at_parameters_is_unknown_unless_it_is_wrong() -> None:
+    ran, dims, left = trial_of(tiny_case("fsdp_2")), FSDP_2, ("Critic, which has a parameter 0.weight",)
+    held = ran.ranks[0].steps[1].memory
+    more = changed_steps(ran, 0, memory={kind: 2 * size for kind, size in held.items()})
+    records = {rank: record_of(evidence, left_out=left) for rank, evidence in more.ranks.items()}
+    results = {one.check: one for one in judged(recorded.trial_of(records, dims, "run", 2))}
+    unknown = {name for name, one in results.items() if one.verdict == Verdict.UNKNOWN}
+    assert unknown == {"memory", "traffic", "placements", "reshard"}
+    assert {results[name].note for name in unknown} == {"not recorded: Critic, which has a parameter 0.weight"}
+    over = {rank: replace(one, evidence=with_shards(one.evidence, ())) for rank, one in records.items()}
+    assert verdicts(recorded.trial_of(over, dims, "run", 2))["placements"] == Verdict.FAIL
+
+
+def with_shards(evidence: RankEvidence, ranks: tuple[int, ...]) -> RankEvidence:
+    return replace(evidence, structure={name: replace(w, shard_ranks=ranks) for name, w in evidence.structure.items()})
+
+
 def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
     ran, dims = trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]
     frozen = RecordedStep(1, {}, ungraded=("norm.weight",))
