@@ -44,7 +44,8 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "background",
         )
     }
-    plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "steps_seen": 3}
+    plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "joined": None}
+    plain["steps_seen"] = 3
     return Summary(**plain | changes)
 
 

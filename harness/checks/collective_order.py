@@ -2,7 +2,8 @@
 
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
 Where only some ranks ran, two members of a group that disagree break the law, whoever is missing; that they agree proves
-nothing of a group that is not wholly there.
+nothing of a group that is not wholly there. A rank that has no more inputs, where others have some, shadows what they issue
+(torch's Join): its groups are compared until then.
 """
 
 from __future__ import annotations
@@ -30,12 +31,21 @@ def check(trial: Trial) -> Result:
         for collective in evidence.collectives:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
-    findings = [f for (_, ranks), by_rank in sequences.items() for f in _first_difference(trial, ranks, by_rank)]
+    compared = ((ranks, _until_joined(trial, by_rank)) for (_, ranks), by_rank in sequences.items())
+    findings = [found for ranks, by_rank in compared for found in _first_difference(trial, ranks, by_rank)]
     findings += _unmatched({rank: _between_read(trial, calls) for rank, calls in whole.items()})
     examined = sum(map(len, whole.values()))
     if trial.alone is not None and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
     return verdict_of("collective_order", findings, examined)
+
+
+def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
+    """As long as all of these ranks had inputs."""
+    last = min((step for rank in by_rank if (step := trial.ranks[rank].joined) is not None), default=None)
+    if last is None:
+        return by_rank
+    return {rank: [call for call in calls if call.step <= last] for rank, calls in by_rank.items()}
 
 
 def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:

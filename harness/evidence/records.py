@@ -280,6 +280,8 @@ class RankEvidence:
     rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
     starts: of a fused tensor of whose gradient and optimizer state there is an interval, at which of its elements that begins.
     settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
+    joined: the step after which this rank had no more inputs where others had, under torch's Join; None if it always had. What
+    it did from then on is not recorded.
     """
 
     rank: int
@@ -300,6 +302,7 @@ class RankEvidence:
     settings: dict[str, str] = field(default_factory=dict)
     reports_every: int = 1
     after_evaluation: tuple[AfterEvaluation, ...] = ()
+    joined: int | None = None
 
 
 AT_LIMIT = "at the time limit"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,12 +55,13 @@ class Outside:
 
 @dataclass(frozen=True)
 class Issued:
-    """All that a rank issued over one group in the steps recorded, in order, as one number."""
+    """All that a rank issued over one group in the steps recorded, in order, as one number; and what of each step."""
 
     group: str
     ranks: str
     calls: int
     digest: int
+    steps: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Summary:
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
     kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
     ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
+    joined: as in RankEvidence.
     """
 
     rank: int
@@ -118,6 +120,7 @@ class Summary:
     places: tuple[tuple[str, str], ...] = ()
     tokens: dict[int, int] = field(default_factory=dict)
     ignored: dict[str, dict[int, int]] = field(default_factory=dict)
+    joined: int | None = None
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
@@ -139,6 +142,7 @@ def summary_of(record: RankRecord) -> Summary:
         roles=roles(evidence),
         copies=copies(record),
         ignored=ignored(record),
+        joined=evidence.joined,
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
         background=background(evidence),
@@ -249,7 +253,12 @@ def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
     for call in evidence.collectives:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:
             sequences[call.group, ranks_key(call.ranks)].append(_as_issued(call))
-    return tuple(Issued(*key, len(calls), number(calls)) for key, calls in sorted(sequences.items()))
+    return tuple(Issued(*key, len(calls), number(calls), _by_steps(calls)) for key, calls in sorted(sequences.items()))
+
+
+def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
+    """calls: as issued, the step last."""
+    return {step: number([call for call in calls if call[-1] == step]) for step in dict.fromkeys(c[-1] for c in calls)}
 
 
 def _as_issued(call: Collective) -> list[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from harness.evidence.keys import ranks_of
-from harness.evidence.summary import Summary, Use
+from harness.evidence.summary import Issued, Summary, Use
 
 H = TypeVar("H", bound=Hashable)
 
@@ -147,19 +147,27 @@ def _contents(step: int, one: Summary) -> int | None:
 
 
 def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:
-    """(group, its ranks) whose members did not issue the same collectives in the same order."""
-    found: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-    there = set()
+    """(group, its ranks) whose members did not issue the same collectives in the same order, as long as all of them had
+    inputs."""
+    found: dict[tuple[str, str], dict[int, Issued]] = defaultdict(dict)
+    joined: dict[int, int | None] = {}
     for summary in summaries:
-        there.add(summary.rank)
+        joined[summary.rank] = summary.joined
         for one in summary.issued:
-            found[one.group, one.ranks][summary.rank] = one.digest
+            found[one.group, one.ranks][summary.rank] = one
     wrong = []
-    for (group, key), digests in found.items():
-        present = {rank for rank in ranks_of(key) if rank in there}
+    for (group, key), issued in found.items():
+        present = {rank for rank in ranks_of(key) if rank in joined}
+        last = min((step for rank in present if (step := joined[rank]) is not None), default=None)
+        digests = {rank: _until(one, last) for rank, one in issued.items()}
         if len(set(digests.values())) > 1 or set(digests) != present:
             wrong.append((group, ranks_of(key)))
     return wrong
+
+
+def _until(one: Issued, last: int | None) -> object:
+    """What was issued until this step; all where there is none."""
+    return one.digest if last is None else tuple((step, it) for step, it in one.steps.items() if step <= last)
 
 
 @dataclass(frozen=True)
@@ -177,12 +185,13 @@ def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     other models, and other groups of parameters."""
     summaries = list(summaries)
     found: list[Odd] = []
+    uneven = any(one.joined is not None for one in summaries)
     switches = sorted({name for one in summaries for name in one.settings} - {"threads"})
     told: list[tuple[str, Callable[[Summary], str | None]]] = [
         *((name, functools.partial(_of, "settings", name)) for name in switches),
         *((f"{name}'s version", functools.partial(_of, "versions", name)) for name in ("torch", "python")),
         ("optimizer", lambda one: ", ".join(sorted({text.partition("(")[0] for text in one.optimizers}))),
-        ("steps", lambda one: str(one.steps_seen) if one.ended == "ok" else None),
+        ("steps", lambda one: str(one.steps_seen) if one.ended == "ok" and not uneven else None),
     ]
     for what, read in told:
         kinds = together(summaries, read)

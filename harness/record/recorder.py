@@ -59,7 +59,7 @@ class Recorder:
         self.pipeline = PipelineRecorder(self.clock)
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own)
         self.ended, self.error, self.failed, self.own = "", "", "", 0.0
-        self._inside = False
+        self._inside = self._leaving_join = False
         self._saved = True
         self._mine: bool | None = None
         self._place: tuple[int, int] | None = None
@@ -70,13 +70,44 @@ class Recorder:
         torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer)
         self.clock.between_steps = self._between_steps
         self._see_calls()
+        self._see_joins()
         atexit.register(self.end)
         self._see_errors()
         self._see_os_exit()
 
     def is_chosen(self) -> bool:
         """Whether what happens now is recorded; in step 0 what sets the job up is."""
-        return self.clock.step in self.chosen
+        joined = self._leaving_join or self.seen.joined is not None
+        return not joined and self.clock.step in self.chosen
+
+    # ---- uneven inputs
+
+    def _see_joins(self) -> None:
+        """A rank that leaves torch's Join before others shadows their collectives, in steps that it does not count."""
+        if not dist.is_available():
+            return
+        from torch.distributed.algorithms.join import Join
+
+        leave, count = Join.__exit__, Join._get_num_nonjoined_procs
+
+        @functools.wraps(leave)
+        def left(join: Join, *error: Any) -> None:
+            self._leaving_join = True
+            try:
+                leave(join, *error)
+            finally:
+                self._leaving_join = False
+
+        @functools.wraps(count)
+        def counted(join: Join) -> Any:
+            others = count(join)
+            if others and self.seen.joined is None and self.seen.classes:
+                self.seen.joined = self.clock.finished
+                self.seen.step_is_over()
+                self.save()
+            return others
+
+        Join.__exit__, Join._get_num_nonjoined_procs = left, counted
 
     # ---- forward passes
 

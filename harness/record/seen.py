@@ -58,6 +58,7 @@ class Seen:
         self._parts: list[weakref.ref[nn.Module]] = []
         self._classes: dict[str, None] = {}
         self.left_out: list[str] = []
+        self.joined: int | None = None
         self.pid = os.getpid()
         self._clock, self._collectives, self._pipeline = clock, collectives, pipeline
         self._parameters: tuple[TensorEvidence, ...] = ()
@@ -199,6 +200,7 @@ class Seen:
             compiler=compiler(),
             settings=self._started,
             after_evaluation=tuple(self._gathered.after_evaluation),
+            joined=self.joined,
         )
 
     def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:

@@ -160,9 +160,10 @@ def _placements(summaries: Sequence[Summary]) -> str:
 
 def _contents(summaries: Sequence[Summary]) -> str:
     """What is equal by its bytes. Where nothing is claimed, equal bytes are called that and no more."""
-    last = max((step for one in summaries for step in one.contents), default=None)
-    if last is None:
+    steps = [set(one.contents) for one in summaries if one.contents]
+    if not steps:
         return "not examined"
+    last = max(set.intersection(*steps) or set().union(*steps))
     kinds = together(summaries, lambda one: (one.model, one.contents.get(last)))
     families = replicas(summaries)
     when = f"after step {last}" if last else "before the first step"

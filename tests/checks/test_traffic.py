@@ -232,3 +232,12 @@ def test_several_ranks_without_a_single_collective_are_unknown() -> None:
     trial = with_every_rank(trial_of(tiny_case("ddp_2")), lambda t, rank: with_rank(t, rank, collectives=()))
     result = judged("collective_order", trial)
     assert (result.verdict, result.note) == (Verdict.UNKNOWN, "nothing was examined")
+
+
+def test_a_rank_that_had_no_more_inputs_under_join_is_compared_until_then() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    calls = [call for call in trial.ranks[1].collectives if call.step <= 1]
+    joined = with_rank(trial, 1, collectives=tuple(calls), joined=1)
+    assert judged("collective_order", joined).verdict == Verdict.PASS
+    assert judged("collective_order", with_rank(joined, 1, joined=None)).verdict == Verdict.FAIL
+    assert judged("collective_order", with_rank(joined, 1, collectives=tuple(calls[:-1]))).verdict == Verdict.FAIL

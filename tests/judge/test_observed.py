@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from literal_recording import GATHER, SUM, hsdp, summary
 
 from harness.evidence.keys import ranks_key, ranks_of
-from harness.evidence.summary import Issued, Use
+from harness.evidence.summary import Issued, Summary, Use
 from harness.judge.observed import axes, differing, odd_ranks, out_of_order, replicas
 
 
@@ -49,6 +51,22 @@ def test_a_member_that_issued_something_else_or_nothing_is_out_of_order() -> Non
     assert out_of_order([*same, summary(3, issued=(Issued("g", "0-3", 5, 7),))]) == []
     assert out_of_order([*same, summary(3, issued=(Issued("g", "0-3", 5, 8),))]) == [("g", (0, 1, 2, 3))]
     assert out_of_order([*same, summary(3)]) == [("g", (0, 1, 2, 3))]
+
+
+def test_a_rank_that_had_no_more_inputs_under_join_is_compared_until_then() -> None:
+    def rank(number: int, steps: dict[int, int], joined: int | None = None) -> Summary:
+        return summary(number, 2, issued=(Issued("g", "0,1", len(steps), sum(steps.values()), steps),), joined=joined)
+
+    long, short = rank(0, {0: 1, 1: 2, 2: 3, 3: 4}), {0: 1, 1: 2, 2: 3}
+    assert out_of_order([long, rank(1, short, joined=2)]) == []
+    assert out_of_order([long, rank(1, short)]) == [("g", (0, 1))]
+    assert out_of_order([long, rank(1, short | {2: 9}, joined=2)]) == [("g", (0, 1))]
+
+
+def test_uneven_inputs_are_no_odd_number_of_steps_under_join() -> None:
+    uneven = [summary(0, 2, steps_seen=5), summary(1, 2, steps_seen=2)]
+    assert [one.what for one in odd_ranks(uneven)] == ["steps"]
+    assert odd_ranks([uneven[0], dataclasses.replace(uneven[1], joined=2)]) == []
 
 
 def test_a_member_without_evidence_is_not_called_out_of_order() -> None:

@@ -84,6 +84,35 @@ def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
     assert [step.step for step in load_record(record_file(tmp_path / "one", 0)).evidence.steps] == [1, 2]
 
 
+JOINS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    with Join([model]):
+        for step in range(1 if dist.get_rank() else 3):
+            model(torch.full((1, 2), dist.get_rank() + step + 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_with_uneven_inputs_under_join_have_no_anomaly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(JOINS)
+    words = ["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--"]
+    assert main([*words, *TORCHRUN, "2", str(tmp_path / "train.py")]) == 0
+    assert "PASS layout dp_replicate 2" in capsys.readouterr().out
+    summaries = load_recording(tmp_path / "one").summaries
+    assert [summaries[rank].joined for rank in (0, 1)] == [None, 1]
+    assert [summaries[rank].steps_seen for rank in (0, 1)] == [6, 2]
+
+
 LEAVES = """
 import os, torch
 model = torch.nn.Linear(2, 2)
