@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.evidence.recording import RankRecord
-from harness.evidence.records import RankEvidence, Run
+from harness.evidence.records import RankEvidence, Run, TensorEvidence
 from harness.evidence.summary import summary_of
 from harness.judge.observed_laws import not_recorded
 from harness.judge.recorded_ends import exits_of, not_heard
@@ -60,7 +60,7 @@ def trial_of(
     place. Trap: a job may be of more or fewer ranks than the layout."""
     like = {rank: rank for rank in records} if like is None else like
     steps = _steps(records.values())
-    ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
+    ranks = {rank: cut_first(_of_steps(record.evidence, steps)) for rank, record in records.items()}
     heard = recording or _recording_of(records, directory)
     exits = exits_of(heard, world)
     case = _case(dims, ranks, Counter(like.values()), max(steps, default=1))
@@ -113,6 +113,26 @@ def _steps(records: Iterable[RankRecord]) -> list[int]:
 def _of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
     calls = tuple(call for call in evidence.collectives if call.step in steps or call.step == 0)
     return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
+
+
+def cut_first(evidence: RankEvidence) -> RankEvidence:
+    """With the dim first along which FSDP2 cuts a parameter: it may be any (shard_placement_fn), and a plan cuts the first."""
+    units = {fqn for w in evidence.structure.values() if w.kind == "fsdp2" for fqn in w.parameters}
+    parameters = tuple(_cut_first(tensor) if tensor.fqn in units else tensor for tensor in evidence.parameters)
+    return replace(evidence, parameters=parameters)
+
+
+def _cut_first(tensor: TensorEvidence) -> TensorEvidence:
+    cuts = [kind for kind in tensor.placements if "Shard" in kind]
+    if len(cuts) != 1 or not cuts[0].startswith("Shard("):
+        return tensor
+    dim, shape = int(cuts[0].removeprefix("Shard(").rstrip(")")), tensor.global_shape
+    return replace(
+        tensor,
+        global_shape=(shape[dim], *shape[:dim], *shape[dim + 1 :]),
+        placements=tuple("Shard(0)" if kind in cuts else kind for kind in tensor.placements),
+        value=np.moveaxis(tensor.value, dim, 0),
+    )
 
 
 # ---- what is requested, as far as a layout says it

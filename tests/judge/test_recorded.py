@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from literal import LAYOUTS, tiny_case, trial_of
 
@@ -13,7 +14,7 @@ from harness.checks import OF_RECORDED, all_checks, placements, run_check
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import RankEvidence
+from harness.evidence.records import RankEvidence, TensorEvidence
 from harness.judge import recorded
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
@@ -204,6 +205,38 @@ def test_where_a_second_model_is_not_on_record_what_looks_at_parameters_is_unkno
 
 def with_shards(evidence: RankEvidence, ranks: tuple[int, ...]) -> RankEvidence:
     return replace(evidence, structure={name: replace(w, shard_ranks=ranks) for name, w in evidence.structure.items()})
+
+
+def cut_along_the_last_dim(evidence: RankEvidence) -> RankEvidence:
+    """As FSDP2's shard_placement_fn may have it."""
+
+    def other(tensor: TensorEvidence) -> TensorEvidence:
+        parts = tensor.global_shape[0] // tensor.value.shape[0]
+        *first, last = tensor.global_shape
+        placements = tuple(kind.replace("Shard(0)", f"Shard({len(first)})") for kind in tensor.placements)
+        return replace(tensor, placements=placements, value=np.zeros((*first, last // parts)))
+
+    return replace(evidence, parameters=tuple(map(other, evidence.parameters)))
+
+
+def test_fsdp_may_cut_along_any_dim_but_only_over_the_ranks_of_the_layout() -> None:
+    requested = tiny_case("hsdp_2x2")
+    found = []
+    for ran in (trial_of(requested), trial_of(requested, tiny_case(ParallelDims(dp_shard=4)))):
+        ranks = {rank: cut_along_the_last_dim(evidence) for rank, evidence in ran.ranks.items()}
+        trial = recorded_trial(replace(ran, run=replace(ran.run, ranks=ranks)), requested.dims)
+        found.append((verdicts(trial), diagnose(trial, judged(trial), (other_layouts,), ())))
+    (right, no_cause), (wrong, cause) = found
+    assert set(right.values()) == {Verdict.PASS} and no_cause is None
+    assert wrong["placements"] == Verdict.FAIL
+    assert cause is not None and cause.cause.startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks")
+
+
+def test_a_parameter_that_no_unit_of_fsdp2_has_is_read_as_it_is() -> None:
+    evidence = cut_along_the_last_dim(trial_of(tiny_case("fsdp_2")).ranks[0])
+    other = replace(evidence, structure={name: replace(w, kind="fsdp1") for name, w in evidence.structure.items()})
+    assert {tensor.placements for tensor in recorded.cut_first(evidence).parameters} == {("Shard(0)",)}
+    assert recorded.cut_first(other) == other
 
 
 def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
