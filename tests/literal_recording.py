@@ -39,6 +39,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "idle",
             "argv",
             "left_out",
+            "failed",
             "outside",
             "whole",
             "background",

@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from harness.judge import tolerance
-from harness.judge.observed_laws import of_all_models
+from harness.judge.observed_laws import as_far_as_seen
 from harness.judge.result import Result, Verdict, worst_first
 from harness.judge.trial import Recorded, Trial, launch_label
 
@@ -72,6 +72,8 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
         return Result(name, Verdict.NOT_APPLICABLE, note=reason)
     if trial.recorded is not None and name in trial.recorded.unknown:
         return Result(name, Verdict.UNKNOWN, note=trial.recorded.unknown[name])
+    if trial.recorded is not None and trial.recorded.failed and name != "completed":
+        return Result(name, Verdict.UNKNOWN, note=trial.recorded.failed)
     missing = _missing(trial)
     if name != "completed" and missing:
         return Result(name, Verdict.UNKNOWN, note=f"no evidence {missing}; see `completed`")
@@ -84,7 +86,7 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
         return Result(name, Verdict.UNKNOWN, note=f"the law itself raised {error!r} at {where.name}:{where.lineno}")
     if result.verdict is Verdict.PASS and result.examined == 0:
         return Result(name, Verdict.UNKNOWN, note="nothing was examined")
-    return of_all_models(result, trial.recorded.partial) if trial.recorded and name in OF_PARAMETERS else result
+    return as_far_as_seen(result, trial.recorded.partial) if trial.recorded and name in OF_PARAMETERS else result
 
 
 def _not_judged(name: str, trial: Trial) -> str:

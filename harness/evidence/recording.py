@@ -63,9 +63,10 @@ class Last:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """evidence: without values. parts: the classes of its models; left_out: what is not recorded, and why. optimizers: each in
-    one line. stepped: parameters that an optimizer has. ended: "ok", "raised", or "" while it runs, and if it was killed.
-    steps_seen: of all that it trained. own: seconds that the recorder took; first: of them, until the first step was over.
+    """evidence: without values. parts: the classes of its models; left_out: models that are not recorded, and why. failed: what
+    the recorder itself raised, after which it records nothing more. optimizers: each in one line. stepped: parameters that an
+    optimizer has. ended: "ok", "raised", or "" while it runs, and if it was killed. steps_seen: of all that it trained. own:
+    seconds that the recorder took; first: of them, until the first step was over.
     """
 
     evidence: RankEvidence
@@ -75,6 +76,7 @@ class RankRecord:
     stepped: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
     ended: str = ""
     error: str = ""
     steps_seen: int = 0

@@ -75,7 +75,7 @@ class Summary:
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
     kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
     ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
-    joined: as in RankEvidence.
+    joined: as in RankEvidence. failed: as in RankRecord.
     """
 
     rank: int
@@ -121,9 +121,10 @@ class Summary:
     tokens: dict[int, int] = field(default_factory=dict)
     ignored: dict[str, dict[int, int]] = field(default_factory=dict)
     joined: int | None = None
+    failed: tuple[str, ...] = ()
 
 
-COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "own")
+COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "failed", "own")
 """What a summary has of the record as it is."""
 
 

@@ -18,13 +18,14 @@ NOTHING = "nothing was examined"
 
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
-    partial = not_recorded(summaries)
+    partial, failed = not_recorded(summaries), recorder_failed(summaries)
     agreement, numbers = (
-        of_all_models(one, partial) for one in (replica_agreement(summaries, dims), finite(summaries))
+        as_far_as_seen(one, partial) for one in (replica_agreement(summaries, dims), finite(summaries))
     )
+    found = (exchange(summaries, dims), agreement, samples(summaries, dims), numbers)
     return tuple(
-        one if one.examined or one.verdict is not Verdict.PASS else replace(one, verdict=Verdict.UNKNOWN, note=NOTHING)
-        for one in (exchange(summaries, dims), agreement, samples(summaries, dims), numbers)
+        replace(one, verdict=Verdict.UNKNOWN, note=NOTHING) if one.verdict is Verdict.PASS and not one.examined else one
+        for one in (as_far_as_seen(one, failed) for one in found)
     )
 
 
@@ -33,10 +34,15 @@ def not_recorded(summaries: Iterable[Summary]) -> str:
     return next((f"not recorded: {one.left_out[0]}" for one in summaries if one.left_out), "")
 
 
-def of_all_models(result: Result, partial: str) -> Result:
-    """A law that holds of the models on record may be broken by another."""
-    if partial and result.verdict is Verdict.PASS:
-        return replace(result, verdict=Verdict.UNKNOWN, note=partial)
+def recorder_failed(summaries: Iterable[Summary]) -> str:
+    """Where the recorder itself raised, and what; empty if nowhere."""
+    return next((f"rank {one.rank} is not recorded to its end: {one.failed[0]}" for one in summaries if one.failed), "")
+
+
+def as_far_as_seen(result: Result, unseen: str) -> Result:
+    """A law that holds of what was seen may be broken by what was not."""
+    if unseen and result.verdict is Verdict.PASS:
+        return replace(result, verdict=Verdict.UNKNOWN, note=unseen)
     return result
 
 
@@ -47,7 +53,7 @@ def exchange(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
     axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1]
     if not axes:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
-    judged = [one for one in summaries if one.shown and one.rank < dims.world_size]
+    judged = [one for one in summaries if one.shown and not one.failed and one.rank < dims.world_size]
     findings: list[Finding] = []
     untold: list[str] = []
     for axis in axes:

@@ -17,7 +17,7 @@ import numpy as np
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence, Run, TensorEvidence
 from harness.evidence.summary import summary_of
-from harness.judge.observed_laws import not_recorded
+from harness.judge.observed_laws import not_recorded, recorder_failed
 from harness.judge.recorded_ends import exits_of, not_heard
 from harness.judge.stored_recording import Recording
 from harness.judge.traffic import INSIDE
@@ -70,7 +70,8 @@ def trial_of(
     places = {rank: one.places for rank, one in (recording.summaries if recording else {}).items()}
     if partial := not_recorded(heard.summaries.values()):
         unknown |= dict.fromkeys(("traffic", "memory"), partial)
-    recorded = Recorded(not_judged, _copies(records.values()), unknown, like, places, partial)
+    failed = recorder_failed(heard.summaries.values())
+    recorded = Recorded(not_judged, _copies(records.values()), unknown, like, places, partial, failed)
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
     plan = _plan(case, {rank: units[one] for rank, one in sorted(like.items())}, _ignored(ranks.values()))
     if dims.tp * dims.pp > 1 or plan.flat:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from harness.evidence.records import Exit
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
+from harness.judge.observed_laws import recorder_failed
 from harness.judge.stored_recording import Recording, exit_text, only_waited
 
 NOTHING_HEARD = "how it ended is unknown"
@@ -19,9 +20,12 @@ def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
 
 
 def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
-    """Why nobody can say that all ranks ended well, though none is known not to; empty where that is known."""
+    """Why nobody can say that all ranks ended well and left their evidence, though none is known not to; empty where that is
+    known."""
     if any(one.how != "ok" for one in exits):
         return ""
+    if failed := recorder_failed(recording.summaries.values()):
+        return failed
     if recording.code:
         return f"the command ended with {exit_text(recording.code)}, and of no rank it is known that it ended so"
     unheard = [

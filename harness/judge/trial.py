@@ -34,7 +34,8 @@ class Recorded:
     """Of a recorded job, which has no reference. not_judged: by law, why. copies: how many numbers a parameter its optimizer
     keeps at most, None where that is not known. unknown: by law, why what it would have to see was not seen. like: by rank that
     left evidence, the one that is read in its place; places: by rank, the groups that its record names. partial: which of its
-    models are not on record, or not from the first step on; empty if all are."""
+    models are not on record, or not from the first step on; empty if all are. failed: where the
+    recorder itself raised."""
 
     not_judged: Mapping[str, str]
     copies: int | None = None
@@ -42,6 +43,7 @@ class Recorded:
     like: Mapping[int, int] = field(default_factory=dict)
     places: Mapping[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     partial: str = ""
+    failed: str = ""
 
 
 @dataclass(frozen=True)

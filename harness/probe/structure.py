@@ -77,6 +77,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part.detach()  # not the DTensor: that would be dispatched as an operator of its own
 
 
+def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that hold it: of a sparse one, such as an embedding's gradient, its indices and its values."""
+    held = local(tensor)
+    return (held._indices(), held._values()) if held.layout == torch.sparse_coo else (held,)
+
+
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy on the host, in numpy's own memory. bfloat16, which numpy lacks, becomes float32, which holds each of its
     values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that.

@@ -26,7 +26,7 @@ from harness.probe.backward import BackwardRecorder, Before
 from harness.probe.clock import Clock
 from harness.probe.host_copies import Copy, all_copied, all_read, can_be_read, copied, lies_on_device, read
 from harness.probe.shards import noted, shards_of
-from harness.probe.structure import local, named_parameters, sharded_parameters
+from harness.probe.structure import local, named_parameters, sharded_parameters, stored
 from harness.probe.without_memory import place
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
@@ -287,6 +287,6 @@ def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the distinct storages behind the local parts."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None:
-            storages[place(local(tensor))] = local(tensor).untyped_storage().nbytes()
+        for part in stored(tensor) if tensor is not None else ():
+            storages[place(part)] = part.untyped_storage().nbytes()
     return sum(storages.values())

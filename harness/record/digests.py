@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.probe.structure import local
+from harness.probe.structure import local, stored
 
 CHUNK = 1 << 20  # elements at once, so that little memory is needed beside the tensor
 FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and mix high bits with low ones
@@ -17,7 +17,15 @@ BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 []: of this rank's part."""
-    whole = _integers(local(tensor))
+    first, *rest = stored(tensor)
+    total = _digest(first)
+    for part in rest:
+        total = total * SECOND + _digest(part)
+    return total
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    whole = _integers(tensor)
     total = torch.zeros((), dtype=torch.int64, device=whole.device)
     for start in range(0, whole.numel(), CHUNK):
         part = whole[start : start + CHUNK].to(torch.int64, copy=True)  # or it would be the trainer's own

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import Optimizer
 
+from harness.probe.structure import stored
 from harness.probe.values import held_bytes
 
 MOST = 3
@@ -79,10 +80,14 @@ class Optimizers:
         first.changed |= {key for key, value in first.values.items() if values.get(key) != value}
 
 
-def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> int:
-    """What hangs on parameters of the model, and on what is stepped on, which under ZeRO are tensors of the optimizer's own."""
+def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> dict[str, int]:
+    """What hangs on parameters of the model, and on what is stepped on, which under ZeRO are tensors of the optimizer's own.
+    Sparse ones are counted apart: they grow with the tokens of a step."""
     stepped_on = (p for group in optimizer.param_groups for p in group["params"])
-    return held_bytes(p.grad for p in (*parameters, *stepped_on))
+    gradients = [p.grad for p in (*parameters, *stepped_on) if p.grad is not None]
+    sparse = [gradient for gradient in gradients if len(stored(gradient)) > 1]
+    dense = {"gradients": held_bytes(gradient for gradient in gradients if len(stored(gradient)) == 1)}
+    return dense | ({"sparse gradients": held_bytes(sparse)} if sparse else {})
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:

@@ -149,7 +149,7 @@ class Seen:
         if "lr" in optimizer.param_groups[0]:
             step.lr = float(optimizer.param_groups[0]["lr"])
         step.ungraded = tuple(fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel())
-        step.memory["gradients"] = gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer)
+        step.memory |= gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """Contents are those after the outermost step: ZeRO's sends to each rank what others stepped."""

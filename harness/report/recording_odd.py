@@ -48,7 +48,7 @@ def _no_evidence(recording: Recording) -> Rows:
 
 def _not_recorded(summaries: Sequence[Summary]) -> Rows:
     """A mistake of the recorder's: what it saw before is no longer all."""
-    failed = together(summaries, lambda one: next((text for text in one.left_out if "raised" in text), None))
+    failed = together(summaries, lambda one: next(iter(one.failed), None))
     return [("NOT RECORDED", f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]]
 
 

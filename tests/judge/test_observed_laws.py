@@ -104,13 +104,26 @@ def test_a_replica_that_a_wrapper_was_told_to_ignore_is_named_and_an_expert_of_e
 
 
 def test_replicas_of_a_model_that_is_not_on_record_may_differ() -> None:
-    left, dims = ("Critic, which has a parameter 0.weight as another model has",), ParallelDims(2, 2)
+    left, dims = (
+        ("Critic, which has a parameter 0.weight as another model has",),
+        ParallelDims(dp_replicate=2, dp_shard=2),
+    )
     alike = [hsdp(rank, left_out=left) for rank in range(4)]
     apart = [*alike[:3], hsdp(3, left_out=left, contents={1: 5})]
     for ranks, verdict in ((alike, Verdict.UNKNOWN), (apart, Verdict.FAIL)):
         _, agreement, _, numbers = observed_laws(ranks, dims)
         assert (agreement.verdict, numbers.verdict) == (verdict, Verdict.UNKNOWN)
         assert numbers.note == f"not recorded: {left[0]}"
+
+
+def test_where_the_recorder_itself_raised_what_is_wrong_is_told_and_nothing_passes() -> None:
+    ranks = [hsdp(rank, fed={1: rank}, shown=2) for rank in range(4)]
+    ranks[3] = dataclasses.replace(
+        ranks[3], failed=("the recorder itself raised KeyError()",), contents={1: 5}, shown=0
+    )
+    found = observed_laws(ranks, ParallelDims(dp_replicate=2, dp_shard=2))
+    assert [one.verdict.name for one in found] == ["NOT_APPLICABLE", "FAIL", "UNKNOWN", "UNKNOWN"]
+    assert found[2].note == "rank 3 is not recorded to its end: the recorder itself raised KeyError()"
 
 
 def test_infinite_numbers_are_found_with_their_step() -> None:

@@ -203,6 +203,17 @@ def test_where_a_second_model_is_not_on_record_what_looks_at_parameters_is_unkno
     assert verdicts(recorded.trial_of(over, dims, "run", 2))["placements"] == Verdict.FAIL
 
 
+def test_where_the_recorder_itself_raised_nothing_that_it_saw_proves_that_a_law_holds() -> None:
+    ran, told = trial_of(tiny_case("fsdp_2")), ("the recorder itself raised KeyError() in pass_begins",)
+    records = {rank: record_of(evidence) for rank, evidence in ran.ranks.items()}
+    records[1] = replace(records[1], failed=told)
+    results = [one for one in judged(recorded.trial_of(records, FSDP_2, "run", 2)) if one.check in OF_RECORDED]
+    assert {one.verdict for one in results} == {Verdict.UNKNOWN}
+    assert {one.note for one in results} == {f"rank 1 is not recorded to its end: {told[0]}"}
+    records[0] = replace(records[0], ended="raised", error="ValueError: no such file")
+    assert verdicts(recorded.trial_of(records, FSDP_2, "run", 2))["completed"] == Verdict.FAIL
+
+
 def with_shards(evidence: RankEvidence, ranks: tuple[int, ...]) -> RankEvidence:
     return replace(evidence, structure={name: replace(w, shard_ranks=ranks) for name, w in evidence.structure.items()})
 

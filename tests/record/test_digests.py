@@ -47,3 +47,12 @@ def test_numbers_that_are_all_the_same_are_no_sign_of_a_replica() -> None:
         True,
         False,
     ]
+
+
+def test_a_sparse_tensor_is_told_by_its_indices_and_its_values() -> None:
+    def sparse(rows: list[int], values: list[float]) -> torch.Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(values), (4,))
+
+    seen = [digest(one).item() for one in (sparse([0, 2], [1.0, 2.0]), sparse([0, 2], [1.0, 2.0]))]
+    others = [digest(one).item() for one in (sparse([0, 3], [1.0, 2.0]), sparse([0, 2], [1.0, 3.0]))]
+    assert seen[0] == seen[1] and len({seen[0], *others}) == 3

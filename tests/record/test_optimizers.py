@@ -90,6 +90,13 @@ def test_gradients_of_what_zero_steps_on_in_place_of_the_models_parameters_are_h
     parameter, buffer = nn.Parameter(torch.zeros(8)), torch.zeros(8)
     parts = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))]
     parts[0].grad, parts[1].grad = buffer[:4], buffer[4:6]
-    assert gradient_bytes([parameter], torch.optim.SGD(parts, lr=0.1)) == 32
+    assert gradient_bytes([parameter], torch.optim.SGD(parts, lr=0.1)) == {"gradients": 32}
     parameter.grad = torch.zeros(8)
-    assert gradient_bytes([parameter], torch.optim.SGD([parameter], lr=0.1)) == 32
+    assert gradient_bytes([parameter], torch.optim.SGD([parameter], lr=0.1)) == {"gradients": 32}
+
+
+def test_sparse_gradients_are_counted_by_their_indices_and_values_and_apart_from_dense_ones() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 2, sparse=True), torch.nn.Linear(2, 1, bias=False))
+    model(torch.tensor([1, 3, 3])).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert gradient_bytes(model.parameters(), optimizer) == {"gradients": 8, "sparse gradients": 3 * 8 + 3 * 2 * 4}

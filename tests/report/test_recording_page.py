@@ -121,7 +121,7 @@ def test_ranks_without_evidence_are_counted() -> None:
 
 
 def test_a_recorder_that_failed_is_said() -> None:
-    ((label, _),) = odd(recording(hsdp(0, left_out=("the recorder itself raised KeyError()",))))
+    ((label, _),) = odd(recording(hsdp(0, failed=("the recorder itself raised KeyError()",))))
     assert label == "NOT RECORDED"
 
 
