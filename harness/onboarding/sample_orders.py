@@ -18,6 +18,7 @@ from harness.spec.case import Case
 from harness.trainers.support.requests import NOT_PASSED_ON
 
 SEEDS = (*range(200), 777, 999, 1000, 1111, 1234, 1337, 2023, 2024, 2025, 3407, 4242, 12345, 31337, 123456)
+FIRST_EPOCHS = range(1, 4)  # by which scripts count that do not begin at 0
 MOST_SAMPLES = 100_000  # of a file of tokens, which is read whole
 
 
@@ -48,7 +49,8 @@ def order_of(ids: Sequence[int], case: Case, n_samples: int) -> Order | None:
     recipe, wanted = sample_order(case.training, n_samples, epoch=0), sorted(ids)
     if wanted == list(range(len(ids))):
         return Order(None, declared=True)
-    for seed in dict.fromkeys((case.training.seed, *SEEDS)):
+    own = case.training.seed
+    for seed in dict.fromkeys((own, *(own + epoch for epoch in FIRST_EPOCHS), *SEEDS)):
         places = epoch_order(n_samples, seed)[: len(ids)]
         if sorted(recipe[place] for place in places) == wanted:
             return Order(seed, declared=False)
@@ -74,17 +76,20 @@ def advice(trial: Trial, refused: str | None, adapter: str, file: str) -> list[s
         return [
             "they are the recipe's, in an order that no seed tried of torch's DistributedSampler gives, shuffled or not"
         ]
-    return list(_reordered(found, case, refused, file))
+    passed_on = refused is None and "training.seed" in adapter
+    return list(_reordered(found, case, refused, file, passed_on=passed_on))
 
 
-def _reordered(found: Order, case: Case, refused: str | None, file: str) -> Iterator[str]:
+def _reordered(found: Order, case: Case, refused: str | None, file: str, *, passed_on: bool) -> Iterator[str]:
     if found.seed is None:
         yield "they are the recipe's, and its sampler does not shuffle: adapter: leave shuffled=True out of RecipeSamples"
         return
     yield f"they are the recipe's, shuffled by torch's DistributedSampler with seed {found.seed} (its epoch added)"
     if not found.declared:
         yield "adapter: RecipeSamples(case, shuffled=True)"
-    if found.seed != case.training.seed:
+    if passed_on and (first := found.seed - case.training.seed) in FIRST_EPOCHS:
+        yield f"its first epoch is {first}, not 0: adapter: in `arguments`, case.training.seed - {first} as its seed"
+    elif found.seed != case.training.seed:
         yield f"case: training: {{seed: {found.seed}}}, requested {case.training.seed}; or pass the seed on in `arguments`"
         if refused and NOT_PASSED_ON in refused:
             yield to_known({"seed": found.seed}, file)

@@ -252,6 +252,18 @@ def test_samples_in_another_order_are_answered_with_the_seed_and_only_what_is_no
     assert all(line in sentence for line, sentence in zip(lines, said, strict=True))
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_sampler_whose_epochs_do_not_begin_at_0_is_given_a_seed_as_much_smaller(first: int) -> None:
+    trial = received(drawn_by(TRAINING.seed + first, declared=True))
+    said = sample_orders.advice(trial, None, "RecipeSamples(case, shuffled=True) {case.training.seed}", "a.py")
+    assert said == [
+        f"they are the recipe's, shuffled by torch's DistributedSampler with seed {TRAINING.seed + first} (its epoch added)",
+        f"its first epoch is {first}, not 0: adapter: in `arguments`, case.training.seed - {first} as its seed",
+    ]
+    written = sample_orders.advice(trial, f"seed 1: train {NOT_PASSED_ON}", "RecipeSamples(case)", "a.py")
+    assert written[1].startswith(f"case: training: {{seed: {TRAINING.seed + first}}}, requested {TRAINING.seed};")
+
+
 def test_samples_that_are_not_the_recipes_are_not_answered_with_what_the_adapter_has_already() -> None:
     trial = received(drawn_by(None, declared=False), shifted=1)
     assert sample_orders.advice(trial, None, "", "a.py")[0].startswith("adapter: put RecipeSamples in the place")
