@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 
 from harness.evidence.records import Attention, QuantizedMatmul, StepEvidence
+from harness.judge import output_layer
 from harness.judge.result import Finding, Result, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -36,7 +37,7 @@ def check(trial: Trial) -> Result:
     for rank, evidence in sorted(trial.ranks.items()):
         looked += [*_wrappers(trial, rank), *_graphs(trial, rank), *compiled_again(trial, rank)]
         for step in evidence.steps:
-            looked += _recomputed_blocks(trial, rank, step)
+            looked += [*_recomputed_blocks(trial, rank, step), *output_layer.looked_at(trial, rank, step)]
             looked += _compiled_blocks(trial, rank, step)
             looked += _products(trial, rank, step)
             looked += _quantized_products(trial, rank, step)
@@ -120,7 +121,7 @@ def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         inside = (count for fqn, count in seen.items() if fqn.startswith(f"{block}."))
         called = seen.get(block, max(inside, default=0))
         yield _expect(rank, f"recomputations of {block}", wanted, called, step=step.step)
-    for fqn in seen:
+    for fqn in seen.keys() - {output_layer.OUTPUT}:
         if not any(fqn == block or fqn.startswith(f"{block}.") for block in requested):
             yield _expect(rank, f"recomputations of {fqn or 'the model'}", 0, seen[fqn], step=step.step)
 
@@ -144,14 +145,15 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     the matmul before is needed for nothing, which a compiler sees and leaves it out.
     """
     case, layers = trial.case, len(layers_of(trial, rank))
-    projected = outputs(trial, rank) if projects_inside(trial, rank, step) else 0
+    inside = projects_inside(trial, rank, step)
+    projected = inside * output_layer.applied(trial, rank)
     each, rest = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
     if rest or each < 1:
         return None
     last = 1 if trial.traits.ac_early_stop and not case.model.dropout else 0
     needless = int(case.features.compile and case.dims.tp > 1)
     again = each // 2 - needless if case.features.activation_checkpointing == "op" else each - last
-    return again * case.passes * len(recomputed_layers(case, rank))
+    return again * case.passes * len(recomputed_layers(case, rank)) + inside * output_layer.applied_again(trial, rank)
 
 
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
@@ -168,7 +170,9 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or "none")
     again = products_again(trial, rank, step)
     if again is None:
-        yield expect("matmuls in forward", "equally many in every block", forward.total())
+        outputs = output_layer.applied(trial, rank)
+        wanted = f"equally many in every block, and {outputs} of the output (trait loss_chunks)"
+        yield expect("matmuls in forward", wanted, forward.total())
     else:
         seen = backward.total() - 2 * forward.total()
         beside = (
@@ -282,13 +286,8 @@ def blocks_beside(step: StepEvidence) -> int:
 def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
     """Whether forward has the matmuls of the output projection. One that lacks them has equally many in every block."""
     seen, blocks = matmuls(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
-    lacks_them = (seen - outputs(trial, rank)) % blocks and seen % blocks == 0
+    lacks_them = (seen - output_layer.applied(trial, rank)) % blocks and seen % blocks == 0
     return not (lacks_them and matmuls_beside(step))
-
-
-def outputs(trial: Trial, rank: int) -> int:
-    """Products of the output projection in forward passes, which the last stage has."""
-    return trial.case.passes * trial.traits.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:

@@ -49,7 +49,7 @@ def spare_bytes(
         return table_bytes(case) + traits.master_weights * state_bytes(case, held, flat)[1]
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
     unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
-    kept = traits.keeps_loss_unit and traits.loss_chunks > 1 and case.shards > 1
+    kept = traits.keeps_loss_unit and traits.chunks_behind_forward and case.shards > 1
     return table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0) + (unit if kept else 0)
 
 
@@ -57,7 +57,7 @@ def gradient_spare(case: Case, traits: TrainerTraits, rank: int) -> int:
     """In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, into one that is there
     already: what it was reduced in last stays, because the final norm's gradient lies there too."""
     last = case.n_stages - 1 in stages_of_rank(case, rank)
-    if not (traits.loss_chunks > 1 and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
+    if not (traits.chunks_behind_forward and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
         return 0
     return BYTES[case.training.dtype] * _padded_last_unit(case, rank)
 

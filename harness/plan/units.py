@@ -33,7 +33,7 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     if traits.units_of(case) == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
-    freed = policy == "always" or traits.loss_chunks > 1
+    freed = policy == "always" or traits.chunks_behind_forward
     return [*(Unit(unit, 1 if kept else degree) for unit in most), Unit(last, degree if freed else 1)]
 
 

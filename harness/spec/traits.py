@@ -52,8 +52,9 @@ class TrainerTraits:
     is not the reference's, and rounds at other places, which recipes with noise show (docs/float32.md).
     attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
     how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
-    the last, and gathered again for the final norm's backward. keeps_loss_unit: what FSDP2 gathered for that loss is kept
-    until the next forward pass. loss_in_forward: the model computes the loss itself, and what tensor parallel sums for it.
+    the last, and gathered again for the final norm's backward, unless the model's forward has the loss. keeps_loss_unit: what
+    FSDP2 gathered for that loss is kept until the next forward pass. loss_in_forward: the model computes the loss itself, and
+    what tensor parallel sums for it. recomputes_output: the loss is checkpointed: backward applies the output again.
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
     flat_order: of parameters in FSDP1's vectors, where it is not the reference's; empty: as its wrappers claim it.
@@ -76,6 +77,7 @@ class TrainerTraits:
     loss_chunks: int = 1
     keeps_loss_unit: bool = False
     loss_in_forward: bool = False
+    recomputes_output: bool = False
     gathers_input_again: bool = False
     flat_order: tuple[str, ...] = ()
     zero_layout: FlatLayout = FlatLayout()
@@ -92,6 +94,11 @@ class TrainerTraits:
                 raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {', '.join(map(str, known))}")
         if self.loss_chunks < 1:
             raise ValueError(f"loss_chunks must be at least 1, got {self.loss_chunks}")
+
+    @property
+    def chunks_behind_forward(self) -> bool:
+        """The model's forward is over when the loss applies the output."""
+        return self.loss_chunks > 1 and not self.loss_in_forward
 
     def units_of(self, case: Case) -> str:
         """A case that requests units has them; "observed" in a case leaves them open, as None does."""

@@ -211,6 +211,41 @@ def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> No
     assert "outside" in found(two_layers({"matmuls": whole}))[0].where
 
 
+def in_chunks(*, recomputed: int = 0, **traits: Any) -> Trial:
+    """Forward applies the output four times, one for each chunk of the loss: 2 x 7 matmuls of blocks, and 4."""
+    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, n_layers=2)), traits=replace(APART, **traits))
+    blocks = {Call("forward", f"layers.{layer}{part}"): 1 for layer in (0, 1) for part in ("", ".attention.wq")}
+    calls = blocks | {Call("forward", "output"): 4} | ({Call("backward", "output"): recomputed} if recomputed else {})
+    attention = {Attention("forward", "attention"): 2, Attention("backward", "attention_backward"): 2}
+    matmuls = {Matmul("forward", "float64"): 14 + 4, Matmul("backward", "float64"): 2 * (14 + 4) + recomputed}
+    for rank, step in itertools.product(trial.ranks, (1, 2, 3)):
+        trial = with_activity(trial, rank, step, calls=calls, attention=attention, matmuls=matmuls)
+    return trial
+
+
+CHUNKS = {"loss_chunks": 4, "loss_in_forward": True}
+
+
+def test_an_output_that_forward_applies_in_chunks_is_right_where_that_is_declared() -> None:
+    assert found(in_chunks(**CHUNKS)) == []
+    assert found(in_chunks(recomputed=4, recomputes_output=True, **CHUNKS)) == []
+
+
+def test_an_output_in_chunks_that_nobody_declared_is_answered_with_the_traits() -> None:
+    told = "4; for a loss in chunks, adapter: TrainerTraits(loss_chunks=4, loss_in_forward=True)"
+    first = found(in_chunks())[0]
+    assert first == Finding("rank 0, step 1, calls of output in forward", "1", told)
+    told = "4; for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)"
+    first = found(in_chunks(recomputed=4, **CHUNKS))[0]
+    assert first == Finding("rank 0, step 1, recomputations of output", "0", told)
+
+
+def test_chunks_that_are_declared_and_not_recomputed_are_named() -> None:
+    where = ("recomputations of output", "matmuls recomputed in backward")
+    wanted = [Finding(f"rank 0, step 1, {name}", "4", "0") for name in where]
+    assert found(in_chunks(recomputes_output=True, **CHUNKS))[:2] == wanted
+
+
 # ---- what the mutants of the laws requested
 
 

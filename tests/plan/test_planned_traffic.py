@@ -65,6 +65,13 @@ def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_
     assert kept.spare_bytes[0] == plain.spare_bytes[0] + last
 
 
+def test_a_loss_in_chunks_inside_of_the_models_forward_moves_what_a_loss_in_one_piece_does() -> None:
+    case, chunks = tiny_case(ParallelDims(dp_shard=2)), TrainerTraits(loss_chunks=8, loss_in_forward=True)
+    plain, plan = make_plan(case), make_plan(case, chunks)
+    assert [plan.flows_of(0, step) for step in (1, 2)] == [plain.flows_of(0, step) for step in (1, 2)]
+    assert plan.after_forward[0] == plain.after_forward[0]
+
+
 def test_a_unit_that_is_always_freed_is_gathered_again_for_a_loss_in_chunks_from_the_first_step_on() -> None:
     plan = make_plan(tiny_case(ParallelDims(dp_shard=2), reshard_after_forward="always"), TrainerTraits(loss_chunks=8))
     again = [[flow.bytes for flow in plan.flows_of(0, step) if flow.phase == "forward"] for step in (1, 2)]

@@ -42,7 +42,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
             )
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", times * again)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered)
-        if traits.loss_chunks > 1:
+        if traits.chunks_behind_forward:
             yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
         yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", everything // shards * over_replicas)

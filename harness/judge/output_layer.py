@@ -1,0 +1,47 @@
+"""How often the output layer is applied: once a forward pass, or once for each chunk of a loss, and once more where each chunk
+is recomputed. A trainer declares both in its traits. A loss that multiplies by the weight itself calls no module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.evidence.records import Call, StepEvidence
+from harness.judge.result import Finding
+from harness.judge.trial import Trial
+
+OUTPUT = "output"
+
+
+def applied(trial: Trial, rank: int) -> int:
+    """In forward passes of a step, which the last stage has."""
+    return trial.case.passes * trial.traits.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
+
+
+def applied_again(trial: Trial, rank: int) -> int:
+    """In backward."""
+    return applied(trial, rank) * trial.traits.recomputes_output
+
+
+def looked_at(trial: Trial, rank: int, step: StepEvidence) -> Iterator[Finding | None]:
+    """None for what is as the traits say. Calls that a compiler hides, or behind forward, are not counted."""
+    forward, again = (step.activity.calls.get(Call(phase, OUTPUT), 0) for phase in ("forward", "backward"))
+    wanted, wanted_again = applied(trial, rank), applied_again(trial, rank)
+    if forward:
+        yield _unless(forward == wanted, rank, step, "calls of output in forward", wanted, _chunks(trial, forward))
+    if again or wanted_again:
+        yield _unless(again == wanted_again, rank, step, "recomputations of output", wanted_again, _again(again))
+
+
+def _unless(right: bool, rank: int, step: StepEvidence, name: str, expected: int, observed: str) -> Finding | None:
+    return None if right else Finding.at(rank, str(expected), observed, step=step.step, name=name)
+
+
+def _chunks(trial: Trial, calls: int) -> str:
+    each, rest = divmod(calls, trial.case.passes)
+    traits = f"loss_chunks={each}, loss_in_forward=True"
+    return f"{calls}" if rest else f"{calls}; for a loss in chunks, adapter: TrainerTraits({traits})"
+
+
+def _again(calls: int) -> str:
+    return f"{calls}; for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)" if calls else "0"
