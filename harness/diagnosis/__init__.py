@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from harness.checks import judge
 from harness.diagnosis.backward import other_gradient_flows, rounding, wrong_backward
+from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
@@ -132,6 +133,7 @@ def diagnose(
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
+    others += lines_to_write(trial, broken)
     return dataclasses.replace(found, evidence=(*found.evidence, *others, *what_weaker_tests_say(results)))
 
 

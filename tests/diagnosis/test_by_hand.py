@@ -1,0 +1,56 @@
+"""Gradients that a trainer reduces by itself: what its adapter has to write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from literal import judged, tiny_case, trial_of, with_collectives, with_rank
+
+from harness.checks import judge
+from harness.diagnosis import diagnose
+from harness.diagnosis.by_hand import IN_BACKWARD
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+
+CLAIM = (
+    'if it needs no wrapper: `harness.probe.structure.note_wrapper(model, "ddp", replicate_ranks=..)`, the rank\'s group over '
+    "dp_replicate, of rank 0 [0,1]"
+)
+
+
+def averaged_by_hand(*, wrapped: bool, behind: bool) -> Trial:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank, evidence in trial.ranks.items():
+        trial = with_rank(trial, rank, structure=evidence.structure if wrapped else {})
+        if behind:
+            trial = with_collectives(
+                trial, rank, lambda call: [replace(call, phase="other") if call.phase == "backward" else call]
+            )
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "behind", "lines"),
+    [
+        (False, True, [IN_BACKWARD, CLAIM]),
+        (True, True, [IN_BACKWARD]),
+        (False, False, [CLAIM]),
+    ],
+)
+def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_lack(
+    wrapped: bool, behind: bool, lines: list[str]
+) -> None:
+    trial = averaged_by_hand(wrapped=wrapped, behind=behind)
+    found = diagnose(trial, judge(trial))
+    assert found is not None
+    assert [text for label, text in found.evidence if label == "adapter"] == lines
+
+
+def test_gradients_that_nobody_averages_are_not_answered_with_a_call() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank in trial.ranks:
+        trial = with_collectives(trial, rank, lambda call: [] if call.phase == "backward" else [call])
+    assert judged("traffic", trial).verdict is Verdict.FAIL
+    found = diagnose(trial, judge(trial))
+    assert found is not None and not any(label == "adapter" for label, _ in found.evidence)
