@@ -51,7 +51,8 @@ def command(args: argparse.Namespace) -> int:
     if code in (-signal.SIGINT, INTERRUPTED):
         shown(args.out, None)
         if args.layout is not None:
-            complain(f"interrupted: not judged by its layout; `harness show --layout {args.layout} {args.out}` does")
+            judges = shlex.join(["harness", "show", "--layout", args.layout, str(args.out)])
+            complain(f"interrupted: not judged by its layout; `{judges}` does")
         return INTERRUPTED
     found = shown(args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)

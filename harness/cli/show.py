@@ -43,7 +43,7 @@ def shown(directory: Path, layout: str | None, *, whole: bool = False) -> int:
         return exit_code(recording)
     dims = spec.layout(layout, recording.world)
     results, diagnosis = judged(recording, dims)
-    say(page(recording, layout_report(dims, results, diagnosis), whole=whole))
+    say(page(recording, layout_report(dims, results, diagnosis), layout=layout, whole=whole))
     found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results), NOT_JUDGED)
     return worst([found, exit_code(recording)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,8 @@ NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 
 
-def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = False) -> str:
-    """judged: what laws say of a layout that was declared; the rest is said without one."""
+def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
+    """judged: what laws say of a layout that was declared; the rest is said without one. layout: as it was typed."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
     rows = [*odd(recording), *facts(recording, summaries, with_layout=bool(judged))] if summaries else odd(recording)
     lines = [_title(recording), *_table(rows)]
@@ -44,7 +45,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, whole: bool = Fals
         worst = [row for row in rows if row[0] == SEPARATE]  # no law says it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
-    return "\n".join(lines if whole else _cut(lines, recording, " --layout .." * bool(judged)))
+    return "\n".join(lines if whole else _cut(lines, recording, layout))
 
 
 def _title(recording: Recording) -> str:
@@ -59,11 +60,12 @@ def _exit(code: int | None) -> str:
     return f", exit code {code}" if code > 0 else f", ended by {signal.Signals(-code).name}"
 
 
-def _cut(lines: list[str], recording: Recording, options: str) -> list[str]:
+def _cut(lines: list[str], recording: Recording, layout: str) -> list[str]:
     """What is odd comes first, and facts are cut from below."""
     if len(lines) <= LINES:
         return lines
-    rest = f"`harness show --all{options} {recording.directory}`"
+    options = ["--layout", layout] if layout else []
+    rest = shlex.join(["harness", "show", "--all", *options, str(recording.directory)])
     return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: {rest}"]
 
 

@@ -109,8 +109,11 @@ def test_below_a_layout_that_failed_the_first_law_that_was_broken_says_how_and_o
 
 def test_what_a_terminal_does_not_hold_is_one_command_away() -> None:
     many = [hsdp(rank, **TOLD | {"left_out": (), "idle": tuple(f"{n},99" for n in range(rank))}) for rank in range(4)]
-    lines = page(recording(*many), [f"line {n}" for n in range(40)]).splitlines()
-    assert len(lines) == 40 and lines[-1].endswith("more lines: `harness show --all --layout .. run`")
+    judged = [f"line {n}" for n in range(40)]
+    lines = page(recording(*many), judged, layout="dp_replicate=2,dp_shard=2").splitlines()
+    assert len(lines) == 40
+    assert lines[-1].endswith("more lines: harness show --all --layout dp_replicate=2,dp_shard=2 run")
+    assert page(recording(*many), judged, layout="a b.toml").endswith("--layout 'a b.toml' run")
 
 
 def test_ranks_without_evidence_are_counted() -> None:
