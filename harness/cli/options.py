@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
+from harness.evidence.errors import error_in
 from harness.faults import FaultError, load_fault
 from harness.launch import resident_client
 from harness.reference.config import DTYPES
@@ -198,11 +199,11 @@ def _check_sharing(args: argparse.Namespace) -> None:
 
 def checked_fault(spec: str) -> str:
     """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
+    file, _, name = spec.rpartition(":")
     try:
         load_fault(spec)
     except FaultError:
         raise
     except (Exception, SystemExit) as error:
-        raise FaultError(f"--fault {spec}: cannot be loaded: {error!r}") from error
-    file, _, name = spec.rpartition(":")
+        raise FaultError(f"--fault {spec}: cannot be loaded: {error_in(Path(file), error)}") from error
     return f"{Path(file).resolve()}:{name}" if file else name

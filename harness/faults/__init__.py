@@ -36,6 +36,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, overload
 
+from harness.evidence.errors import error_in
+
 Fired = Callable[[], None]
 
 FAMILIES = {
@@ -163,7 +165,7 @@ def faults_of_file(path: Path) -> list[Fault]:
     except FaultError:
         raise
     except (Exception, SystemExit) as error:
-        raise FaultError(f"{path}: cannot be loaded: {error!r}") from error
+        raise FaultError(f"{path}: cannot be loaded: {error_in(path, error)}") from error
     if not found:
         raise FaultError(f"{path}: no fault in it (made by harness.faults.fault)")
     return found

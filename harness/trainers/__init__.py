@@ -65,6 +65,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from harness.evidence.errors import error_in
 from harness.spec.trainer_spec import TrainerSpec
 from harness.spec.traits import USUAL, TrainerTraits
 
@@ -247,7 +248,7 @@ def _of_file(path: Path) -> Adapter:
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{path}: cannot be loaded: {error!r}") from error
+        raise ValueError(f"{path}: cannot be loaded: {error_in(path, error)}") from error
     adapter: Any = getattr(module, "adapter", None)
     if hasattr(adapter, "own") or hasattr(adapter, "allow"):
         raise ValueError(

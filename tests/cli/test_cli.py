@@ -171,7 +171,7 @@ def test_a_file_that_exits_when_it_is_loaded_is_no_pass(tmp_path: Path, capsys: 
     file.write_text("raise SystemExit(0)")
     of = f"{file}:x" if "--fault" in arguments else str(file)
     assert main([*arguments, of, "--out", str(tmp_path)]) == 2
-    assert "cannot be loaded: SystemExit(0)" in capsys.readouterr().err
+    assert "cannot be loaded: line 1, `raise SystemExit(0)`: SystemExit(0)" in capsys.readouterr().err
 
 
 def test_an_unexpected_exception_in_one_case_keeps_the_outcomes_of_all_others(

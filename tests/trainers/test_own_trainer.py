@@ -102,8 +102,16 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
     own.write_text("from harness.trainers import Adapter\nclass Old(Adapter):\n    allow = ()\nadapter = Old()")
     with pytest.raises(ValueError, match=r"own.py: its `adapter` has `own` or `allow`: it says that in `traits`; see"):
         trainers.load(str(own))
-    with pytest.raises(ValueError, match=r"broken.py: cannot be loaded: ModuleNotFoundError"):
+    with pytest.raises(ValueError) as unknown:
         trainers.load(str(broken))
+    line = "line 1, `import nonsense`: ModuleNotFoundError: No module named 'nonsense'"
+    assert str(unknown.value) == f"{broken}: cannot be loaded: {line}"
+    broken.write_text("\nadapter = Adapter(\n")
+    trainers._of_file.cache_clear()
+    with pytest.raises(ValueError) as unread:
+        trainers.load(str(broken))
+    line = "line 2, `adapter = Adapter(`: SyntaxError: '(' was never closed"
+    assert str(unread.value) == f"{broken}: cannot be loaded: {line}"
     with pytest.raises(ValueError, match=r"missing.py: no such file; an adapter is given as FILE.py"):
         trainers.load(str(tmp_path / "missing.py"))
 
