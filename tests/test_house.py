@@ -107,6 +107,24 @@ def test_every_module_says_what_is_in_it() -> None:
     assert [module for module, text in said.items() if not text or "TODO" in text] == []
 
 
+def test_no_message_names_a_page_that_an_installed_harness_lacks() -> None:
+    """Docstrings may: who reads them has the sources."""
+    said = [
+        f"{module}: {node.value}"
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "docs/" in node.value
+        if node.value not in texts_alone(tree)
+    ]
+    assert said == []
+
+
+def texts_alone(tree: ast.Module) -> set[object]:
+    """Docstrings, and texts below a constant."""
+    alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return {node.value for node in alone if isinstance(node, ast.Constant)}
+
+
 def test_no_two_files_of_tests_share_a_name() -> None:
     names = [path.name for path in ROOT.glob("tests/**/*.py") if path.name != "conftest.py"]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -62,7 +62,9 @@ def add(commands: Any) -> None:
         "--all", action="store_true", help="only list every pair of options, with its case or its reason"
     )
     add_parts(parser)
-    parser.add_argument("--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster; docs/running.md")
+    parser.add_argument(
+        "--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster, which have the harness installed"
+    )
     add_how_to_run(parser)
 
 

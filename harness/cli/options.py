@@ -98,7 +98,9 @@ def add_how_to_run(parser: argparse.ArgumentParser, usual: str = OURS) -> None:
         "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
     how.add_argument("--launcher", default="local", choices=("local", "torchrun"))
-    how.add_argument("--torchrun-args", default="", metavar="ARGS", help="for several nodes; see docs/running.md")
+    how.add_argument(
+        "--torchrun-args", default="", metavar="ARGS", help='for several nodes: "--nnodes 2 --rdzv-endpoint HOST:PORT"'
+    )
     how.add_argument(
         "--server",
         choices=resident_client.KINDS,

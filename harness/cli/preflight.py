@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         help="or torchtitan's own configuration, with --world: a file, or what returns one",
     )
     parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config or a command is for")
-    parser.add_argument("--layout", metavar="DEGREES", help="of a command: dp_shard=512, or a file (docs/record.md)")
+    parser.add_argument("--layout", metavar="DEGREES", help=f"of a command: dp_shard=512, or {layout.FILES}")
     how = parser.add_argument_group("how")
     how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
     how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--layout", metavar="DEGREES", help="what was wanted: dp_replicate=2,dp_shard=8, or a file (docs/record.md)"
+        "--layout", metavar="DEGREES", help=f"what was wanted: dp_replicate=2,dp_shard=8, or {spec.FILES}"
     )
 
 

@@ -31,7 +31,7 @@ ROLES = {
     "cut": "DTensors are cut",
     "copied": "DTensors are copied",
 }
-NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (docs/adapters.md)"
+NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (`harness init`)"
 NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 

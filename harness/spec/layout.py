@@ -25,6 +25,8 @@ TITAN = {
 """torchtitan's words for the degrees."""
 SECTIONS = ("training", "experimental", "parallelism")
 """Where its TOML files have them: in the first two until 2025."""
+FILES = "torchtitan's .toml, its MODULE:FUNCTION, or accelerate's .yaml"
+"""What may be given in the place of degrees."""
 REST = "dp_shard"  # what -1 may be written for
 ACCELERATE = {f"parallelism_config_{axis}_size": axis for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
 """accelerate's, in the section parallelism_config of its configuration (1.10 on)."""
