@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from harness.cli.exit_codes import BROKEN, INTERRUPTED, NOT_JUDGED, PASSED
@@ -16,6 +17,7 @@ from harness.cli.options import (
     cases_of,
     options_of,
 )
+from harness.judge import golden
 from harness.judge.result import Verdict
 from harness.onboarding.examination import Examination, examine
 from harness.reference.config import DTYPES
@@ -43,6 +45,8 @@ def command(args: argparse.Namespace) -> int:
     named, args.trainer = args.trainer, args.trainer or _the_one_here()
     cases, options, judged = _small_ones(args), options_of(args), dict[str, Verdict]()
     tell_line("adapter", f"{options.trainer} loads" + ("" if named else ", the only one of this folder"))
+    if (ranks := cases[0].dims.world_size) > MOST_RANKS:
+        tell_line("cases", f"none of one or two ranks; the smallest has {ranks}: {cases[0].name}")
     try:
         found = examine(cases, options, tell_line, judged)
     except KeyboardInterrupt:
@@ -68,12 +72,10 @@ def _the_one_here() -> str:
 
 
 def _small_ones(args: argparse.Namespace) -> list[Case]:
-    """On one rank and on two. Raises BadInput."""
+    """On one rank and on two; where no case has so few, the smallest. Raises CaseError where none is selected."""
     chosen = [in_dtype(case, args.dtype) for case in matching(cases_of(args), args.expression)]
-    cases = [case for case in chosen if case.dims.world_size <= MOST_RANKS]
-    if not cases:
-        raise BadInput("no case of one or two ranks is selected; `harness init` writes cases/first.yaml")
-    return cases
+    smallest = min(chosen, key=lambda case: case.dims.world_size)
+    return [case for case in chosen if case.dims.world_size <= MOST_RANKS] or [smallest]
 
 
 def tell_line(label: str, text: str) -> None:
@@ -83,6 +85,18 @@ def tell_line(label: str, text: str) -> None:
 
 def _then(found: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
     if not found.stopped and all(verdict is Verdict.PASS for verdict in found.judged.values()):
-        return ["", f"all is well in {', '.join(found.judged)}; more ranks: harness matrix --trainer {args.trainer}"]
+        judge = shlex.join(["harness", "matrix", "--trainer", str(args.trainer), *_as_typed(args)])
+        return ["", f"all is well in {', '.join(found.judged)}; all cases: {judge}", *_goldens(found)]
     left = [case.name for case in cases if case.name not in found.judged]
-    return ["", f"not run, they would show the same: {', '.join(left)}"] if left else []
+    return ["", f"not run after this: {', '.join(left)}"] if left else []
+
+
+def _as_typed(args: argparse.Namespace) -> list[str]:
+    told = {"--cases": args.cases, "--dtype": args.dtype}
+    return [word for option, value in told.items() if value for word in (option, value)]
+
+
+def _goldens(found: Examination) -> list[str]:
+    """`matrix` judges by accepted curves as well, and ends as not judged without them."""
+    accept = {golden.accept_command(case) for case in found.unaccepted}
+    return [f"before that, for its law `golden`: {command}; review what it writes" for command in sorted(accept)]

@@ -38,23 +38,27 @@ FLOAT32 = 1e-5  # relative; what float32 arithmetic leaves of a loss, at most
 
 @dataclass(frozen=True)
 class Examination:
-    """judged: how each case ended, by name. stopped: whether later cases were not run, as they would show the same."""
+    """judged: how each case ended, by name. stopped: whether later cases were not run, as they may show the same. unaccepted:
+    the cases of whose reference no curve is accepted."""
 
     judged: dict[str, Verdict]
     stopped: bool = False
+    unaccepted: tuple[Case, ...] = ()
 
 
 def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
     """One rank first, then the others; after a case that is wrong, none. judged: filled on the way, for who interrupts it.
     Raises what `run_case` raises."""
+    unaccepted: list[Case] = []
     for case in sorted(cases, key=lambda case: case.dims.world_size):
         judgement = _run(case, options, tell)
         judged[case.name] = verdict = without_golden(judgement)
+        unaccepted += [judgement.case] * _lacks_golden(judgement)
         tell(case.name, f"{verdict}: {_ran(judgement)}")
         if verdict is not Verdict.PASS:
             explain(judgement, options, tell)
             return Examination(judged, stopped=len(judged) < len(cases))
-    return Examination(judged)
+    return Examination(judged, unaccepted=tuple(unaccepted))
 
 
 def _run(case: Case, options: Options, tell: Tell) -> Judgement:
@@ -74,6 +78,10 @@ def without_golden(judgement: Judgement) -> Verdict:
     """A new repository has accepted no curve of the reference yet, which says nothing of the trainer."""
     verdicts = {result.verdict for result in judgement.results if result.check != "golden"}
     return next((v for v in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS) if v in verdicts), Verdict.UNKNOWN)
+
+
+def _lacks_golden(judgement: Judgement) -> bool:
+    return any(result.check == "golden" and result.verdict is Verdict.UNKNOWN for result in judgement.results)
 
 
 def _ran(judgement: Judgement) -> str:

@@ -136,13 +136,14 @@ def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_
     assert "case: model: {norm_eps: 1.0e-06}" in said
     assert "case: training: {rates: [0.001, 0.002, 0.003]}" in said
     assert "3 of 3 broken laws hold: gradients, loss, update" in said
-    assert "not run, they would show the same: fsdp_2" in said
+    assert "not run after this: fsdp_2" in said
     cases = Path("cases/first.yaml")
     told = "{rates: [0.001, 0.002, 0.003], all_valid: true}\n  model: {norm_eps: 1.0e-06}"
     cases.write_text(cases.read_text().replace("{all_valid: true}", told))
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 0
     said = capsys.readouterr().out
-    assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well in single, fsdp_2; more ranks:" in said
+    assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well in single, fsdp_2; all cases:" in said
+    assert "before that, for its law `golden`: harness golden --accept; review what it writes" in said
 
 
 def test_names_that_are_none_of_the_references_stop_the_examination(
@@ -204,12 +205,30 @@ def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_tra
     assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith(f"adapter {tmp_path / 'mine_adapter.py'} loads, the only one of this folder")
-    assert said.endswith("more ranks: harness matrix --trainer mine_adapter.py")
+    assert said.endswith("all cases: harness matrix --trainer mine_adapter.py --cases builtin")
     Path("adapter.py").write_text(own)
     assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
     assert "name one of the adapters of this folder: adapter.py, mine_adapter.py" in capsys.readouterr().err
     assert main(["doctor", "--cases", "builtin", "-k", "single", "--trainer", "adapter.py"]) == 0
     assert examined == [str(tmp_path / "mine_adapter.py"), str(tmp_path / "adapter.py")]
+
+
+def test_where_no_case_has_one_or_two_ranks_the_smallest_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("adapter.py").write_text((ROOT / "tests" / "own_trainer.py").read_text())
+    examined: list[str] = []
+
+    def examine(cases: Any, *_: Any) -> examination.Examination:
+        examined.extend(case.name for case in cases)
+        return examination.Examination({"any": Verdict.PASS})
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert main(["doctor", "--cases", "builtin", "-k", "hsdp_2x8 or hsdp_2x2_valid"]) == 0
+    assert len(examined) == 1 and examined[0].startswith("hsdp_2x2_valid")
+    assert f"cases           none of one or two ranks; the smallest has 4: {examined[0]}\n" in capsys.readouterr().out
+    assert main(["doctor", "--cases", "builtin", "-k", "no_such_case"]) == 2
 
 
 def test_who_judges_the_harness_own_trainer_beside_an_adapter_is_told(
