@@ -11,7 +11,7 @@ from types import MappingProxyType
 from harness.onboarding import name_table
 from harness.onboarding.spellings import PARAMETERS, by_spelling
 from harness.spec.case import Case
-from harness.trainers.support.names import renamed
+from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.requests import NOT_PASSED_ON
 
 Shape = tuple[int, ...]
@@ -43,6 +43,9 @@ def remedies(
     if line := name_table.proposed(shapes, case, fqn, fused):
         yield "write", f'NAMES = pairs("""{line[0]}""")'
         yield "", line[1]
+    if declaration := _declared(shapes, case, pairs(line[0]) if line else None, fqn, fused):
+        yield "write", declaration
+        yield "", "from harness.trainers.support.names import in_one"
     found = name_table.targets(shapes, case.model, fqn, fused)
     several = name_table.in_one(shapes, case.model, fqn, fused)
     told = name_table.sizes(found, shapes, case.model, several) if case.dims.world_size == 1 else {}
@@ -56,11 +59,34 @@ def remedies(
         yield "", to_known(told, file)
 
 
+def _declared(
+    shapes: Mapping[str, Shape], case: Case, names: Mapping[str, str] | None, fqn: Callable[[str], str], fused: Fused
+) -> str:
+    """`fused` for what lies in one tensor and is not declared; empty where nothing does. names: the table to be written."""
+    several = name_table.in_one(shapes, case.model, fqn, fused)
+    written = dict[str, None]()
+    for theirs, shape in shapes.items():
+        known = fqn(theirs) in fused or fqn(theirs) in case.model.parameter_shapes()
+        parts = several.get(theirs) or ([] if name_table.says_a_part(theirs, case.model) else _by_rows(shape, case))
+        if parts and not known and len(shape) == 2:
+            ours = fqn(theirs) if names is None else renamed(theirs, names)
+            written[f'"{re.sub(r"^layers.[0-9]+.", "", ours)}={"+".join(parts)}"'] = None
+    return f"def fused(self, case): return in_one(case, {', '.join(written)})" if written else ""
+
+
+def _by_rows(shape: Shape, case: Case) -> list[str]:
+    """Which of a layer's weights have as many rows together; empty where none have."""
+    rows = [case.model.parameter_shapes()[f"layers.0.attention.{name}.weight"][0] for name in ("wq", "wk", "wv")]
+    if len(shape) == 2 and shape[0] == sum(rows) and shape[0] != case.model.vocab_size:
+        return ["wq", "wk", "wv"]
+    return ["w1", "w3"] if len(shape) == 2 and shape[0] == 2 * case.model.ffn_dim else []
+
+
 def to_known(values: Mapping[str, object], file: str) -> str:
     """What to write where a case requests these, and the adapter is not known to pass them on."""
-    pairs = ", ".join(f'"{field}": ({value!r},)' for field, value in values.items())
+    known = ", ".join(f'"{field}": ({value!r},)' for field, value in values.items())
     return (
-        f"adapter: add {' and '.join(values)} to KNOWN in {file}: {pairs}; or ... for any value, if it passes that on"
+        f"adapter: add {' and '.join(values)} to KNOWN in {file}: {known}; or ... for any value, if it passes that on"
     )
 
 
@@ -119,12 +145,9 @@ def _instead(theirs: str, shape: Shape, wanted: Mapping[str, Shape], case: Case)
     if own := name_table.says_a_part(theirs, case.model):
         same = wanted[own] == shape
         return f"by its name{' and shape' * same} it is {own}" + ("" if same else f", which is {list(wanted[own])}")
-    attention = case.model.parameter_shapes()
-    rows = [attention[f"layers.0.attention.{name}.weight"][0] for name in ("wq", "wk", "wv")]
-    if len(shape) == 2 and shape[0] == sum(rows) and shape[0] != case.model.vocab_size:
-        return "as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded"
-    if len(shape) == 2 and shape[0] == 2 * case.model.ffn_dim:
-        return "as many rows as w1 and w3 together: say so in `fused`, where it is not sharded"
+    if parts := _by_rows(shape, case):
+        whole = f"{', '.join(parts[:-1])} and {parts[-1]}"
+        return f"as many rows as {whole} together: say so in `fused`, where it is not sharded"
     spelled = renamed(theirs, by_spelling(PARAMETERS))
     layer = spelled[: len("layers.0.")] if spelled.startswith("layers.") else ""
     alike = [name for name, size in wanted.items() if size == shape and name.startswith(layer)]

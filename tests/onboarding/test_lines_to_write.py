@@ -185,6 +185,29 @@ def test_several_weights_in_one_tensor_are_no_other_weight_of_that_shape() -> No
     assert list(names.remedies(shapes, CASE, right, lambda case: None, "a.py", fused)) == []
 
 
+def test_the_declaration_of_several_weights_in_one_tensor_is_a_line_that_declares_them() -> None:
+    shapes, right = with_in_one(64), lambda name: renamed(name, pairs(LINE + " kv=attention.wkv"))
+    (_, line), (_, imported) = names.remedies(shapes, CASE, right, lambda case: None, "a.py")
+    assert line == 'def fused(self, case): return in_one(case, "attention.wkv.weight=wk+wv")'
+    declared: dict[str, Any] = {}
+    exec(f"{imported}\n{line}", declared)
+    fused = declared["fused"](None, CASE)
+    assert fused["layers.1.attention.wkv.weight"] == ("layers.1.attention.wk.weight", "layers.1.attention.wv.weight")
+    assert names.unfit(shapes, CASE, right, fused) == []
+    assert list(names.remedies(shapes, CASE, right, lambda case: None, "a.py", fused)) == []
+
+
+def test_weights_in_one_tensor_are_declared_by_the_names_that_are_to_be_written() -> None:
+    shapes = {name.replace("gate_proj", "both"): shape for name, shape in flat_block().items() if "up_proj" not in name}
+    shapes = {name: (2 * 192, 64) if "both" in name else shape for name, shape in shapes.items()}
+    (_, table), _, (_, line), (_, imported) = names.remedies(shapes, CASE, too_short, lambda case: None, "a.py")
+    declared: dict[str, Any] = {}
+    exec(f"{imported}\n{line}", declared)
+    fused = declared["fused"](None, CASE)
+    written = pairs(table.partition('"""')[2].partition('"""')[0])
+    assert names.unfit(shapes, CASE, lambda name: renamed(name, written), fused) == []
+
+
 def test_several_weights_in_one_tensor_of_other_sizes_say_which_the_case_has_to_request() -> None:
     shapes, right = with_in_one(32), lambda name: renamed(name, pairs(LINE + " kv=attention.wkv"))
     fused = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+
+from harness.spec.case import Case
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -13,3 +16,13 @@ def pairs(text: str) -> dict[str, str]:
 def renamed(name: str, table: Mapping[str, str]) -> str:
     """A dotted name with each of its parts as the table has it: those that it has not stay, those it has nothing for go."""
     return ".".join(filter(None, (table.get(part, part) for part in name.split("."))))
+
+
+def in_one(case: Case, *told: str) -> dict[str, tuple[str, ...]]:
+    """An adapter's `fused`, of every layer: "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which
+    of the reference's lie in it, one below the other."""
+    found = {}
+    for layer, (name, _, parts) in itertools.product(range(case.model.n_layers), (one.partition("=") for one in told)):
+        of = {part: "attention" if part in ("wq", "wk", "wv") else "feed_forward" for part in parts.split("+")}
+        found[f"layers.{layer}.{name}"] = tuple(f"layers.{layer}.{of[part]}.{part}.weight" for part in of)
+    return found
