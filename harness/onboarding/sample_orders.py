@@ -5,6 +5,7 @@ An adapter hands the samples over as a data set, `RecipeSamples`, and the traine
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 from harness.judge.received_samples import rows_received
 from harness.judge.trial import Trial
 from harness.onboarding.names import to_known
+from harness.onboarding.skeleton import NO_DATA_SET
 from harness.reference.data import build_dataset, epoch_order, sample_order
 from harness.spec.case import Case
 from harness.trainers.support.requests import NOT_PASSED_ON
@@ -63,7 +65,7 @@ def advice(trial: Trial, refused: str | None, adapter: str, file: str) -> list[s
     """Lines to write, for step 1. refused: why the adapter runs no case of another seed. adapter: its text, in `file`."""
     ids, case = drawn(trial), trial.case
     if ids is None or all(id_ is None for id_ in ids):
-        return list(_not_handed_over(adapter))
+        return list(_not_handed_over(adapter, file))
     if None in ids:
         return [
             f"{ids.count(None)} of {len(ids)} rows are no sample of the recipe's: what changes tokens on their way?"
@@ -95,12 +97,15 @@ def _reordered(found: Order, case: Case, refused: str | None, file: str, *, pass
             yield to_known({"seed": found.seed}, file)
 
 
-def _not_handed_over(adapter: str) -> Iterator[str]:
-    handed = [name for name in ("RecipeSamples", "RecipeStream", "recipe_batches") if f"{name}(" in adapter]
+def _not_handed_over(adapter: str, file: str) -> Iterator[str]:
+    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(adapter)) if isinstance(node, ast.Call)}
+    handed = [name for name in ("RecipeSamples", "RecipeStream", "recipe_batches") if name in called]
     if handed:
         yield f"the adapter has {' and '.join(handed)}, and none of its rows reached the model: another thing makes batches"
         yield "(another NAME in self.script.replace(NAME, ..)), or changes the tokens on their way"
         return
+    if (line := next((n for n, text in enumerate(adapter.splitlines(), 1) if NO_DATA_SET in text), None)) is not None:
+        yield f"the TODO in line {line} of {file} is not done: nothing hands the recipe's samples over"
     yield "adapter: put RecipeSamples in the place of its data set, RecipeStream of its stream, or recipe_batches of"
     yield "what makes its batches: self.script.replace(NAME, ..). If its sampler shuffles: shuffled=True, and"
     yield "case: training: {seed: ..} is the sampler's, which of torch's DistributedSampler is 0 where none is written"

@@ -10,6 +10,7 @@ from harness.onboarding.script_facts import Flag, ScriptFacts
 from harness.onboarding.spellings import FLAGS, PARAMETERS, by_spelling
 from harness.reference.config import ModelConfig
 
+NO_DATA_SET = "TODO no Dataset was found."
 SWITCHES = ("loss_parallel", "async_tp", "compile")  # as a case's features are called
 
 WRAPPERS = {
@@ -306,7 +307,7 @@ def _data(facts: ScriptFacts) -> Iterator[str]:
         yield f'{indent}self.script.replace("{name}", answer)'
         return
     if not facts.data_sets:
-        yield f"{indent}# TODO no Dataset was found. What makes its batches may answer next(recipe_batches(case, rank,"
+        yield f"{indent}# {NO_DATA_SET} What makes its batches may answer next(recipe_batches(case, rank,"
         yield f'{indent}# degree)), tokens and labels of a microbatch: self.script.replace("ITS_NAME", ..)'
         return
     _, name, answers = facts.data_sets[0]

@@ -293,3 +293,11 @@ def test_samples_that_are_not_the_recipes_are_not_answered_with_what_the_adapter
     assert sample_orders.advice(trial, None, "RecipeSamples(case)", "a.py")[0].startswith(
         "the adapter has RecipeSamples"
     )
+
+
+def test_an_adapter_whose_todo_is_not_done_is_told_that_and_not_what_its_comment_names(tmp_path: Path) -> None:
+    trial, (adapter, _) = received(drawn_by(None, declared=False), shifted=1), begun(FLAT, tmp_path)
+    line = next(n for n, text in enumerate(adapter.splitlines(), 1) if "# TODO no Dataset" in text)
+    said = sample_orders.advice(trial, None, adapter, "a.py")
+    assert said[0] == f"the TODO in line {line} of a.py is not done: nothing hands the recipe's samples over"
+    assert said[1].startswith("adapter: put RecipeSamples in the place")
