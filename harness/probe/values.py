@@ -2,8 +2,8 @@
 
 Gradients are copied at the first sign that somebody is about to use them: a call of torch's clipping functions, or an
 optimizer step, for which backward.py knows what they were before; and again where more of backward followed a call of those
-functions, for many measure the norm after each microbatch. Whatever a trainer does to them after that, clipping included, is
-judged by what it does to the parameters.
+functions, for many measure the norm after each microbatch. Of an optimizer that steps inside backward they are its own
+alone. Whatever a trainer does to them after that, clipping included, is judged by what it does to the parameters.
 """
 
 from __future__ import annotations
@@ -184,8 +184,17 @@ class ValueRecorder:
         kept = [p.grad for _, p in named_parameters(self.parts)]  # whole ones also where shards are noted
         step.memory["gradients"] = held_bytes([*kept, *self._gradients().values()])
 
+    def _copy_own_gradients(self, optimizer: Optimizer) -> None:
+        """Of an optimizer that steps inside backward: only its own gradients are complete by then, and gone when that ends."""
+        step, own = self._step(), self._owned(optimizer)
+        step.gradients |= all_copied((fqn, p.grad) for fqn, p in own if p.grad is not None)
+        step.memory["gradients"] = max(step.memory.get("gradients", 0), held_bytes(p.grad for _, p in own))
+
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self.copy_gradients(clipped_next=False)
+        if self._clock.phase() == "backward":
+            self._copy_own_gradients(optimizer)
+        else:
+            self.copy_gradients(clipped_next=False)
         self._copy_resumed_state(optimizer)
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
             lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
