@@ -228,7 +228,9 @@ def main() -> None:
     parser.add_argument("--faults", type=Path, help="stored runs with faults, which are to be named as before")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="folders and files of tests/")
     asked = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process whose torch has computed on several threads waits for them
+    os.environ["OMP_NUM_THREADS"] = (
+        "1"  # a fork of a process whose torch has computed on several threads waits for them
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source, target = ROOT / name, Path(folder) / name
