@@ -6,7 +6,8 @@ matmuls and of reduced gradients, dropout by random numbers drawn in forward. Of
 where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once. Fused attention is done once a
 layer and pass, in context parallel once for each part that a rank may look at, and beside it there are no batched matmuls but
 that of a table of angles. Matmuls outside of passes, beyond those allowed, are a second pass that nobody requested, hooks on
-tensors saved for backward are recomputation's only, and blocks are compiled once for each length.
+tensors saved for backward are recomputation's only, and blocks are compiled once for each length. The output layer is applied
+once a pass, or as often as the trainer's traits say.
 """
 
 from __future__ import annotations
