@@ -15,6 +15,10 @@ from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
 
 NOTHING = "nothing was examined"
+UNREAD = (
+    "no parameter was read after a step: optimizers step on tensors that are not the model's parameters, as ZeRO's do, so these"
+    " are read in the next recorded step; record two steps or more in a row (--steps 1-3)"
+)
 
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
@@ -133,6 +137,8 @@ def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Resul
         for most, others in pairs
     ]
     examined = compared + _compared(families)
+    if not examined and any(one.shown and 0 in one.contents for one in summaries):
+        return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD)
     return verdict_of("replica_agreement", list(worst_first([*findings, *apart])), examined)
 
 

@@ -231,7 +231,7 @@ def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:
     """In no step recorded has any rank an optimizer that found a gradient in a parameter of the model, nor one that has any."""
     steps = [(step, record) for record in records.values() for step in record.steps if step.step]
     return bool(steps) and all(
-        not step.digests and {*step.ungraded} >= {tensor.fqn for tensor in record.evidence.parameters}
+        not record.stepped and {*step.ungraded} >= {tensor.fqn for tensor in record.evidence.parameters}
         for step, record in steps
     )
 

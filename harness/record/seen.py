@@ -49,6 +49,7 @@ class Step:
     lr: float | None = None
     peak: int = 0
     ungraded: tuple[str, ...] = ()
+    read_late: bool = False
 
 
 class Seen:
@@ -132,6 +133,7 @@ class Seen:
         if self._clock.account.kind != "evaluation":
             self._step().after.append((self._clock.account, after_forward(part, over=True)))
             self._note_settings()
+            self._note_late(part)
 
     def _step(self) -> Step:
         return self._steps.setdefault(self._clock.step, Step())
@@ -157,6 +159,7 @@ class Seen:
             return
         step = self._step()
         self._note_contents(self._clock.step, stepped)
+        step.read_late = not step.digests
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
         states = [s for each in self._optimizers for s in each.state.values()]
         held = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
@@ -167,11 +170,25 @@ class Seen:
         """Of all parameters, or of those with these ids."""
         step = self._steps.setdefault(number, Step())
         for fqn, parameter in sharded_parameters(self.parts):
-            if self.reads_contents and (owned is None or id(parameter) in owned):
-                step.digests[fqn] = digest(parameter)
-                step.bad[fqn] = not_finite(parameter)
-                if number == 0:
+            if owned is None or id(parameter) in owned:
+                self._note_content(step, fqn, parameter)
+                if number == 0 and self.reads_contents:
                     step.constant[fqn] = constant(parameter)
+
+    def _note_content(self, step: Step, fqn: str, parameter: torch.Tensor) -> None:
+        if self.reads_contents:
+            step.digests[fqn] = digest(parameter)
+            step.bad[fqn] = not_finite(parameter)
+
+    def _note_late(self, part: nn.Module) -> None:
+        """Where optimizers step on tensors of their own, what a step makes of parameters is there when the next one's first
+        forward pass ends: ZeRO may gather it in that pass. What it has freed again is not there."""
+        before = self._steps.get(self._clock.step - 1)
+        if before is None or not before.read_late:
+            return
+        for fqn, parameter in sharded_parameters([part]):
+            if fqn not in before.digests and local(parameter).numel():
+                self._note_content(before, fqn, parameter)
 
     def see_what_was_left(self) -> None:
         self._gathered.see_what_was_left(self.parts)

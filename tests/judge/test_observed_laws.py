@@ -126,6 +126,15 @@ def test_where_the_recorder_itself_raised_what_is_wrong_is_told_and_nothing_pass
     assert found[2].note == "rank 3 is not recorded to its end: the recorder itself raised KeyError()"
 
 
+def test_where_optimizers_step_on_other_tensors_it_is_said_why_no_replica_was_compared() -> None:
+    once = [summary(rank, 2, shown=1, contents={0: 7}) for rank in range(2)]
+    told = replica_agreement(once, ParallelDims(dp_replicate=2))
+    assert told.verdict == Verdict.UNKNOWN
+    assert told.note.startswith(
+        "no parameter was read after a step: optimizers step on tensors that are not the model's"
+    )
+
+
 def test_infinite_numbers_are_found_with_their_step() -> None:
     (finding,) = finite([summary(0, contents={1: 1}, not_finite={1: ("w",)})]).findings
     assert finding.where == "rank 0, step 1, w"

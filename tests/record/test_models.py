@@ -31,6 +31,36 @@ def test_a_model_with_the_names_of_another_and_one_that_comes_after_the_first_st
     assert seen.attach(later) and seen.left_out[1:] == ["Sequential before step 2"]
 
 
+def step_on_a_copy(seen: Seen, clock: Clock, model: nn.Linear, *, gathers: bool) -> None:
+    """As ZeRO by hand; the optimizer has no parameter of the model."""
+    clock.enter_forward()
+    seen.pass_begins((torch.ones(1, 2),), {})
+    seen.pass_ends(model)
+    clock.leave_forward()
+    flat = nn.Parameter(model.weight.detach().clone())
+    flat.grad = torch.ones_like(flat)
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+    seen.optimizer_begins(optimizer)
+    clock.enter_optimizer()
+    optimizer.step()
+    clock.leave_optimizer()
+    seen.optimizer_ended(optimizer)
+    if gathers:
+        model.weight.data.copy_(flat.detach())
+
+
+def test_what_an_optimizer_of_other_tensors_made_of_parameters_is_read_in_the_next_step() -> None:
+    clock, model = Clock(), nn.Linear(2, 2, bias=False)
+    seen = seen_at(clock)
+    seen.attach(model)
+    for gathers in (True, False, True):
+        step_on_a_copy(seen, clock, model, gathers=gathers)
+    digests = {step.step: step.digests for step in seen.steps()}
+    assert [sorted(digests[step]) for step in (0, 1, 2, 3)] == [["weight"], ["weight"], ["weight"], []]
+    assert digests[0] != digests[1] == digests[2]
+    assert seen.stepped == ()
+
+
 def test_a_model_that_is_wrapped_anew_after_the_first_step_was_there_before() -> None:
     clock = Clock()
     seen = seen_at(clock)
