@@ -120,8 +120,15 @@ def test_a_name_that_is_nowhere_and_an_exit_code_and_a_script_that_trains_nothin
         script_of("import torch\nwith torch.no_grad():\n    torch.nn.Linear(1, 1)(torch.ones(1))").set_up([], print)
 
 
-def test_weights_reach_what_fsdp2_left_gathered_after_an_evaluation(
-    script_of: Callable[[str], Script], tmp_path: Path
+def fsdp1(model: nn.Module) -> nn.Module:
+    """Which shards nothing on a single rank."""
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrap", [fully_shard, fsdp1])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_weights_reach_what_fsdp_left_gathered_after_an_evaluation(
+    wrap: Callable[[nn.Module], nn.Module], script_of: Callable[[str], Script], tmp_path: Path
 ) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     try:
@@ -134,9 +141,8 @@ with torch.no_grad():
     model(torch.ones(1, 2))
 seen = [model(torch.ones(1, 2)).item()]
 """)
-        script.replace("sharded", fully_shard)
-        model = script.set_up([], lambda model: [nn.init.ones_(p) for p in model.parameters()])
-        assert isinstance(model, nn.Linear)
+        script.replace("sharded", wrap)
+        script.set_up([], lambda model: [nn.init.ones_(p) for p in model.parameters()])
         script.run()
         assert sys.modules["little_script"].seen == [2.0]
     finally:

@@ -131,11 +131,14 @@ def _cut_again(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif (
-            isinstance(module, FullyShardedDataParallel) and module._is_root is not None and module._handle is not None
-        ):
+        elif isinstance(module, FullyShardedDataParallel) and module._is_root is not None and _shards(module._handle):
             module._handle.reshard(True)
             module._handle.post_reshard()
+
+
+def _shards(handle: Any) -> bool:
+    """Of a unit of FSDP1: one without parameters of its own has none, and on a single rank nothing is cut."""
+    return handle is not None and handle.uses_sharded_strategy
 
 
 def program(path: Path) -> Iterator[tuple[bool, CodeType]]:
