@@ -48,8 +48,8 @@ class Otherwise:
 
     weights: before the first step. batch(step, the recipe's) -> what is trained on. gradients(step, those of backward) ->
     those that there are before clipping. given(step, gradients, their norm, parameters) -> what the optimizer is given, in
-    place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. recipe(fqn) -> the one whose
-    betas, eps and weight decay the parameter is trained by, from step `since` on.
+    place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. recipe(step, fqn) -> the
+    one whose betas, eps and weight decay the parameter is trained by, from step `since` on.
     left(step, parameters) -> what there is when the optimizer is done.
     rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is. columns: by fqn, where
     arrays are vectors, in how many blocks of columns a matrix lies there, one behind the other.
@@ -63,7 +63,7 @@ class Otherwise:
     gradients: Callable[[int, Arrays], Arrays] | None = None
     given: Callable[[int, Arrays, float, Arrays], Arrays] | None = None
     rate: Callable[[int, str], float] | None = None
-    recipe: Callable[[str], TrainingConfig] | None = None
+    recipe: Callable[[int, str], TrainingConfig] | None = None
     since: int = 1
     left: Callable[[int, Arrays], Arrays] | None = None
     restart: Callable[[int], bool] | None = None
@@ -231,7 +231,7 @@ class _Copy:
         """What the optimizer is told of a parameter in a step."""
         otherwise = self.otherwise
         rate = otherwise.rate(number, fqn) if otherwise.rate else learning_rate(number, self.training)
-        another = otherwise.recipe(fqn) if otherwise.recipe and number >= otherwise.since else None
+        another = otherwise.recipe(number, fqn) if otherwise.recipe and number >= otherwise.since else None
         own, spared = another or self.training, another is None and self.training.decay != "all" and p.dim() == 1
         betas = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps} if self.optimizer.kind != "sgd" else {}
         return {"lr": rate, "weight_decay": 0.0 if spared else own.weight_decay, **betas}

@@ -17,7 +17,7 @@ PARTS = {"attention": "attention", "feed_forward": "feed-forward", "norm": "the 
 
 def gradient_flows(counts: Iterable[int]) -> list[Variation]:
     """counts: by which a gradient may be counted too often, or divided."""
-    found = []
+    found, counts = [], [*counts]
     for part, name in PARTS.items():
         rows: list[tuple[str, Alteration]] = [(f"no gradient flows back through {name}", given(Tensor.detach))]
         rows += [(f"{name} passes no gradient to its input", _entering(lambda x: x.detach()))]
@@ -30,7 +30,7 @@ def gradient_flows(counts: Iterable[int]) -> list[Variation]:
                 for times in (count, 1 / count)
             ]
         found += alike("gradient flow", part, "", rows)
-    found += alike("gradient flow", "attention", "", _of_projections())
+    found += alike("gradient flow", "attention", "", [*_of_projections(), *map(_of_shared_heads, counts)])
     fixed = "no gradient flows through RMSNorm's root mean square", OF_ITSELF(_fixed_root)
     found += alike("gradient flow", "norm", "", [fixed])
     found += alike("gradient flow", "embedding", "", [("token 0 has no gradient, as if it were padding", _padded)])
@@ -70,6 +70,18 @@ def _scaled(x: Tensor, by: float) -> Tensor:
 def _of_projections() -> Rows:
     for name, what in (("wq", "queries"), ("wk", "keys"), ("wv", "values")):
         yield f"{what} have no gradient", partial(_detached, name)
+
+
+def _of_shared_heads(count: int) -> tuple[str, Alteration]:
+    text = (
+        f"keys and values get 1/{count} of their gradients, as if query heads that share them were averaged, not summed"
+    )
+
+    def alter(attention: nn.Module) -> None:
+        for name in ("wk", "wv"):
+            given(partial(_scaled, by=1 / count))(attention.get_submodule(name))
+
+    return text, alter
 
 
 def _detached(name: str, attention: nn.Module) -> None:

@@ -152,6 +152,13 @@ def _mask_of(other: Callable[[Tensor, Tensor], Tensor | None]) -> Alteration:
     return OF_ITSELF(forward)
 
 
+def mask_of_first_row(first: np.ndarray) -> Variation:
+    """first: of each row of the batch, the first row of its microbatch."""
+    rows, text = torch.from_numpy(first), "all rows of a microbatch have the documents of its first"
+    alter = _mask_of(lambda _, own: own[rows] if len(own) == len(rows) else own)
+    return Variation("document mask", text, "each row its own", "model", alter)
+
+
 def mask_of_step(tokens: np.ndarray, step: int) -> Variation:
     """tokens: of that step, row by row."""
     kept = documents(torch.from_numpy(np.ascontiguousarray(tokens)))

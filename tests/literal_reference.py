@@ -118,8 +118,8 @@ def retrained(training: TrainingConfig, reference: ReferenceRun, **otherwise: An
     moments = {fqn: (np.zeros_like(v), np.zeros_like(v)) for fqn, v in values.items()}
     steps = []
 
-    def recipe(fqn: str) -> TrainingConfig:
-        return otherwise["recipe"](fqn) if otherwise.get("recipe") else recipe_of(fqn, training)
+    def recipe(step: int, fqn: str) -> TrainingConfig:
+        return otherwise["recipe"](step, fqn) if otherwise.get("recipe") else recipe_of(fqn, training)
 
     for step in reference.steps:
         gradients = otherwise["gradients"](step.step, step.gradients) if otherwise.get("gradients") else step.gradients
@@ -128,7 +128,9 @@ def retrained(training: TrainingConfig, reference: ReferenceRun, **otherwise: An
         given = otherwise["given"](step.step, gradients, norm, values) if otherwise.get("given") else usual
         rates = {fqn: otherwise["rate"](step.step, fqn) if otherwise.get("rate") else step.lr for fqn in values}
         for fqn, gradient in given.items():
-            values[fqn], moments[fqn] = _moved(values[fqn], moments[fqn], gradient, step.step, rates[fqn], recipe(fqn))
+            values[fqn], moments[fqn] = _moved(
+                values[fqn], moments[fqn], gradient, step.step, rates[fqn], recipe(step.step, fqn)
+            )
         values = otherwise["left"](step.step, values) if otherwise.get("left") else values
         same = set(rates.values())
         state = {f: {"exp_avg": a, "exp_avg_sq": b} for f, (a, b) in moments.items()} if step.optimizer_state else {}

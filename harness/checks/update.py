@@ -107,10 +107,10 @@ def observed_norm(trial: Trial, step: int, ranks: Sequence[int] | None = None) -
     return math.sqrt(math.fsum(total))
 
 
-def recipe_of(trial: Trial, fqn: str) -> TrainingConfig:
+def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
     """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
     if trial.assumed.recipe:
-        return trial.assumed.recipe(fqn)
+        return trial.assumed.recipe(step, fqn)
     training = trial.case.training
     spared = training.decay == "matrices" and len(trial.case.model.parameter_shapes().get(fqn, ())) == 1
     return replace(training, weight_decay=0.0) if spared else training
@@ -128,7 +128,7 @@ def _replay(
     trial: Trial, evidence: RankEvidence, fqn: str, norms: dict[int, float], rates: dict[int, float]
 ) -> list[Finding]:
     """The first step at which this parameter is not what the optimizer makes of it."""
-    state, recipe = _start(trial, evidence, fqn), recipe_of(trial, fqn)
+    state = _start(trial, evidence, fqn)
     for step in _as_requested(trial, evidence):
         if fqn not in step.gradients or fqn not in step.parameters:
             return []  # `completed` reports it
@@ -139,6 +139,7 @@ def _replay(
         gradient = _given(trial, evidence.rank, step, fqn, norms[step.step])
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
         counted = replace(step, step=trial.assumed.counter(step.step, fqn)) if trial.assumed.counter else step
+        recipe = recipe_of(trial, fqn, step.step)
         expected, magnitude = _advance(state, counted, gradient, rate, recipe, amsgrad=trial.assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude)
         here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
@@ -192,7 +193,7 @@ def expected_after_first_step(
     gradient = first.gradients.get(tensor.fqn)
     if gradient is None or gradient.shape != state.value.shape:  # explains nothing
         return np.full_like(state.value, math.nan), np.zeros_like(state.value)
-    lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn)
+    lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn, first.step)
     expected, magnitude = _advance(state, first, clip * gradient, lr, recipe)
     return expected, tolerance.update_bound(trial.case, magnitude)
 

@@ -28,7 +28,7 @@ from harness.diagnosis.features import (
     quantized_otherwise,
     sent_in_another_dtype,
 )
-from harness.diagnosis.forward import masks_drawn_again, other_forward
+from harness.diagnosis.forward import other_forward
 from harness.diagnosis.gathered_logits import gathered_logits
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
@@ -36,6 +36,7 @@ from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
+from harness.diagnosis.random_state import masks_drawn_again
 from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint

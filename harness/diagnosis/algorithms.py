@@ -118,7 +118,7 @@ def kinds_of_parameters(trial: Trial) -> dict[str, set[str]]:
     return {"norm weights": vectors, "matrices": set(shapes) - vectors, "embedding and output": ends}
 
 
-def by_recipes(recipe: Callable[[str], TrainingConfig], trial: Trial) -> Trial:
+def by_recipes(recipe: Callable[[int, str], TrainingConfig], trial: Trial) -> Trial:
     """From this launch on."""
     return assume.another_optimizer(trial, AssumedOptimizer(recipe=recipe), recipe=recipe, since=trial.first_step)
 
@@ -192,8 +192,8 @@ def _given(trial: Trial, cause: Cause, momentum: float, *, nesterov: bool = Fals
         held.update({fqn: (momentum * held[fqn] if step > 1 else 0.0) + g for fqn, g in decayed.items()})
         return {fqn: g + momentum * held[fqn] if nesterov else held[fqn] for fqn, g in decayed.items()}
 
-    assumed = AssumedOptimizer(given=by_rank, recipe=lambda fqn: undecayed, copies=copies)
-    return Algorithm(cause, assumed, {"given": whole, "recipe": lambda fqn: undecayed})
+    assumed = AssumedOptimizer(given=by_rank, recipe=lambda step, fqn: undecayed, copies=copies)
+    return Algorithm(cause, assumed, {"given": whole, "recipe": lambda step, fqn: undecayed})
 
 
 def _one_step_late(trial: Trial) -> Algorithm:

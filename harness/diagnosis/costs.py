@@ -75,7 +75,7 @@ def _retained_graph(trial: Trial, rank: int) -> tuple[str, str] | None:
     if not steps:
         return None
     text = f"activations of a pass are still there in the next forward pass, from step {steps[0]} on"
-    return text, ": backward is called with retain_graph=True, and something holds the graph"
+    return text, ": backward is called with retain_graph=True, and the loss or something else still holds the graph"
 
 
 def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
@@ -156,7 +156,10 @@ def _crossings(trial: Trial, law: str, finding: Finding) -> str:
     if not size or any(count % size for count in odd.values()):
         return ""
     texts = (f"{abs(n) // size} {'more' if n > 0 else 'fewer'} {op} in {phase}" for (_, op, phase), n in odd.items())
-    return f", as with {', '.join(texts)} in each layer" * bool(odd)
+    each = [count // size for count in odd.values()]
+    who = {2: "wq, wk and wv", 1: "w1 and w3"}
+    hint = f", as where {who[each[0]]} each do so for their own input" if len({*each}) == 1 and each[0] in who else ""
+    return f", as with {', '.join(texts)} in each layer{hint}" * bool(odd)
 
 
 # ---- replicas, repeats, the golden

@@ -210,13 +210,13 @@ def _no_samples(trial: Trial, step: int) -> Cause | None:
     if not strange:
         return None
     where = on_ranks(trial, strange) or " on all ranks"
-    text = f"received tokens belong to no sample of the recipe's {steps} steps{_when(trial, step)}{where}"
+    text = f"rows received{_when(trial, step)}{where} are none of the recipe's {steps} steps"
     known = described(trial, step, strange)
     if len(strange) == len(ranks) and (place := begun_elsewhere(trial, step, strange)):
         return Cause("data position", f"the data position is wrong{_when(trial, step)}: {place}")
     if _share_rows(trial):
         own = "dp ranks draw overlapping samples, each in its own order"
-        return Cause("samples overlap", f"{own}: {text}", hint=known)
+        return Cause("samples overlap", f"{own}; {text}", hint=known)
     return Cause("samples of no step", text, hint=known)
 
 

@@ -86,6 +86,8 @@ class Search:
         best = [proof for proof in partial if proof.explained]
         for first in (proof for proof in partial[:FIRSTS] if not proof.renumbers):
             whole, parts = self._single(first.assumed, rejudged(first, results))
+            kinds = {one.cause.kind for one in first.hypotheses}  # a second of its kind fits what the first leaves
+            whole, parts = ([p for p in found if p.hypotheses[0].cause.kind not in kinds] for found in (whole, parts))
             both = [self._together(trial, results, first, second) for second in whole or parts[:1] if second.explained]
             if whole:
                 return both

@@ -65,6 +65,9 @@ def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, By
     for number, counts in _tokens_of_microbatches(trial).items():
         text = f"divided by the valid tokens of microbatch {number} alone ({counts[step]}, not {valid[step]})"
         found.append((text, _ratio(valid, counts)))
+        passes = trial.case.passes
+        text = f"divided by {passes} times the valid tokens of microbatch {number} ({passes * counts[step]}, not {valid[step]})"
+        found.append((text, _ratio(valid, {at: passes * count for at, count in counts.items()})))
     yield from ((text, by_step) for text, by_step in found if _near(by_step(step), factor))
 
 

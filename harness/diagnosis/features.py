@@ -12,6 +12,7 @@ from harness.diagnosis.assume import another_case, another_recipe, another_refer
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
+from harness.evidence.records import Wrapper
 from harness.judge.order import as_planned
 from harness.judge.result import Cause, Finding, Verdict
 from harness.judge.trial import Trial
@@ -216,7 +217,10 @@ def _buckets(trial: Trial) -> str | None:
 def _reduction(trial: Trial) -> str | None:
     """Gradients added over the data ranks in another dtype."""
     found = _first(one for rank in sorted(trial.ranks) for one in features.reduced(trial, rank))
-    return None if found is None else f"gradients are reduced in {found.observed}, requested {found.expected}"
+    if found is None:
+        return None
+    units = _unlike_others(trial, found.expected, "reduce_dtype", lambda unit: unit.reduces_in)
+    return f"gradients are reduced in {found.observed}, requested {found.expected}{units}"
 
 
 def attended_too_often(trial: Trial) -> str | None:
@@ -335,7 +339,7 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     found = _of(broken, features.DTYPE) if "features" in broken else []
     if found:
         text = f"matmuls are computed in {found[0].observed}{_few(trial, found[0])}, requested {found[0].expected}"
-        text += _uncast(trial, found[0].expected)
+        text += _unlike_others(trial, found[0].expected, "param_dtype", lambda unit: unit.casts_to)
         ranks = {one.rank for one in found if one.rank is not None}
         laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
         yield stated(broken, "features", "another feature", text + on_ranks(trial, ranks), *laws, more=NOT_TESTED)
@@ -353,16 +357,16 @@ def sent_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield stated(broken, "traffic", "another feature", text, *OF_GRADIENTS, more=NOT_TESTED)
 
 
-def _uncast(trial: Trial, wanted: str) -> str:
+def _unlike_others(trial: Trial, wanted: str, name: str, of: Callable[[Wrapper], str]) -> str:
     """The units of FSDP2 whose mixed precision policy gives another dtype than others' do, or none."""
     units = next(iter(trial.ranks.values())).structure
-    casts = {name or "the root": one.casts_to for name, one in units.items() if one.kind == "fsdp2"}
-    odd = [name for name, dtype in casts.items() if dtype != wanted]
+    casts = {unit or "the root": of(one) for unit, one in units.items() if one.kind == "fsdp2"}
+    odd = [unit for unit, dtype in casts.items() if dtype != wanted]
     if not odd or len(odd) == len(casts):
         return ""
-    dtypes = " or ".join(sorted({casts[name] or "no" for name in odd}))
+    dtypes = " or ".join(sorted({casts[unit] or "no" for unit in odd}))
     have = f"FSDP unit{'s' * (len(odd) > 1)} {some(odd, 4)} {'have' if len(odd) > 1 else 'has'}"
-    return f": {have} {dtypes} param_dtype, others {wanted}"
+    return f": {have} {dtypes} {name}, others {wanted}"
 
 
 def _few(trial: Trial, finding: Finding) -> str:

@@ -20,7 +20,7 @@ from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
 from harness.diagnosis.positions import wrong_positions
-from harness.diagnosis.words import fed_with, finding_line, on_ranks, some
+from harness.diagnosis.words import fed_with, on_ranks, some
 from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
@@ -61,23 +61,6 @@ def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 def _of_the_model(trial: Trial) -> set[str]:
     """A model that receives no positions counts them itself, and may do so wrongly."""
     return {"positions"} if wrong_positions(trial) is None else set()
-
-
-def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Random numbers of a recomputation that are not those of forward. Told by the generator's state."""
-    seen = [step.activity for _, step, _ in trial.steps()]
-    other, drawn = {fqn for one in seen for fqn in one.other_states}, any(one.random.get("backward") for one in seen)
-    if not other or not drawn or "gradients" not in broken:
-        return
-    from harness.reference.masks import recomputed_without_random_state
-
-    blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
-    lost = "its dropout masks differ from those of the loss"
-    observed = f"recomputation of {some(blocks, 4)} starts from another random state than forward"
-    cause = Cause("random state not restored", observed, hint=lost)
-    laws, altered = ("gradients", "grad_norm", "loss", "reported_loss"), recomputed_without_random_state(blocks)
-    lines = (finding_line("gradients", broken["gradients"]),)
-    yield Hypothesis(cause, partial(another_reference, altered=altered), 1, lines, laws)
 
 
 @dataclass(frozen=True)
@@ -260,7 +243,12 @@ class Tries:
     @cached_property
     def _variations(self) -> list[Variation]:
         from harness.reference import variations
-        from harness.reference.masks import dropout_of_other_steps, mask_of_step, unmasked_embedding
+        from harness.reference.masks import (
+            dropout_of_other_steps,
+            mask_of_first_row,
+            mask_of_step,
+            unmasked_embedding,
+        )
         from harness.reference.rounding import low_sums
 
         case, tokens = self.trial.case, self.trial.reference.tokens
@@ -271,6 +259,7 @@ class Tries:
         if case.model.dropout:
             found += dropout_of_other_steps(case.training, self.trial.first_step)
         if case.training.document_mask:
+            found.append(mask_of_first_row(self._first_rows()))
             for step in range(1, self.step):
                 ids = self.trial.reference.samples[step - 1]
                 at = [self.trial.reference.sample_ids.index(id_) for id_ in ids]
@@ -278,6 +267,13 @@ class Tries:
         if case.dims.cp > 1:
             found += variations.over_cp(*map(self._over_cp, dict.fromkeys(map(case.seq_len, case.steps))))
         return found
+
+    def _first_rows(self) -> np.ndarray:
+        """Of each row of the step's batch, the first one of the microbatch that it is computed in. int64 [rows]"""
+        size, first = self.trial.case.local_batch, np.arange(sum(map(len, self.rows.values())))
+        for rows in self.rows.values():
+            first[rows] = rows[np.arange(len(rows)) // size * size]
+        return first
 
     def _over_cp(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The positions that the ranks of a cp group hold, one after the other; and, by position, which rank."""

@@ -170,8 +170,18 @@ def _apart_over_tp(trial: Trial, fqn: str) -> str:
     for group in trial.plan.groups.get("tp", ()) if whole else ():
         seen = [trial.ranks[rank].steps[0].activity.inputs.get(fqn, (0.0, 0)) for rank in group]
         if not math.isclose(min(seen)[0], max(seen)[0], rel_tol=1e-6):
-            return f", and differs among tp ranks {ranks_text(group)}, which should have the same sum"
+            masks = fqn.endswith("norm") and trial.case.model.dropout and _dropped_alike(trial, group, fqn)
+            why = "as if their dropout masks did" if masks else "which should have the same sum"
+            return f", and differs among tp ranks {ranks_text(group)}, {why}"
     return ""
+
+
+def _dropped_alike(trial: Trial, group: tuple[int, ...], fqn: str) -> bool:
+    """Whether these have the same before the dropout behind which they differ."""
+    order = [*trial.reference.inputs]
+    before = order[order.index(fqn) - 1]
+    seen = [trial.ranks[rank].steps[0].activity.inputs.get(before, (0.0, 0)) for rank in group]
+    return before.endswith("_dropout") and math.isclose(min(seen)[0], max(seen)[0], rel_tol=1e-6)
 
 
 def _input_words(trial: Trial, fqn: str) -> str:

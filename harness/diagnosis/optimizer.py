@@ -33,7 +33,7 @@ from harness.plan.stages import parameters_of_stage
 from harness.reference.config import TrainingConfig
 from harness.reference.distance import best_fit
 
-LARGEST_DECAY = 0.1  # of a weight in a step; what takes more of it is no weight decay
+LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight decay
 
 
 def wrong_optimizer(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -69,9 +69,11 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     rate = wrong[ranks[0], first]
     like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
     rule = schedule_of(trial, wrong, shown)
-    alike = f" (the schedule's of step {' or '.join(like)})" * bool(like and not rule)
     hidden = _requested_rates_reported(trial, usual)
-    taken = f"{rate:.6g}{alike}{' (reported as requested)' * hidden}, requested {usual[first]:.6g}{rule}"
+    notes = [f"the schedule's of step {' or '.join(like)}"] if like and not rule else []
+    notes += ["reported as requested"] if hidden else []
+    noted = f" ({'; '.join(notes)})" if notes else ""
+    taken = f"{rate:.6g}{noted}, requested {usual[first]:.6g}{rule}"
     reports = {"reported_rate": lambda rank, step: usual[step]} if hidden else {}
     for which, fqns in _parts(trial):
         rates = partial(_rate_of, fqns, shown, usual)
@@ -158,7 +160,7 @@ def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     decay = _common([_decay(trial, *pair) for pair in wrong])
     if decay is not None and abs(decay) * rate < LARGEST_DECAY:
         short = 0.0 if abs(decay) < 1e-9 else float(f"{decay:.6g}")
-        yield _another_decay(
+        yield from _another_decay(
             trial, fqns, where, short if math.isclose(short, decay, rel_tol=1e-9, abs_tol=1e-9) else decay
         )
 
@@ -190,15 +192,15 @@ def _by_rate(rate: Callable[[int, str], float], trial: Trial) -> Trial:
     return assume.another_optimizer(trial, assumed, rate=rate)
 
 
-def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> Hypothesis:
+def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> Iterator[Hypothesis]:
     requested, matrices = trial.case.training.weight_decay, trial.case.training.decay == "matrices"
     vectors = {fqn for fqn in trial.plan.shapes if len(trial.case.model.parameter_shapes()[fqn]) == 1}
+    of = "" if len(fqns) == len(trial.plan.shapes) else f" of {where}"
     if matrices and set(fqns) == vectors and math.isclose(decay, requested):
         text, expected = "weight decay is applied to norm weights as well", "matrices only"
     elif not matrices and set(fqns) == vectors and not decay:
         text, expected = "weight decay is applied to matrices only", "all parameters"
     else:
-        of = "" if len(fqns) == len(trial.plan.shapes) else f" of {where}"
         text, expected = f"weight decay{of} is {decay:g}", f"{update.recipe_of(trial, fqns[0]).weight_decay:g}"
         text += ", the requested one divided by the learning rate" * math.isclose(
             decay * trial.case.training.lr, requested, rel_tol=1e-9
@@ -206,10 +208,16 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> H
         text = text if decay else f"weight decay is not applied{of.replace(' of ', ' to ', 1)}"
     usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
 
-    def chosen(fqn: str) -> TrainingConfig:
-        return replace(usual[fqn], weight_decay=decay) if fqn in fqns else usual[fqn]
+    def chosen(by_step: Callable[[int], float], step: int, fqn: str) -> TrainingConfig:
+        return replace(usual[fqn], weight_decay=by_step(step)) if fqn in fqns else usual[fqn]
 
-    return Hypothesis(Cause("weight decay", text, "", expected), partial(by_recipes, chosen))
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    if math.isclose(decay * rates[trial.first_step], requested, rel_tol=1e-8):
+        plain = Cause("weight decay", f"weight decay{of} is not multiplied by the learning rate")
+        yield Hypothesis(plain, partial(by_recipes, partial(chosen, lambda step: requested / rates[step])))
+    yield Hypothesis(
+        Cause("weight decay", text, "", expected), partial(by_recipes, partial(chosen, lambda step: decay))
+    )
 
 
 def _move(trial: Trial, rank: int, fqn: str, *, decays: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -218,7 +226,7 @@ def _move(trial: Trial, rank: int, fqn: str, *, decays: bool) -> tuple[np.ndarra
     tensor = next(tensor for tensor in evidence.parameters if tensor.fqn == fqn)
     recipe = update.recipe_of(trial, fqn)
     recipe = recipe if decays else replace(recipe, weight_decay=0.0)
-    other = replace(trial, assumed=trial.assumed.and_besides(AssumedOptimizer(recipe=lambda fqn: recipe)))
+    other = replace(trial, assumed=trial.assumed.and_besides(AssumedOptimizer(recipe=lambda step, fqn: recipe)))
     wanted = update.expected_after_first_step(other, evidence, tensor, clip=first_clip(trial))[0] - before
     return wanted, trial.stepped_part(rank, fqn, evidence.steps[0].parameters[fqn]) - before, before
 

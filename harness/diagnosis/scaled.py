@@ -154,16 +154,10 @@ def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothe
             yield _hypothesis(_sentence(trial, fit, factor) + when + name, scale, fit.lines, fitted)
     if everywhere and not trial.case.exact:
         yield _in_the_loss(trial, fit, _sentence(trial, fit, factor))
-    if (
-        everywhere
-        and "update" in broken
-        and fit.step == trial.first_step
-        and trial.case.training.max_norm
-        and factor > 0
-    ):
-        yield _unscaled_late(
-            trial, fit, float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
-        )
+    clipped = "update" in broken and fit.step == trial.first_step and trial.case.training.max_norm
+    if everywhere and clipped and factor > 0:
+        whole = abs(factor - round(factor)) < 1e-4 * factor
+        yield _unscaled_late(trial, fit, float(round(factor)) if whole else factor)
 
 
 def _unscaled_late(trial: Trial, fit: Fit, factor: float) -> Hypothesis:
@@ -188,7 +182,8 @@ def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callabl
     def times(step: int) -> float:
         return by_step(step) if step >= fit.step else 1.0
 
-    text = _sentence(trial, fit, by_step(fit.step)) + hint
+    alone = any(by_step(step) != by_step(fit.step) for step in trial.case.steps if step >= fit.step)
+    text = _sentence(trial, fit, by_step(fit.step), alone=alone) + hint
     usual = _hypothesis(text, lambda step: dict.fromkeys(fit.factors, times(step)), fit.lines)
     reported = reported_of(trial, "reported_loss") if "reported_loss" in broken else None
     shown = lambda rank, step: times(step) * reported.right[rank, step] if reported else None  # noqa: E731
@@ -198,9 +193,10 @@ def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callabl
     return replace(usual, cause=Cause(KIND, text)).and_then(partial(assuming_reports, reported=reported, number=shown))
 
 
-def _sentence(trial: Trial, fit: Fit, factor: float) -> str:
-    later = fit.step > trial.first_step
-    since = f"are right in step {trial.first_step} and from step {fit.step} on" if later else "are"
+def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False) -> str:
+    """alone: the factor is that step's, and others have their own."""
+    later, when = fit.step > trial.first_step, f"in step {fit.step}" if alone else f"from step {fit.step} on"
+    since = f"are right in step {trial.first_step} and {when}" if later else "are"
     if abs(factor) < 1e-12:
         return f"gradients {since} zero {_where(trial, fit)}"
     times = times_text(factor) if trial.case.exact else f"{factor:.3g} times"

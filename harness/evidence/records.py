@@ -244,8 +244,8 @@ class Wrapper:
 
     kind: ddp, replicate, fsdp1, fsdp2. shard_ranks, replicate_ranks: those that it shards and replicates over; empty if it
     does not. parameters: those that an FSDP unit gathers together. ranks_after_forward: of FSDP2, over how many ranks they
-    stay sharded after forward, 1 if they stay whole. casts_to: of FSDP2, the dtype that its mixed precision policy gives
-    parameters; empty if none. find_unused_parameters: of DDP, in a graph that
+    stay sharded after forward, 1 if they stay whole. casts_to, reduces_in: of FSDP2, the dtypes that its mixed precision
+    policy gives parameters and the reduction of gradients; empty if none. find_unused_parameters: of DDP, in a graph that
     is not static. float_buffers, other_buffers: of DDP, the bytes of its module's buffers that it broadcasts before a forward
     pass, those of floating-point numbers and all others. comm_hook: of DDP, the communication hook by which it reduces
     gradients; empty if none. ignored: of DDP, the parameters of its module that it does not look after.
@@ -258,6 +258,7 @@ class Wrapper:
     ranks_after_forward: int = 1
     cpu_offload: bool = False
     casts_to: str = ""
+    reduces_in: str = ""
     find_unused_parameters: bool = False
     float_buffers: int = 0
     other_buffers: int = 0

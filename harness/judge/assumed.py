@@ -13,14 +13,14 @@ from harness.reference.config import TrainingConfig
 @dataclass(frozen=True)
 class AssumedOptimizer:
     """given(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: nothing, so that it leaves
-    the parameter alone. rate(rank, step, fqn). recipe(fqn). amsgrad: it divides by the largest second moment so far, and
+    the parameter alone. rate(rank, step, fqn). recipe(step, fqn). amsgrad: it divides by the largest second moment so far, and
     keeps that. copies: it keeps so many more numbers of each parameter than requested. counter(step, fqn): of the steps
     taken, for its bias correction. All that is None is as requested.
     """
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
     rate: Callable[[int, int, str], float] | None = None
-    recipe: Callable[[str], TrainingConfig] | None = None
+    recipe: Callable[[int, str], TrainingConfig] | None = None
     counter: Callable[[int, str], int] | None = None
     amsgrad: bool = False
     copies: int = 0

@@ -228,8 +228,14 @@ def _fsdp2(module: nn.Module) -> Wrapper | None:
         replicate_ranks,
         ranks_after_forward=getattr(group.post_forward_mesh_info, "shard_mesh_size", 1),
         cpu_offload=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
-        casts_to=str(getattr(getattr(group, "mp_policy", None), "param_dtype", None) or "").removeprefix("torch."),
+        casts_to=_of_policy(group, "param_dtype"),
+        reduces_in=_of_policy(group, "reduce_dtype"),
     )
+
+
+def _of_policy(group: Any, name: str) -> str:
+    dtype = getattr(getattr(group, "mp_policy", None), name, None)
+    return str(dtype or "").removeprefix("torch.")
 
 
 def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:

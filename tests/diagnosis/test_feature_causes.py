@@ -16,9 +16,16 @@ from literal import (
     with_step,
 )
 
-from harness.diagnosis.features import _compile, _of_parts, _uncast, odd_traces, other_features, sent_in_another_dtype
-from harness.diagnosis.forward import masks_drawn_again
+from harness.diagnosis.features import (
+    _compile,
+    _of_parts,
+    _unlike_others,
+    odd_traces,
+    other_features,
+    sent_in_another_dtype,
+)
 from harness.diagnosis.hypothesis import as_seen
+from harness.diagnosis.random_state import masks_drawn_again
 from harness.diagnosis.units import _other_policies, _with_the_root, other_units
 from harness.evidence.records import Call, Collective, HeldTensor, Wrapper
 from harness.judge.result import Finding
@@ -117,9 +124,14 @@ def test_the_part_of_each_block_that_alone_is_recomputed_is_told() -> None:
 def test_units_that_the_mixed_precision_policy_was_not_passed_to_are_told() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
 
+    def casts_to(unit: Wrapper) -> str:
+        return unit.casts_to
+
     def told(**casts: str) -> str:
         units = {name: Wrapper("fsdp2", (0, 1), casts_to=dtype) for name, dtype in casts.items()}
-        return _uncast(with_rank(trial, 0, structure={**units, "other": Wrapper("ddp")}), "bfloat16")
+        return _unlike_others(
+            with_rank(trial, 0, structure={**units, "other": Wrapper("ddp")}), "bfloat16", "param_dtype", casts_to
+        )
 
     odd = "FSDP units first, second have no param_dtype, others bfloat16"
     assert told(root="bfloat16", first="", second="") == f": {odd}"

@@ -91,7 +91,7 @@ def test_tokens_of_no_sample() -> None:
     trial = fsdp_4()
     batch = trial.ranks[2].steps[0].microbatches[0]
     trial = with_step(trial, 2, 1, microbatches=(replace(batch, tokens=batch.tokens + 50),))
-    expect_first(trial, """received tokens belong to no sample of the recipe's 3 steps on rank 2""")
+    expect_first(trial, """rows received on rank 2 are none of the recipe's 3 steps""")
 
 
 def test_ranks_that_each_shuffle_by_themselves() -> None:
@@ -101,7 +101,7 @@ def test_ranks_that_each_shuffle_by_themselves() -> None:
     trial = with_step(trial, 3, 1, microbatches=(replace(strange, tokens=strange.tokens + 50),))
     expect_first(
         trial,
-        """dp ranks draw overlapping samples, each in its own order: received tokens belong to no sample of the recipe's 3 steps on rank 3""",
+        """dp ranks draw overlapping samples, each in its own order; rows received on rank 3 are none of the recipe's 3 steps""",
     )
 
 
@@ -239,7 +239,7 @@ def test_tokens_of_no_sample_on_all_ranks_are_told_with_nothing_that_was_not_tes
     for rank in trial.ranks:
         (batch,) = trial.ranks[rank].steps[0].microbatches
         trial = with_step(trial, rank, 1, microbatches=(replace(batch, tokens=5 + (batch.tokens + rank) % 3),))
-    assert first_line(trial).endswith(" on all ranks")
+    assert first_line(trial) == "rows received on all ranks are none of the recipe's 3 steps"
     alone = with_step(fsdp_4(), 2, 1, microbatches=trial.ranks[2].steps[0].microbatches)
     assert first_line(alone).endswith("on rank 2")
 

@@ -103,9 +103,12 @@ def test_tokens_of_one_microbatch_in_the_place_of_all_are_named() -> None:
     trial = trial_of(tiny_case("ddp_2", accumulation=2))
     valid = {step.step: step.valid_tokens for step in trial.reference.steps}
     alone = {step: sum(losses(trial, rank, step)[1][1] for rank in (0, 1)) for step in valid}
-    trial = with_factors(trial, lambda rank, step, fqn: valid[step] / alone[step])
-    told = f"divided by the valid tokens of microbatch 2 alone ({alone[1]:g}, not {valid[1]})"
-    assert told in first_line(trial)
+    for times, told in (
+        (1, f"divided by the valid tokens of microbatch 2 alone ({alone[1]:g}, not {valid[1]})"),
+        (2, f"divided by 2 times the valid tokens of microbatch 2 ({2 * alone[1]:g}, not {valid[1]})"),
+    ):
+        wrong = with_factors(trial, lambda rank, step, fqn, by=times: valid[step] / (by * alone[step]))
+        assert told in first_line(wrong)
 
 
 def test_a_number_of_tokens_of_one_step_in_all_steps_is_no_number_of_tokens() -> None:
@@ -179,7 +182,7 @@ def test_a_token_count_of_another_step() -> None:
     one = trial.reference.steps[0].valid_tokens
     expect_first(
         by_tokens(trial, lambda valid, size: valid / one),
-        """gradients are right in step 1 and from step 2 on 1.375 times what they should be in every parameter: divided by the number of valid tokens of step 1 (16, not 22)""",
+        """gradients are right in step 1 and in step 2 1.375 times what they should be in every parameter: divided by the number of valid tokens of step 1 (16, not 22)""",
     )
 
 

@@ -22,7 +22,7 @@ from harness.plan.stages import positions
 from harness.reference.altered import Variation, altering
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows, recomputed
-from harness.reference.masks import other_dropout, unmasked_embedding
+from harness.reference.masks import mask_of_first_row, other_dropout, unmasked_embedding
 from harness.reference.record import ReferenceRun
 from harness.reference.rounding import low_sums
 from harness.reference.train import train
@@ -76,6 +76,11 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
         ("the gradient that feed-forward passes to its input is multiplied by 2", ["layers.0.feed_forward"], ""),
         ("no gradient flows through RMSNorm's root mean square", ["norm"], " in norm"),
         ("no gradient flows along the residual stream where feed-forward is added", ["layers.0"], ""),
+        (
+            "keys and values get 1/2 of their gradients, as if query heads that share them were averaged, not summed",
+            ["layers.0.attention"],
+            "",
+        ),
         (
             "gradients include a z-loss of 0.0001 * logsumexp(logits)^2",
             [""],
@@ -291,6 +296,15 @@ def test_a_split_loss_of_gathered_logits_is_not_named_where_only_the_loss_is_so_
 def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
     trial = ran(case_of(), **altered("attention is left out", "layers.0", since=2))
     assert diagnosed(trial).cause == "attention is left out from step 2 on"
+
+
+def test_documents_of_the_first_row_of_each_microbatch_are_told(ran: Ran) -> None:
+    case = case_of(training=replace(RECIPE, document_mask=True, seq_len=16))  # in 8 tokens all documents are as long
+    first = np.repeat(np.arange(0, 8, case.local_batch), case.local_batch)
+    trial = ran(case, altered=altering(mask_of_first_row(first), [""], 1))
+    assert (
+        diagnosed(trial).cause == "all rows of a microbatch have the documents of its first, requested each row its own"
+    )
 
 
 @pytest.mark.parametrize(("rows", "where"), [(None, ""), (np.arange(8) >= 4, " on rank 1")])
