@@ -24,8 +24,9 @@ from harness.diagnosis.algorithms import (
 from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
-from harness.diagnosis.words import Pair, in_order, on_ranks, where_text
+from harness.diagnosis.words import Arrays, Pair, in_order, on_ranks, where_text
 from harness.judge.assumed import AssumedOptimizer
+from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
@@ -74,10 +75,10 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     notes += ["reported as requested"] if hidden else []
     noted = f" ({'; '.join(notes)})" if notes else ""
     taken = f"{rate:.6g}{noted}, requested {usual[first]:.6g}{rule}"
-    reports = {"reported_rate": lambda rank, step: usual[step]} if hidden else {}
+    reports = {"reported_rate": lambda rank, step: usual[step] if hidden else shown.get((rank, step), usual[step])}
     for which, fqns in _parts(trial):
         rates = partial(_rate_of, fqns, shown, usual)
-        of_ranks = partial(_rates_of_ranks, rates)
+        of_ranks = partial(_rates_of_ranks, trial, rates)
         differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
         text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {taken}"
 
@@ -109,8 +110,29 @@ def _rate_of(
     return shown.get((rank, step), usual[step]) if fqn in fqns else usual[step]
 
 
-def _rates_of_ranks(rates: Callable[[int, int, str], float], ranks: Sequence[int]) -> dict[str, Any]:
-    return {"rate": partial(rates, ranks[0])}
+def _rates_of_ranks(trial: Trial, rates: Callable[[int, int, str], float], ranks: Sequence[int]) -> dict[str, Any]:
+    """Of one copy of the model: all of it by the first one's, and each rank's slices then moved by its own. A move is the rate
+    times what does not depend on it."""
+    first, limit, before = ranks[0], trial.case.training.max_norm, Arrays()
+    rate = partial(rates, first)
+    if all(
+        rates(r, step, fqn) == rate(step, fqn) for r in ranks for step in trial.case.steps for fqn in trial.plan.shapes
+    ):
+        return {"rate": rate}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        before.update({fqn: value.copy() for fqn, value in parameters.items()})
+        return {fqn: clip_coefficient(norm, limit) * gradient for fqn, gradient in gradients.items()}
+
+    def left(step: int, parameters: Arrays) -> Arrays:
+        after = {fqn: value.copy() for fqn, value in parameters.items()}
+        for rank, fqn in ((one, fqn) for one in ranks for fqn in trial.holdings[one] if rate(step, fqn)):
+            if part := trial.slice_of(rank, fqn):
+                was, moved = take(before[fqn], part), take(parameters[fqn], part)
+                take(after[fqn], part)[...] = was + (moved - was) * (rates(rank, step, fqn) / rate(step, fqn))
+        return after
+
+    return {"rate": rate, "given": given, "left": left}
 
 
 def _requested_rates_reported(trial: Trial, usual: Mapping[int, float]) -> bool:
