@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from literal import ADAMW, tiny_case, trial_of
+from diagnosed import first_line
+from literal import ADAMW, tiny_case, trained_otherwise, trial_of
 
 from harness.diagnosis.optimizer import schedule_of
 
@@ -95,3 +96,16 @@ def test_one_wrong_rate_is_a_schedules_only_between_right_ones() -> None:
     assert schedule_of(trial, {(0, 2): PEAK / 10}, shown) == ": each step advances the schedule by 2"
     assert named({1: PEAK}) == ""
     assert named({1: PEAK / 3, 2: PEAK / 3}) == ""
+
+
+def test_a_weight_decay_that_is_not_multiplied_by_the_rate_is_told_from_a_larger_one() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    decay = trial.case.training.weight_decay
+
+    def told(by_step: Callable[[int], float]) -> str:
+        recipe = lambda step, fqn: replace(trial.case.training, weight_decay=by_step(step))  # noqa: E731
+        return first_line(trained_otherwise(trial, recipe=recipe))
+
+    assert told(lambda step: decay / rates[step]) == "weight decay is not multiplied by the learning rate"
+    assert told(lambda step: 3 * decay) == f"weight decay is {3 * decay:g}, requested {decay:g}"

@@ -22,7 +22,6 @@ from harness.plan.stages import positions
 from harness.reference.altered import Variation, altering
 from harness.reference.fitted import families
 from harness.reference.gradient_flow import gradient_flows, recomputed
-from harness.reference.masks import mask_of_first_row, other_dropout, unmasked_embedding
 from harness.reference.record import ReferenceRun
 from harness.reference.rounding import low_sums
 from harness.reference.train import train
@@ -237,25 +236,6 @@ def test_positions_that_recomputation_is_not_given_are_named_where_blocks_are_re
         assert not not_explained(trial)
 
 
-@pytest.mark.parametrize("row", ["nearest", "first"])
-def test_rows_of_an_embedding_that_other_tp_ranks_hold_are_masked_or_named(ran: Ran, row: str) -> None:
-    case = case_of(ParallelDims(tp=2))
-    (variation,) = [one for one in unmasked_embedding(2) if f"its {row} row" in one.observed]
-    trial = ran(case, altered=altering(variation, ["tok_embeddings"], 1))
-    assert diagnosed(trial).cause == f"{variation.observed}, requested zeros"
-    assert not not_explained(trial)
-
-
-@pytest.mark.parametrize("place", ["attention", "feed-forward", "attention and feed-forward"])
-def test_dropout_of_the_sum_with_the_residual_stream_is_told_by_its_place(ran: Ran, place: str) -> None:
-    case = case_of(model=replace(MODEL, dropout=0.25))
-    told = f"dropout after {place} is applied to the sum with the residual stream"
-    (variation,) = [one for one in other_dropout(case.model) if one.observed == told]
-    trial = ran(case, altered=altering(variation, ["layers.0"], 1))
-    assert diagnosed(trial).cause == f"{told}, requested before that sum"
-    assert not not_explained(trial)
-
-
 def test_logits_of_padding_in_the_softmax_are_counted(ran: Ran) -> None:
     odd = replace(MODEL, vocab_size=30)
     (padded,) = [one for one in variations(odd, RECIPE) if one.observed.startswith("the softmax counts 2 logits")]
@@ -296,23 +276,6 @@ def test_a_split_loss_of_gathered_logits_is_not_named_where_only_the_loss_is_so_
 def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
     trial = ran(case_of(), **altered("attention is left out", "layers.0", since=2))
     assert diagnosed(trial).cause == "attention is left out from step 2 on"
-
-
-def test_documents_of_the_first_row_of_each_microbatch_are_told(ran: Ran) -> None:
-    case = case_of(training=replace(RECIPE, document_mask=True, seq_len=16))  # in 8 tokens all documents are as long
-    first = np.repeat(np.arange(0, 8, case.local_batch), case.local_batch)
-    trial = ran(case, altered=altering(mask_of_first_row(first), [""], 1))
-    assert (
-        diagnosed(trial).cause == "all rows of a microbatch have the documents of its first, requested each row its own"
-    )
-
-
-@pytest.mark.parametrize(("rows", "where"), [(None, ""), (np.arange(8) >= 4, " on rank 1")])
-def test_a_document_mask_that_is_lost_is_told_with_its_ranks(ran: Ran, rows: np.ndarray | None, where: str) -> None:
-    case = case_of(training=replace(RECIPE, document_mask=True))
-    (lost,) = [one for one in variations(case.model, case.training) if one.observed == "attention crosses documents"]
-    trial = ran(case, altered=altering(lost, [""], 1, rows))
-    assert diagnosed(trial).cause == f"attention crosses documents{where}"
 
 
 def test_labels_that_are_smoothed_are_told_with_the_number_that_was_fitted(ran: Ran) -> None:

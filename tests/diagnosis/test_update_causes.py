@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -216,19 +215,6 @@ def with_rates(*rates: float, reported: tuple[float, ...] = ()) -> Trial:
     for rank, (step, lr) in itertools.product(trial.ranks, enumerate(rates, start=1)):
         trial = with_step(trial, rank, step, lr=lr, reported_lr=(reported or rates)[step - 1])
     return trial
-
-
-def test_a_weight_decay_that_is_not_multiplied_by_the_rate_is_told_from_a_larger_one() -> None:
-    trial = trial_of(tiny_case("fsdp_2"))
-    rates = {step.step: step.lr for step in trial.reference.steps}
-    decay = trial.case.training.weight_decay
-
-    def told(by_step: Callable[[int], float]) -> str:
-        recipe = lambda step, fqn: replace(trial.case.training, weight_decay=by_step(step))  # noqa: E731
-        return first_line(trained_otherwise(trial, recipe=recipe))
-
-    assert told(lambda step: decay / rates[step]) == "weight decay is not multiplied by the learning rate"
-    assert told(lambda step: 3 * decay) == f"weight decay is {3 * decay:g}, requested {decay:g}"
 
 
 def test_a_schedule_that_is_a_step_early() -> None:
