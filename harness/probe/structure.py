@@ -201,7 +201,7 @@ def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel, module: nn
 
 def _ignored(ddp: Any, module: nn.Module) -> tuple[str, ...]:
     """By their names in the module. Those whose all-reduce is delayed DDP lists as ignored, and reduces them itself."""
-    own = {id(parameter) for parameter in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
+    own = {id(parameter) for parameter in (*ddp._module_parameters, *getattr(ddp, "_delay_all_reduce_params", ()))}
     return tuple(plain_fqn(name) for name, parameter in module.named_parameters() if id(parameter) not in own)
 
 
