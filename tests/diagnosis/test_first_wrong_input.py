@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from literal import tiny_case, trial_of, with_step, with_step_1_gradients
 
@@ -81,6 +82,23 @@ def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong()
     apart = f"the input of {gives} does not, and differs among tp ranks [0,1], which should have the same sum"
     assert first_wrong_input(without_sequence_parallel(wrong)).endswith(apart)
     assert first_wrong_input(wrong).endswith(f"the input of {gives} does not")  # each has its part of the sequence
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [((24.0, 24.0), "as if their dropout masks did"), ((24.0, 16.0), "which should have the same sum")],
+)
+def test_tp_ranks_that_differ_behind_dropout_alone_are_told_by_their_masks(before: tuple[float, ...], why: str) -> None:
+    dropped, gives = "layers.0.attention_dropout", "layers.0.ffn_norm"
+    trial = wrong_forward({gives: (16.0, 8.0)})
+    for rank, squares in ((0, 24.0), (1, 16.0)):
+        activity = trial.ranks[rank].steps[0].activity
+        inputs = {**activity.inputs, dropped: (before[rank], 8.0), gives: (squares, 8.0)}
+        trial = with_step(trial, rank, 1, activity=replace(activity, inputs=inputs))
+    wanted = {**INPUTS, dropped: sum(before) / 16, gives: 4.0}
+    trial = without_sequence_parallel(replace(trial, reference=replace(trial.reference, inputs=wanted)))
+    trial = replace(trial, case=replace(trial.case, model=replace(trial.case.model, dropout=0.5)))
+    assert first_wrong_input(trial).endswith(f"does not, and differs among tp ranks [0,1], {why}")
 
 
 def without_sequence_parallel(trial: Trial) -> Trial:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from diagnosed import first_line
-from literal import ADAMW, tiny_case, trained_otherwise, trial_of
+from diagnosed import diagnosis_text, first_line
+from literal import ADAMW, tiny_case, trained_otherwise, trial_of, with_step
 
 from harness.diagnosis.optimizer import schedule_of
 
@@ -96,6 +96,17 @@ def test_one_wrong_rate_is_a_schedules_only_between_right_ones() -> None:
     assert schedule_of(trial, {(0, 2): PEAK / 10}, shown) == ": each step advances the schedule by 2"
     assert named({1: PEAK}) == ""
     assert named({1: PEAK / 3, 2: PEAK / 3}) == ""
+
+
+def test_ranks_that_hold_slices_of_one_model_and_take_other_rates_are_proven_slice_by_slice() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    rates = {step.step: 2 * step.lr for step in trial.reference.steps}
+    trial = trained_otherwise(trial, [1], rate=lambda step, fqn: rates[step])
+    for step, rate in rates.items():
+        trial = with_step(trial, 1, step, lr=rate, reported_lr=rate)
+    told, proof = diagnosis_text(trial).splitlines()[:2]
+    assert told == "learning rate of step 1 on rank 1 is 0.01 (the schedule's of step 2), requested 0.005"
+    assert "2 of 2 broken laws hold" in proof
 
 
 def test_a_weight_decay_that_is_not_multiplied_by_the_rate_is_told_from_a_larger_one() -> None:
