@@ -58,10 +58,8 @@ def _retained(trial: Trial, rank: int) -> tuple[str, str] | None:
 def _as_large_as(trial: Trial, rank: int) -> str:
     """How many of what is kept have the shapes of parameters, whole or as this rank holds them."""
     shapes = [tuple(tensor.shape) for tensor in memory.copies_kept(trial, rank)]
-    whole, own = (
-        {*trial.case.model.parameter_shapes().values()},
-        {tensor.value.shape for tensor in trial.ranks[rank].parameters},
-    )
+    whole = {*trial.case.model.parameter_shapes().values()}
+    own = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
     as_whole, as_slices = (sum(shape in known for shape in shapes) for known in (whole, own))
     count, alike = f"{len(shapes)} tensor{'s' * (len(shapes) != 1)}", max(as_whole, as_slices)
     if not alike:

@@ -21,6 +21,8 @@ LONGEST = 120  # characters of what an error says
 FIRSTS = 6  # hypotheses that are tried as one of two independent mistakes
 PASSES = 4000  # forward passes of a step that are computed to find a cause
 JUDGED = 500  # hypotheses that are judged for it
+ONCE = frozenset({"gradients scaled"})
+"""Kinds of which there are not two at once: a factor fits what another one has left."""
 PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
 
 
@@ -86,7 +88,7 @@ class Search:
         best = [proof for proof in partial if proof.explained]
         for first in (proof for proof in partial[:FIRSTS] if not proof.renumbers):
             whole, parts = self._single(first.assumed, rejudged(first, results))
-            kinds = {one.cause.kind for one in first.hypotheses}  # a second of its kind fits what the first leaves
+            kinds = ONCE & {one.cause.kind for one in first.hypotheses}
             whole, parts = ([p for p in found if p.hypotheses[0].cause.kind not in kinds] for found in (whole, parts))
             both = [self._together(trial, results, first, second) for second in whole or parts[:1] if second.explained]
             if whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,14 +33,14 @@ def times(factor: float, trial: Trial) -> Trial:
     return replace(trial, reference=replace(trial.reference, steps=steps))
 
 
-def named(trial: Trial, **factors: float) -> list[str]:
-    """Of suspects that say that gradients are so many times too large."""
+def named(trial: Trial, kind: str = "", **factors: float) -> list[str]:
+    """Of suspects that say that gradients are so many times too large. kind: of all; each has one of its own."""
 
     def propose(trial: Trial, broken: Broken) -> Any:
-        return (Hypothesis(Cause(name, name), partial(times, factor)) for name, factor in factors.items())
+        return (Hypothesis(Cause(kind or name, name), partial(times, factor)) for name, factor in factors.items())
 
     found = explain(trial, judge(trial), (propose,), ())
-    return [one.cause.kind for proof in found.proofs for one in proof.hypotheses]
+    return [one.cause.text for proof in found.proofs for one in proof.hypotheses]
 
 
 def doubled(*, reported: float | None = None) -> Trial:
@@ -57,6 +58,21 @@ def test_two_that_explain_nothing_alone_are_both_named_where_they_explain_all_to
 
 def test_two_that_explain_nothing_alone_are_both_named_although_a_law_is_left() -> None:
     assert named(doubled(reported=9.0), eight=8.0, quarter=0.25) == ["eight", "quarter"]
+
+
+def test_two_factors_of_gradients_are_not_joined_for_the_second_fits_what_the_first_leaves() -> None:
+    assert named(doubled(), kind="another feature", eight=8.0, quarter=0.25) == ["eight", "quarter"]
+    assert named(doubled(), kind="gradients scaled", eight=8.0, quarter=0.25) == []
+    assert named(doubled(), kind="gradients scaled", eight=8.0, twice=2.0) == ["twice"]
+
+
+def test_two_wrong_reports_are_both_named() -> None:
+    trial = fsdp_4()
+    for rank, step in itertools.product(trial.ranks, trial.case.steps):
+        seen = trial.ranks[rank].steps[step - 1]
+        twice = {"reported_loss": 2 * (seen.reported_loss or 0.0), "grad_norm": 3 * (seen.grad_norm or 0.0)}
+        trial = with_step(trial, rank, step, **twice)
+    assert first_line(trial).count("the reported ") == 2
 
 
 def test_one_that_the_other_does_not_need_is_not_named() -> None:
