@@ -16,6 +16,7 @@ from literal import (
     with_every_rank,
     with_step,
     with_step_1_gradients,
+    with_updates_that_follow,
 )
 from literal_ranks import microbatch_of
 from noisy import with_noise
@@ -25,6 +26,7 @@ from harness.diagnosis import diagnose
 from harness.diagnosis.hypothesis import Fact, Facts, Suspects
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
+from harness.reference.config import TrainingConfig
 from harness.spec.dims import ParallelDims
 
 EMBEDDING, NORM, LAST = "tok_embeddings.weight", "norm.weight", "output.weight"
@@ -53,6 +55,15 @@ def expect(trial: Trial, text: str) -> None:
 
 def expect_first(trial: Trial, text: str) -> None:
     assert_expected_inline(first_line(trial), text, skip=1)
+
+
+def trained_as(
+    training: TrainingConfig, layout: str | ParallelDims = "fsdp_2", requested: TrainingConfig = ADAMW
+) -> Trial:
+    """What a run leaves whose optimizer had another recipe; gradients are those of the recipe requested."""
+    trial = trial_of(tiny_case(layout, requested))
+    other = replace(trial, case=replace(trial.case, training=training))
+    return replace(with_updates_that_follow(other), case=trial.case)
 
 
 def fsdp_4() -> Trial:

@@ -106,7 +106,7 @@ def _changed(requested: TrainingConfig, changes: Mapping[str, float]) -> Cause:
     seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
     wanted = " and ".join(f"{getattr(requested, name):g}" for name in changes)
     exchanged = len(changes) > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
-    hint = ": the two are swapped" * exchanged
+    hint = "the two are swapped" * exchanged
     return Cause(next(iter(changes)), f"{seen} in the optimizer", "", wanted, hint)
 
 

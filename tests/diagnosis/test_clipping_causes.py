@@ -9,8 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from diagnosed import LOW_CLIP, expect_first, first_line, with_scaled_samples
-from literal import sum_of_samples, tiny_case, trained_otherwise, trial_of
+from literal import sum_of_samples, tiny_case, trained_otherwise, trial_of, with_step
 from literal_reference import clip
+
+from harness.judge.trial import Trial
 
 Arrays = dict[str, np.ndarray]
 
@@ -86,20 +88,41 @@ def test_gradients_clipped_entry_by_entry() -> None:
     expect_first(trial, "gradients are clipped entry by entry, to 0.01, not by their norm")
 
 
-@pytest.mark.parametrize(
-    ("chains", "whose"),
-    [
-        (1, ""),
-        (2, "; each rank clips its own before they are reduced"),
-    ],
-)
-def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int, whose: str) -> None:
-    trial = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
+def clipped_after_every_microbatch(trial: Trial, chains: int) -> dict[int, float]:
+    """What samples of step 1 count where sums of one chain, or of each data rank's, are clipped as they add up."""
     firsts, weights = [[0, 1, 4, 5]] if chains == 1 else [[0, 1], [4, 5]], {}
     for own in firsts:  # the samples of first microbatches; of those that are averaged, each is as much larger
         only = dict.fromkeys(range(8), 0.0) | dict.fromkeys(own, float(chains))
         norm = math.sqrt(sum(squares({fqn: sum_of_samples(trial, fqn, only) for fqn in trial.plan.shapes}).values()))
         assert norm > LOW_CLIP.max_norm
         weights |= dict.fromkeys(own, clip(norm, LOW_CLIP))
+    return weights
+
+
+OF_RANKS = "; each rank clips its own before they are reduced"
+
+
+@pytest.mark.parametrize(("chains", "whose"), [(1, ""), (2, OF_RANKS)])
+def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int, whose: str) -> None:
+    trial = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
     told = f"accumulated gradients are clipped after every microbatch, requested once a step{whose}"
-    expect_first(with_scaled_samples(trial, weights), told)
+    expect_first(with_scaled_samples(trial, clipped_after_every_microbatch(trial, chains)), told)
+
+
+@pytest.mark.parametrize(("chains", "whose"), [(1, ""), (2, OF_RANKS)])
+def test_gradients_clipped_after_every_microbatch_and_once_more_before_the_step(chains: int, whose: str) -> None:
+    trial = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
+    weights, norms = clipped_after_every_microbatch(trial, chains), {}
+
+    def gradients(step: int, own: Arrays) -> Arrays:
+        return {fqn: sum_of_samples(trial, fqn, weights) for fqn in own} if step == 1 else own
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        norms[step] = norm * clip(norm, LOW_CLIP)  # what the clipping of the step finds, and reports
+        return {fqn: clip(norms[step], LOW_CLIP) * clip(norm, LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    wrong = trained_otherwise(trial, gradients=gradients, given=given)
+    for rank, step, _ in list(wrong.steps()):
+        wrong = with_step(wrong, rank, step.step, grad_norm=norms[step.step])
+    times = "after every microbatch and once more before the step"
+    expect_first(wrong, f"accumulated gradients are clipped {times}, requested once a step{whose}")

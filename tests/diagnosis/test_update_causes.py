@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import LOW_CLIP, NORM, diagnosis_text, expect, expect_first, first_line
+from diagnosed import LOW_CLIP, NORM, diagnosis_text, expect, expect_first, first_line, trained_as
 from literal import (
     ADAMW,
     SGD,
@@ -32,7 +32,6 @@ from harness.diagnosis.engine import explain
 from harness.diagnosis.optimizer import wrong_optimizer
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
-from harness.spec.dims import ParallelDims
 
 Arrays = dict[str, np.ndarray]
 
@@ -68,13 +67,6 @@ def test_a_group_with_a_learning_rate_of_its_own(factor: float, hint: str) -> No
         "the learning rate of 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more)"
         f" is {factor * 0.025:.6g} in step 1{hint}, requested 0.025"
     )
-
-
-def trained_as(training, layout: str | ParallelDims = "fsdp_2", requested=ADAMW) -> Trial:
-    """What a run leaves whose optimizer had another recipe; gradients are those of the recipe requested."""
-    trial = trial_of(tiny_case(layout, requested))
-    other = replace(trial, case=replace(trial.case, training=training))
-    return replace(with_updates_that_follow(other), case=trial.case)
 
 
 def test_clipping_left_out_everywhere() -> None:
@@ -143,60 +135,6 @@ def test_each_rank_clips_by_the_norm_of_its_own_shards() -> None:
     expect_first(
         trial,
         """each rank clips by the norm of its own shards (not summed over dp_shard), not by the global norm: 1.14235 on rank 0, expected 1.62647""",
-    )
-
-
-def test_weight_decay_left_out() -> None:
-    expect_first(trained_as(replace(ADAMW, weight_decay=0.0)), """weight decay is not applied, requested 0.1""")
-
-
-def test_weight_decay_left_out_of_sgd() -> None:
-    expect_first(
-        trained_as(replace(SGD, weight_decay=0.0), requested=SGD), """weight decay is not applied, requested 0.1"""
-    )
-
-
-def test_the_librarys_default_of_weight_decay() -> None:
-    expect_first(trained_as(replace(ADAMW, weight_decay=0.01)), """weight decay is 0.01, requested 0.1""")
-
-
-def test_weight_decay_that_is_not_multiplied_by_the_learning_rate() -> None:
-    uneven = replace(ADAMW, lr=0.03)
-    told = "weight decay is 3.33333, the requested one divided by the learning rate, requested 0.1"
-    expect_first(trained_as(replace(uneven, weight_decay=0.1 / 0.03), requested=uneven), told)
-
-
-def test_the_librarys_default_of_beta2() -> None:
-    expect(
-        trained_as(replace(ADAMW, beta2=0.999)),
-        """\
-beta2 is 0.999 in the optimizer, requested 0.95
-  assuming this: 1 of 1 broken laws hold, and none that held breaks
-  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
-    )
-
-
-def test_another_beta1() -> None:
-    expect_first(trained_as(replace(ADAMW, beta1=0.95)), """beta1 is 0.95 in the optimizer, requested 0.9""")
-
-
-def test_another_beta1_that_nobody_uses() -> None:
-    expect(
-        trained_as(replace(ADAMW, beta1=0.876)),
-        """\
-update: rank 0, step 2, tok_embeddings.weight: expected entry (2, 3) moved by -0.00336019, observed moved by -0.00323439 (ratio 0.9625612237); 16 of 16 entries wrong
-  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
-    )
-
-
-def test_another_eps() -> None:
-    expect_first(trained_as(replace(ADAMW, eps=1e-5)), """eps is 1e-05 in the optimizer, requested 1e-08""")
-
-
-def test_another_limit_of_the_norm() -> None:
-    expect_first(
-        trained_as(replace(LOW_CLIP, max_norm=0.5), requested=LOW_CLIP),
-        """the gradient norm's limit is 0.5 in the optimizer, requested 0.25""",
     )
 
 
