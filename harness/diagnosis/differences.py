@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from harness.judge import tolerance
 from harness.judge.assembly import misfits
 from harness.judge.contents import take
 from harness.judge.losses import global_loss
-from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference.distance import best_fit
 
@@ -140,7 +138,5 @@ def _have_one_norm(trial: Trial, step: int) -> bool:
 
 def _updated_until(trial: Trial, step: int) -> bool:
     """Whether the updates of all steps before are right."""
-    if step == trial.first_step:
-        return True
-    ranks = {r: replace(e, steps=tuple(s for s in e.steps if s.step < step)) for r, e in trial.ranks.items()}
-    return update.check(replace(trial, run=replace(trial.run, ranks=ranks))).verdict is not Verdict.FAIL
+    wrong = update.mistakes(trial, update.clipped_norms(trial))
+    return step == trial.first_step or all(one.step is not None and one.step >= step for one in wrong)
