@@ -32,6 +32,9 @@ class Hypothesis:
     seen: tuple[str, ...] = ()
     renumbers: bool = False
 
+    def __post_init__(self) -> None:
+        assert all_checks().keys() >= set(self.seen), self.seen
+
     def and_then(self, change: Callable[[Trial], Trial]) -> Hypothesis:
         """The same, and a change to the trial that is assumed."""
         first = self.assume
@@ -47,6 +50,9 @@ class Fact:
     laws: tuple[str, ...]
     lines: Lines = ()
     symptom: bool = False
+
+    def __post_init__(self) -> None:
+        assert all_checks().keys() >= set(self.laws), self.laws
 
 
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)

@@ -91,7 +91,10 @@ def test_a_displayed_loss_that_is_a_sum_over_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("kept", "told"),
-    [(0.0, "the mean of all steps so far"), (0.9, "a running mean with decay 0.9")],
+    [
+        (0.0, "the mean of all steps so far"),
+        *((kept, f"a running mean with decay {kept:g}") for kept in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)),
+    ],
 )
 def test_a_displayed_loss_that_is_a_running_mean(kept: float, told: str) -> None:
     trial = fsdp_4()
@@ -261,7 +264,7 @@ def test_a_display_that_lags_a_step_behind_is_told_from_one_that_stands_still(wh
     assert shown_instead(shows(trial, what, lambda s: right[max(s.step - 1, 1)]), what) == (
         "each rank reports that of the step before"
     )
-    assert shown_instead(shows(trial, what, lambda s: right.get(s.step - 1, 0.0)), what) == (
+    assert shown_instead(shows(trial, what, lambda s: right.get(s.step - 1, 7.0)), what) == (
         "each rank reports that of the step before"
     )
     once = with_step(trial, 3, 2, **{what: right[1]})
