@@ -87,10 +87,12 @@ def with_scaled_samples(trial: Trial, weights: dict[int, float]) -> Trial:
     return with_step_1_gradients(trial, lambda _, fqn: sum_of_samples(trial, fqn, weights))
 
 
-def with_own_samples(trial: Trial, ranks_of: dict[int, list[int]], dropped: tuple[str, ...]) -> Trial:
-    """Each rank's gradient holds the samples of these ranks only; collectives of these ops in backward never ran."""
+def with_own_samples(
+    trial: Trial, ranks_of: dict[int, list[int]], dropped: tuple[str, ...], counted: float = 1.0
+) -> Trial:
+    """Each rank's gradient holds the samples of these ranks only, so often; collectives of these ops in backward never ran."""
     ids = {rank: [i for other in others for i in samples_of(trial, other)] for rank, others in ranks_of.items()}
-    weights = {rank: {i: float(i in own) for i in range(8)} for rank, own in ids.items()}
+    weights = {rank: {i: counted * (i in own) for i in range(8)} for rank, own in ids.items()}
     trial = with_step_1_gradients(trial, lambda rank, fqn: sum_of_samples(trial, fqn, weights[rank]))
     return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda call: kept(call, dropped)))
 

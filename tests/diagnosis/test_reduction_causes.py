@@ -78,6 +78,23 @@ def test_gradient_reduction_missing_over_both_axes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("counted", "told"),
+    [
+        (2.0, ""),  # nor is it divided, by both replicas
+        (0.5, "; each rank's own share counts 0.5 times: as if divided an extra time by dp_replicate or dp_shard (2)"),
+        (3.0, "; each rank's own share counts 3 times"),
+    ],
+)
+def test_what_a_share_that_is_not_reduced_counts_is_told_if_it_is_not_what_it_is_without(
+    counted: float, told: str
+) -> None:
+    heard = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
+    trial = with_own_samples(trial_of(tiny_case("hsdp_2x2")), heard, ("all_reduce",), counted)
+    alone = "gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]"
+    assert first_line(trial) == f"{alone}{told}"
+
+
 def test_a_reduction_whose_result_is_dropped() -> None:
     heard = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
     expect(
