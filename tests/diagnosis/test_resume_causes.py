@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from literal import (
     tiny_case,
     trial_of,
@@ -18,6 +20,7 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import HeldTensor
 from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 
 
 def test_a_counter_that_is_not_there_and_one_of_another_name_are_told() -> None:
@@ -111,3 +114,72 @@ def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wr
     assert cause(replace(right, saved=(keeping,))).startswith("saved_1: 7.2 kB of float64 are retained in")
     wrong = with_resumed(right, 1, "parameters", lambda held: {**held, WEIGHT: 2 * held[WEIGHT]})
     assert cause(replace(wrong, saved=(keeping,))) == cause(wrong)
+
+
+# ---- what has become of parameters and averages on the way, told of one rank that holds them whole
+
+W1, W3 = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"
+Held = dict[str, Any]
+
+
+def alone(what: str, change: Callable[[Held], Held]) -> str:
+    return cause(everywhere(resumed(after=ParallelDims()), what, lambda held: held | change(held)))
+
+
+def in_float32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32).astype(np.float64)
+
+
+def of_the_seed(held: Held) -> Held:
+    return {fqn: resumed().reference.weights[fqn] for fqn in (W1, W3)}
+
+
+def after_step_1(held: Held) -> Held:
+    return {fqn: resumed(after=ParallelDims()).reference.steps[0].parameters[fqn] for fqn in (W1, W3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda held: {f: in_float32(v) for f, v in held.items()}, "parameters come back rounded to float32"),
+        (
+            lambda held: {WEIGHT: held[WEIGHT].T},
+            f"come back transposed from the checkpoint in 1 of 12 parameters ({WEIGHT})",
+        ),
+        (lambda held: {W1: held[W3], W3: held[W1]}, f"parameters {W1} and {W3} are swapped by the checkpoint"),
+        (lambda held: {W1: -held[W1], W3: 2 * held[W3]}, "are not those of step 2"),
+        (of_the_seed, f"{W1}, {W3} were not loaded from the checkpoint: still the seed's values"),
+        (after_step_1, f"in 2 of 12 parameters ({W1}, {W3}): they are those after step 1"),
+    ],
+)
+def test_parameters_that_come_back_otherwise_are_told_by_what_became_of_them(
+    change: Callable[[Held], Held], told: str
+) -> None:
+    assert told in alone("parameters", change)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda held: {f: {k: in_float32(v) for k, v in of.items()} for f, of in held.items()},
+            "optimizer state comes back rounded to float32 from the checkpoint: exp_avg and exp_avg_sq in every parameter",
+        ),
+        (
+            lambda held: {W1: held[W3], W3: held[W1]},
+            f"optimizer state is swapped: {W1} resumed with exp_avg and exp_avg_sq of {W3}",
+        ),
+        (
+            lambda held: {f: {k: 0 * v for k, v in of.items()} for f, of in held.items()},
+            "resumed without optimizer state: exp_avg and exp_avg_sq are zero in every parameter, after 2 steps",
+        ),
+        (
+            lambda held: {W1: held[W1] | {"exp_avg_sq": 0 * held[W1]["exp_avg_sq"]}},
+            f"resumed without optimizer state: exp_avg_sq is zero in 1 of 12 parameters ({W1}), after 2 steps",
+        ),
+    ],
+)
+def test_averages_that_come_back_otherwise_are_told_by_what_became_of_them(
+    change: Callable[[Held], Held], told: str
+) -> None:
+    assert alone("optimizer_state", change) == told
