@@ -24,8 +24,10 @@ from harness.diagnosis import assume
 from harness.diagnosis.engine import broken_laws
 from harness.diagnosis.features import quantized_otherwise
 from harness.evidence.records import Attention, Call, Matmul, QuantizedMatmul
+from harness.judge.output_layer import looked_at
 from harness.judge.result import Finding, Verdict
 from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
 from harness.spec.dims import ParallelDims
 
 # ---- 8 bits
@@ -244,6 +246,15 @@ def test_chunks_that_are_declared_and_not_recomputed_are_named() -> None:
     where = ("recomputations of output", "matmuls recomputed in backward")
     wanted = [Finding(f"rank 0, step 1, {name}", "4", "0") for name in where]
     assert found(in_chunks(recomputes_output=True, **CHUNKS))[:2] == wanted
+
+
+def test_an_identity_in_the_place_of_the_output_on_another_stage_than_the_last_is_none() -> None:
+    case = tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4)
+    trial = replace(trial_of(tiny_case("ddp_2")), case=case, plan=make_plan(case))
+    step = with_activity(trial, 0, 1, calls={Call("forward", "output"): 7}).ranks[0].steps[0]
+    assert list(looked_at(trial, 0, step)) == []
+    ((expected, observed),) = [(one.expected, one.observed) for one in looked_at(trial, 1, step) if one]
+    assert (expected, observed) == ("4", "7")
 
 
 # ---- what the mutants of the laws requested
