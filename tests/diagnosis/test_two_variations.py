@@ -1,0 +1,47 @@
+"""A model that computes two things otherwise at once: each is found by the first module whose input it makes right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from literal import with_step
+from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, reference  # noqa: F401
+
+from harness.diagnosis.forward import _both, bench_of
+from harness.judge.trial import Trial
+from harness.reference.altered import Alter, Variation, altering
+from harness.reference.variations import variations
+
+KNOWN = {one.observed: one for one in variations(MODEL, RECIPE)}
+MODULES = {
+    "inner": ["layers.0.attention.inner_attention"],
+    "attention": ["layers.0.attention"],
+    "feed_forward": ["layers.0.feed_forward"],
+}
+
+
+def altered(variation: Variation) -> Alter:
+    return altering(variation, MODULES[variation.part], 1)
+
+
+def with_inputs(trial: Trial, alter: Alter) -> Trial:
+    """What went into each module of step 1, as the probe sees it."""
+    seen = {fqn: (mean, 1) for fqn, mean in bench_of(trial, 1).inputs(alter).items()}
+    for rank, evidence in trial.ranks.items():
+        trial = with_step(trial, rank, 1, activity=replace(evidence.steps[0].activity, inputs=seen))
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("keys are not rotated, queries are", "the feed-forward's activation is GELU"),
+        ("attention scores are scaled by 1", "w1 and w3 are swapped"),
+    ],
+)
+def test_two_that_the_model_computes_otherwise_are_both_named(ran: Ran, first: str, second: str) -> None:
+    both = _both(altered(KNOWN[first]), altered(KNOWN[second]))
+    found = diagnosed(with_inputs(ran(case_of(), altered=both), both))
+    assert [first in found.cause, second in found.cause] == [True, True]
+    assert "not explained" not in dict(found.evidence)
