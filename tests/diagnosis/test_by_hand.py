@@ -14,13 +14,13 @@ from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
 CLAIM = (
-    'if it needs no wrapper: `harness.probe.structure.note_wrapper(model, "ddp", replicate_ranks=..)`, the rank\'s group over '
+    'if it needs no wrapper: `harness.probe.structure.note_wrapper(model, "{}", replicate_ranks=..)`, the rank\'s group over '
     "dp_replicate, of rank 0 [0,1]"
 )
 
 
-def averaged_by_hand(*, wrapped: bool, behind: bool) -> Trial:
-    trial = trial_of(tiny_case("ddp_2"))
+def averaged_by_hand(wrapper: str, *, wrapped: bool, behind: bool) -> Trial:
+    trial = trial_of(tiny_case("ddp_2", wrapper=wrapper))
     for rank, evidence in trial.ranks.items():
         trial = with_rank(trial, rank, structure=evidence.structure if wrapped else {})
         if behind:
@@ -30,6 +30,7 @@ def averaged_by_hand(*, wrapped: bool, behind: bool) -> Trial:
     return trial
 
 
+@pytest.mark.parametrize("wrapper", ["ddp", "replicate"])
 @pytest.mark.parametrize(
     ("wrapped", "behind", "lines"),
     [
@@ -39,12 +40,12 @@ def averaged_by_hand(*, wrapped: bool, behind: bool) -> Trial:
     ],
 )
 def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_lack(
-    wrapped: bool, behind: bool, lines: list[str]
+    wrapped: bool, behind: bool, lines: list[str], wrapper: str
 ) -> None:
-    trial = averaged_by_hand(wrapped=wrapped, behind=behind)
+    trial = averaged_by_hand(wrapper, wrapped=wrapped, behind=behind)
     found = diagnose(trial, judge(trial))
     assert found is not None
-    assert [text for label, text in found.evidence if label == "adapter"] == lines
+    assert [text for label, text in found.evidence if label == "adapter"] == [line.format(wrapper) for line in lines]
 
 
 def test_gradients_that_nobody_averages_are_not_answered_with_a_call() -> None:
