@@ -93,13 +93,17 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     return None
 
 
-BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume", "update")
+BEFORE_FORWARD = (
+    "samples",
+    "positions",
+    "initial_weights",
+    "resume",
+)  # an update that is wrong earlier is told instead
 
 
 def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]) -> str:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
-    right = held | {"update"} if step == trial.first_step else held  # nothing has been updated yet
-    wrong = [law for law in BEFORE_FORWARD if law not in right and verdict_of(trial, law) is Verdict.FAIL]
+    wrong = [law for law in BEFORE_FORWARD if law not in held and verdict_of(trial, law) is Verdict.FAIL]
     if wrong:
         return f"{off}; broken before the forward pass: {', '.join(wrong)}"
     return f"the forward pass is {f'right in step {trial.first_step} and ' * bool(since)}wrong{since}: {off}"
