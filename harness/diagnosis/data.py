@@ -212,7 +212,7 @@ def _no_samples(trial: Trial, step: int) -> Cause | None:
     where = on_ranks(trial, strange) or " on all ranks"
     text = f"rows received{_when(trial, step)}{where} are none of the recipe's {steps} steps"
     known = described(trial, step, strange)
-    if len(strange) == len(ranks) and (place := begun_elsewhere(trial, step, strange)):
+    if place := begun_elsewhere(trial, step, strange):
         return Cause("data position", f"the data position is wrong{_when(trial, step)}: {place}")
     if _share_rows(trial):
         own = "dp ranks draw overlapping samples, each in its own order"

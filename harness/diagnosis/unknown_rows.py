@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harness.diagnosis.words import fed_with
+from harness.diagnosis.words import fed_with, rank_words
 from harness.judge.received_samples import rows_received, shares_of_samples
 from harness.judge.trial import Trial
 
@@ -147,7 +147,10 @@ def begun_elsewhere(trial: Trial, step: int, ranks: list[int]) -> str:
     (begun, *others) = places or {None}
     if others or begun is None or begun == wanted:
         return ""
-    return f"each dp rank continues at sample {begun} of its share (counted from 0), requested {wanted}"
+    every = len(ranks) == len(trial.ranks)
+    who = "each dp rank" if every else rank_words(ranks)
+    does = "continues at its" if every or len(ranks) == 1 else "continue at their"
+    return f"{who} {does} share's sample {begun} (counted from 0), requested {wanted}"
 
 
 def _fed_as(trial: Trial, rank: int) -> int:

@@ -116,8 +116,10 @@ def test_ranks_that_read_on_too_far_in_their_own_share_are_told_with_the_place(r
 
     far = trial.case.training.steps * own + 1
     cause = wrong_samples(reading_from(far, far))
-    told = f"each dp rank continues at sample {far} of its share (counted from 0), requested 0"
-    assert cause is not None and cause.kind == "data position" and told in cause.text
+    told = f"continues at its share's sample {far} (counted from 0), requested 0"
+    assert cause is not None and cause.kind == "data position" and f"each dp rank {told}" in cause.text
+    cause = wrong_samples(reading_from(far, 0))
+    assert cause is not None and cause.text == f"the data position is wrong: rank 0 {told}"
     assert begun_elsewhere(reading_from(far, far + 1), 1, [0, 1]) == ""
     assert begun_elsewhere(trial, 1, [0, 1]) == ""
 
