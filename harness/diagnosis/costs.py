@@ -149,14 +149,19 @@ def _crossings(trial: Trial, law: str, finding: Finding) -> str:
     layers = sum(len(layers_of_stage(case, stage)) for stage in trial.plan.stages[rank])
     size, group = layers * activation_bytes(case, case.seq_len(step)), trial.plan.group_of(rank, "tp")
     seen, wanted = observed(trial, trial.ranks[rank], step), planned(trial, rank, step)
+    may_lack = planned(trial, rank, step, optional_only=True)
     more = {key: seen.get(key, 0) - wanted.get(key, 0) for key in sorted({*seen, *wanted}) if key[0] == group}
-    odd = {key: count for key, count in more.items() if count}
+    odd = {key: count for key, count in more.items() if count and -count != may_lack.get(key)}
     if not size or any(count % size for count in odd.values()):
         return ""
     texts = (f"{abs(n) // size} {'more' if n > 0 else 'fewer'} {op} in {phase}" for (_, op, phase), n in odd.items())
     each = [count // size for count in odd.values()]
     who = {2: "wq, wk and wv", 1: "w1 and w3"}
     hint = f", as where {who[each[0]]} each do so for their own input" if len({*each}) == 1 and each[0] in who else ""
+    if case.features.activation_checkpointing != "none" and all(
+        key[2] == "backward" and n > 0 for key, n in odd.items()
+    ):
+        hint = ", as where recomputation issues it again"
     return f", as with {', '.join(texts)} in each layer{hint}" * bool(odd)
 
 

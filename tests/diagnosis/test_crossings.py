@@ -1,0 +1,79 @@
+"""Traffic over tp that no plan has, told by how many activations more or fewer cross in each layer. Literal evidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diagnosed import dims, first_line
+from literal import TINY, tiny_case, trial_of, with_every_rank, with_rank
+
+from harness.evidence.records import Collective
+from harness.judge.trial import Trial
+from harness.plan.traffic.tensor_parallel import activation_bytes
+
+
+def with_more(calls: dict[tuple[str, str], float], **features: Any) -> Trial:
+    """calls: by collective and phase, how many activations more cross in each layer of each step."""
+    case = tiny_case(dims(shard=2, tp=2), **features)
+    size = activation_bytes(case, case.training.seq_len) * TINY.n_layers
+
+    def more(trial: Trial, rank: int) -> Trial:
+        group, found = trial.plan.group_of(rank, "tp"), list(trial.ranks[rank].collectives)
+        for (op, phase), count in calls.items():
+            for step in trial.case.steps:
+                found.append(Collective(op, group, "0", "float64", int(count * size), phase, step, 99))
+        return with_rank(trial, rank, collectives=tuple(found))
+
+    return with_every_rank(trial_of(case), more)
+
+
+RECOMPUTED = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "features", "told"),
+    [
+        ({("reduce_scatter", "backward"): 3}, {}, "3 more reduce_scatter in backward in each layer"),
+        (
+            {("reduce_scatter", "backward"): 2},
+            {},
+            "2 more reduce_scatter in backward in each layer, as where wq, wk and wv each do so for their own input",
+        ),
+        (
+            {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1},
+            {},
+            "1 more all_gather in forward, 1 more reduce_scatter in backward in each layer,"
+            " as where w1 and w3 each do so for their own input",
+        ),
+        (
+            {("reduce_scatter", "backward"): 1},
+            RECOMPUTED,
+            "1 more reduce_scatter in backward in each layer, as where recomputation issues it again",
+        ),
+        (
+            {("reduce_scatter", "forward"): 1},
+            RECOMPUTED,
+            "1 more reduce_scatter in forward in each layer, as where w1 and w3 each do so for their own input",
+        ),
+    ],
+)
+def test_activations_that_cross_more_often_are_counted_in_each_layer(
+    calls: dict[tuple[str, str], float], features: dict[str, Any], told: str
+) -> None:
+    assert first_line(with_more(calls, **features)).endswith(f", as with {told}")
+
+
+def test_what_is_no_multiple_of_an_activation_is_told_by_its_bytes() -> None:
+    assert "as with" not in first_line(with_more({("reduce_scatter", "backward"): 0.5}))
+
+
+def test_activations_that_do_not_cross_are_fewer() -> None:
+    trial = with_more({})
+    for rank in trial.ranks:
+        group = trial.plan.group_of(rank, "tp")
+        kept = [
+            c for c in trial.ranks[rank].collectives if (c.ranks, c.op, c.phase) != (group, "all_gather", "forward")
+        ]
+        trial = with_rank(trial, rank, collectives=tuple(kept))
+    assert "fewer all_gather in forward in each layer" in first_line(trial)
