@@ -204,6 +204,15 @@ def test_attention_that_stays_local_is_named_by_what_does_not_go_round() -> None
     assert cause(trial) == told
 
 
+def test_attention_that_stays_local_beside_right_numbers_is_told_with_its_traffic() -> None:
+    trial = without(cp_trial(cp_rotation="alltoall"), "all_to_all", ("forward", "backward"))
+    found = diagnose(trial, judge(trial))
+    assert found is not None and found.cause == "no K/V exchange over cp"
+    assert "not tested" not in dict(found.evidence)
+    (_, forward), (_, backward) = [line for line in found.evidence if line[0] == "traffic"]
+    assert ": all_to_all over cp in forward: expected " in forward and ": all_to_all over cp in backward: " in backward
+
+
 def test_gradients_of_keys_and_values_that_stay_local_are_named() -> None:
     trial = without(cp_trial(), "all_to_all", ("backward",))
     trial = with_step_1_gradients(trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn][::-1])

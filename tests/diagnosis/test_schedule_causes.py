@@ -47,6 +47,7 @@ RULES: dict[str, Callable[[int], float]] = {
         step, cosine((step - WARMUP) / STEPS)
     ),
     "the cosine also multiplies the warm-up": lambda step: min(1.0, step / WARMUP) * cosine(step / STEPS),
+    "as with warmup_steps 0, not 3": lambda step: requested(step, warmup=0),
     "as with warmup_steps 2, not 3": lambda step: requested(step, warmup=2),
     "as with warmup_steps 4, not 3": lambda step: requested(step, warmup=4),
     "as with warmup_steps 6, not 3": lambda step: requested(step, warmup=6),

@@ -1,0 +1,54 @@
+"""What is said of laws that nothing explains: where, and what the parameters that are wrong have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diagnosed import broken
+from literal import TINY, tiny_case, trial_of
+
+from harness.diagnosis.localise import in_common, localise, one_group
+
+TRIAL = trial_of(tiny_case("hsdp_2x2", model=replace(TINY, n_layers=2)))
+NAMES = list(TRIAL.plan.shapes)
+
+
+@pytest.mark.parametrize(
+    ("told", "chosen"),
+    [
+        ("norm weights", lambda fqn: fqn.endswith("norm.weight")),
+        ("matrices", lambda fqn: not fqn.endswith("norm.weight")),
+        ("K/V projections", lambda fqn: ".wk." in fqn or ".wv." in fqn),
+        ("weights of layers.1", lambda fqn: fqn.startswith("layers.1.")),
+        ("weights of layers.0.feed_forward", lambda fqn: fqn.startswith("layers.0.feed_forward.")),
+        ("attention.wo.weight of every layer", lambda fqn: fqn.endswith(".attention.wo.weight")),
+        ("feed_forward weights of every layer", lambda fqn: ".feed_forward." in fqn),
+        ("parameters before norm.weight", lambda fqn: NAMES.index(fqn) < NAMES.index("norm.weight")),
+        (
+            "parameters from layers.1.attention.wq.weight on",
+            lambda fqn: NAMES.index(fqn) >= NAMES.index("layers.1.attention.wq.weight"),
+        ),
+    ],
+)
+def test_the_one_property_that_parameters_have_and_no_other_has_is_told(told: str, chosen) -> None:
+    assert in_common(TRIAL, [fqn for fqn in NAMES if chosen(fqn)]) == f"; all {told} are wrong, no others"
+
+
+def test_one_parameter_and_all_and_some_without_a_property_have_nothing_in_common() -> None:
+    for fqns in (NAMES[:1], NAMES, [NAMES[0], NAMES[2]]):
+        assert in_common(TRIAL, fqns) == ""
+
+
+def test_ranks_that_are_a_group_of_the_plan_are_told_as_one() -> None:
+    assert one_group(TRIAL, {0, 1}) == ", one group of dp_shard"
+    assert one_group(TRIAL, {1, 3}) == ", one group of dp_replicate"
+    assert one_group(TRIAL, {0, 3}) == one_group(TRIAL, {0, 1, 2, 3}) == ""
+
+
+def test_of_a_law_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:
+    cause, lines = localise(TRIAL, broken("settings", "memory"), 1)
+    assert (cause.kind, cause.text) == ("not explained", "settings: here: expected this, observed that")
+    assert lines == (("tried", "1 hypothesis, none explains this"), ("also broken", "memory"))
+    _, lines = localise(TRIAL, broken("settings"), 2, rest=True)
+    assert lines == (("tried", "2 hypotheses, none explains the rest"),)
