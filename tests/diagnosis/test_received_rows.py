@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from diagnosed import fsdp_4
-from literal import with_step
+from literal import ADAMW, tiny_case, trial_of, with_step
 
-from harness.diagnosis.received import received, shift_of
+from harness.diagnosis import received as received_module
+from harness.diagnosis.received import Rows, received, shift_of, trained_on
 from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 
 ONE_TOKEN = np.full((2, 8), 3)
 ROW = np.arange(16).reshape(2, 8)
@@ -52,3 +54,24 @@ def test_where_nobody_saw_labels_those_of_the_samples_are_taken() -> None:
     unseen, rows = received(with_labels(right, 2, None), 1), received(right, 1)
     assert unseen is not None and rows is not None and unseen.whole
     assert np.array_equal(unseen.labels, rows.labels)
+
+
+def test_cp_ranks_that_receive_different_numbers_of_rows_make_up_none() -> None:
+    trial = trial_of(tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=16)))
+    rows, right = received(trial, 1), trial.ranks[1].steps[0].microbatches[0]
+    assert rows is not None and rows.tokens.shape == (8, 16)
+    fewer = replace(right, tokens=right.tokens[:-1], labels=None)
+    assert received(with_step(trial, 1, 1, microbatches=(fewer,)), 1) is None
+
+
+def test_a_part_of_a_sample_is_known_as_it_and_a_row_of_none_is_a_sample_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trial = fsdp_4()
+    monkeypatch.setattr(received_module, "another_reference", lambda trial, **_: trial)
+    tokens, labels = trial.reference.tokens[:2, :2].copy(), trial.reference.labels[:2, :2]
+    assert len(trained_on(trial, {1: Rows(tokens, labels)}).reference.tokens) == len(trial.reference.tokens)
+    tokens[1] = 99
+    changed = trained_on(trial, {1: Rows(tokens, labels)}).reference
+    assert len(changed.tokens) == len(trial.reference.tokens) + 1 == len({*changed.sample_ids})
+    assert changed.tokens[-1, :2].tolist() == [99, 99]
