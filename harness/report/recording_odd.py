@@ -137,7 +137,8 @@ def _replicas(summaries: Sequence[Summary]) -> Rows:
         for step, apart in differing(families).items():
             most, others = apart[0]
             many = f" (in {len(apart)} sets of replicas)" if len(apart) > 1 else ""
-            text = f"{some_ranks(others)} claim {what} {some_ranks(most)}, and hold other bytes after step {step}{many}"
+            s = "s" * (len(others) == 1)
+            text = f"{some_ranks(others)} claim{s} {what} {some_ranks(most)}, and hold{s} other bytes after step {step}{many}"
             family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
             return [("REPLICAS DIFFER", text + _from_the_start(family, (*most, *others)))]
     return []

@@ -46,7 +46,7 @@ def test_copies_under_tensor_parallelism_that_differ_are_said_by_their_own_conte
     apart = [hsdp(r, **cut | {"slices": r + 1}, copies={"0,1": {0: 5, 1: 5 + r}} if r < 2 else {}) for r in range(4)]
     told = " ".join(page(recording(*apart)).split())
     assert (
-        "REPLICAS DIFFER rank 1 claim copies of the same parameters as rank 0, and hold other bytes after step 1"
+        "REPLICAS DIFFER rank 1 claims copies of the same parameters as rank 0, and holds other bytes after step 1"
         in told
     )
     assert "before the first step they held the same" in told
