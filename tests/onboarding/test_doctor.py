@@ -9,6 +9,7 @@ from typing import Any
 import literal
 import numpy as np
 import pytest
+from expecttest import assert_expected_inline
 from noisy import noise_of, with_noise
 
 from harness import ROOT
@@ -82,6 +83,31 @@ def test_what_is_so_of_a_model_is_said_and_the_numbers_are_right_under_it(number
     assert [[each.says for each in one.suppositions] for one in found] == [[which.says]]
     verdicts = {result.check: str(result.verdict) for result in found[0].results}
     assert (verdicts["gradients"], verdicts["loss"]) == ("PASS", "PASS")
+
+
+def test_each_thing_that_may_be_so_has_a_line_to_write_and_where() -> None:
+    lines = [one.line for one in all_of()]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+case: model: {norm_eps: 1.0e-06}
+case: model: {norm_eps: 1.0e-08}
+case: model: {norm_eps: 1.0e-12}
+case: model: {norm_eps: 2.220446049250313e-16}
+case: model: {norm_eps: 1.1920928955078125e-07}
+case: model: {rope_theta: 10000.0}
+case: model: {rope_theta: 1000000.0}
+case: model: {n_heads: 4, n_kv_heads: 2}
+adapter: def rows(self, case): return halves(case)
+adapter: exchange w1 and w3 in NAMES
+adapter: exchange wq and wo in NAMES
+adapter: exchange wk and wv in NAMES
+adapter: exchange attention_norm and ffn_norm in NAMES
+adapter: exchange tok_embeddings and output in NAMES
+adapter: copy them transposed, and judge with DDP only: no law knows transposed slices
+adapter: copy them transposed, and judge with DDP only: no law knows transposed slices
+adapter: copy them transposed, and judge with DDP only: no law knows transposed slices""",
+    )
 
 
 def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> None:
