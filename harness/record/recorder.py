@@ -135,7 +135,7 @@ class Recorder:
         self.clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
         output = None
         try:
-            self._timed(self.seen.pass_begins, args, kwargs)
+            self._timed(self.seen.pass_begins, module, args, kwargs)
             output = original(module, *args, **kwargs)
             self._timed(self.seen.pass_ends, module)
         finally:

@@ -86,14 +86,24 @@ class Seen:
         return self._known.get(module, False)
 
     def attach(self, module: nn.Module) -> bool:
-        """Whether it is a model of its own: a module of one that is known is not, nor one whose parameters have its names."""
+        """Whether its calls are passes: not those of a module of a model that is known, nor of one whose parameters have its
+        names. A loss that holds the output layer trains, and no parameter of it is its own."""
         if module in self._known:
             return self._known[module]
-        inner = any(module is other for part in self.parts for other in part.modules())
-        own = self._known[module] = not inner and self._has_names_of_its_own(module)
+        within = {other for part in self.parts for other in part.modules()}
+        if module not in within and self._only_borrows(module, within):
+            self._known[module] = True
+            return True
+        own = self._known[module] = module not in within and self._has_names_of_its_own(module)
         if own:
             self._add(module)
         return own
+
+    def _only_borrows(self, module: nn.Module, within: set[nn.Module]) -> bool:
+        """Parts of known models, and none of these as a whole, which a wrapper has."""
+        inside = set(module.modules())
+        wraps = any(part in inside for part in self.parts)
+        return not wraps and all(each in within for each in inside if next(each.parameters(recurse=False), None) is not None)
 
     def _add(self, module: nn.Module) -> None:
         within = set(module.modules())
@@ -119,11 +129,12 @@ class Seen:
 
     # ---- passes
 
-    def pass_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def pass_begins(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._optimizers.pass_begins()
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own()
-        first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+        given = (*args, *kwargs.values()) if any(part is each for each in self.parts) else ()  # a loss is fed by a model
+        first = next((value for value in given if torch.is_tensor(value)), None)
         in_training = self._clock.account.kind != "evaluation"
         if first is not None and in_training and self.reads_contents and first.device.type != "meta":
             dtype = str(first.dtype).removeprefix("torch.")

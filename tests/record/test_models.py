@@ -34,7 +34,7 @@ def test_a_model_with_the_names_of_another_and_one_that_comes_after_the_first_st
 def step_on_a_copy(seen: Seen, clock: Clock, model: nn.Linear, *, gathers: bool) -> None:
     """As ZeRO by hand; the optimizer has no parameter of the model."""
     clock.enter_forward()
-    seen.pass_begins((torch.ones(1, 2),), {})
+    seen.pass_begins(model, (torch.ones(1, 2),), {})
     seen.pass_ends(model)
     clock.leave_forward()
     flat = nn.Parameter(model.weight.detach().clone())
@@ -70,3 +70,18 @@ def test_a_model_that_is_wrapped_anew_after_the_first_step_was_there_before() ->
     again = nn.Module()
     again.module = model
     assert seen.attach(again) and seen.left_out == []
+
+
+def test_a_loss_that_holds_the_output_layer_of_a_model_has_no_parameters_of_its_own() -> None:
+    clock = Clock()
+    seen = seen_at(clock)
+    model, loss = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Module()
+    loss.output = model[1]
+    assert seen.attach(model) and seen.attach(loss)
+    assert seen.parts == [model] and seen.classes == ("Sequential",) and seen.left_out == []
+    for module, given in ((model, torch.ones(1, 2, dtype=torch.int64)), (loss, torch.ones(1, 2))):
+        clock.enter_forward()
+        seen.pass_begins(module, (given,), {})
+        clock.leave_forward()
+    clock.leave_optimizer()
+    assert [fed.dtype for step in seen.steps() for fed in step.fed] == ["int64"]
