@@ -48,7 +48,7 @@ class Step:
     memory: dict[str, int] = field(default_factory=dict)
     lr: float | None = None
     peak: int = 0
-    ungraded: tuple[str, ...] = ()
+    ungraded: tuple[str, ...] | None = None
     read_late: bool = False
 
 
@@ -161,7 +161,9 @@ class Seen:
         step = self._step()
         if "lr" in optimizer.param_groups[0]:
             step.lr = float(optimizer.param_groups[0]["lr"])
-        step.ungraded = tuple(fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel())
+        before = step.ungraded  # that of an optimizer inside backward may have been used up when the next one begins
+        missing = [fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel()]
+        step.ungraded = tuple(fqn for fqn in missing if before is None or fqn in before)
         step.memory |= gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
@@ -272,7 +274,7 @@ class Seen:
             ),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,
-            ungraded=step.ungraded,
+            ungraded=step.ungraded or (),
         )
 
     @property

@@ -100,3 +100,25 @@ def test_sparse_gradients_are_counted_by_their_indices_and_values_and_apart_from
     model(torch.tensor([1, 3, 3])).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert gradient_bytes(model.parameters(), optimizer) == {"gradients": 8, "sparse gradients": 3 * 8 + 3 * 2 * 4}
+
+
+def test_a_gradient_that_an_optimizer_inside_backward_has_used_up_was_there() -> None:
+    clock, model = Clock(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    model[1].weight.requires_grad_(False)
+    assert seen.attach(model)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            seen.optimizer_begins(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.optimizer_ended(optimizer)
+
+        parameter.register_post_accumulate_grad_hook(step)
+    clock.enter_forward()
+    loss = model(torch.ones(1)).sum()
+    clock.leave_forward()
+    loss.backward()
+    assert [step.ungraded for step in seen.steps() if step.step == 1] == [("1.weight",)]
