@@ -313,7 +313,7 @@ def _lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
     ):
         if axis in trial.plan.groups:
             lines = [tuple(sorted(there[rank] for rank in line)) for line in ran.groups.get(other, ())]
-            seen = _use_text(trial, axis, [line for line in sorted(lines) if line in used])
+            seen = _use_text(trial, axis, [line for line in sorted(lines) if line in used], used)
             yield label, f"expected {groups_text(trial.plan.groups[axis])}   observed {seen}"
     yield from contents_line(trial)
     yield from traffic_lines(trial)
@@ -347,10 +347,12 @@ def _groups_in_use(trial: Trial) -> set[tuple[int, ...]]:
     )
 
 
-def _use_text(trial: Trial, axis: str, used: list[tuple[int, ...]]) -> str:
-    if used:
-        return groups_text(used)
+def _use_text(trial: Trial, axis: str, as_this: list[tuple[int, ...]], used: set[tuple[int, ...]]) -> str:
+    if as_this:
+        return groups_text(as_this)
     wanted = set(trial.plan.groups[axis])
+    if wanted & used:
+        return "none in use as this axis (what ran over the same ranks is of another)"
     exist = trial.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups)) & wanted
     return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")
 

@@ -117,7 +117,7 @@ def test_fsdp_that_ran_as_ddp() -> None:
         """\
 FSDP ran as DDP: every dp rank holds whole parameters, requested 2
   assuming this: 6 of 6 broken laws hold, and none that held breaks
-  shard groups: expected [0,1]   observed none in use (the groups exist, no collective ran over them)
+  shard groups: expected [0,1]   observed none in use as this axis (what ran over the same ranks is of another)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed all
   traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B
   traffic: parameters: all_gather over dp_shard in backward: expected 16.64 kB per step, observed 0 B
