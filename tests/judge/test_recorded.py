@@ -257,6 +257,18 @@ def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
     assert "traffic" not in verdicts(recorded.trial_of(records, dims, "run", 2))
 
 
+def test_what_another_type_gathers_in_the_first_step_alone_sets_a_wrapper_up_and_is_no_parameter() -> None:
+    """torch's replicate() compares shapes in its first forward pass, FSDP2 in float8 gathers bytes in every one."""
+    ran, dims = trial_of(tiny_case("ddp_2")), LAYOUTS["ddp_2"]
+    for steps, judged in (((1,), True), ((1, 2), False)):
+        records = {}
+        for rank, evidence in ran.ranks.items():
+            first = evidence.collectives[0]
+            ints = (replace(first, step=n, op="all_gather", phase="forward", dtype="int64") for n in steps)
+            records[rank] = record_of(replace(evidence, collectives=(*evidence.collectives, *ints)))
+        assert ("traffic" in verdicts(recorded.trial_of(records, dims, "run", 2))) is judged
+
+
 def test_an_optimizer_that_steps_on_no_parameter_of_the_model_leaves_open_whether_anything_is_cut() -> None:
     ran, dims = trial_of(tiny_case("ddp_2")), LAYOUTS["fsdp_2"]
     every = tuple(tensor.fqn for tensor in ran.ranks[0].parameters)
