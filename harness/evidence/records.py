@@ -248,7 +248,8 @@ class Wrapper:
     policy gives parameters and the reduction of gradients; empty if none. find_unused_parameters: of DDP, in a graph that
     is not static. float_buffers, other_buffers: of DDP, the bytes of its module's buffers that it broadcasts before a forward
     pass, those of floating-point numbers and all others. comm_hook: of DDP, the communication hook by which it reduces
-    gradients; empty if none. ignored: of DDP, the parameters of its module that it does not look after.
+    gradients; empty if none. ignored: of DDP, the parameters of its module that it does not look after. backward_gathers:
+    of FSDP2, whether a unit that was freed after forward is gathered in backward, as an embedding need not be.
     """
 
     kind: str
@@ -264,6 +265,7 @@ class Wrapper:
     other_buffers: int = 0
     comm_hook: str = ""
     ignored: tuple[str, ...] = ()
+    backward_gathers: bool = True
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: lis
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
     tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
     kept = {}
-    for unit, degree in units:
+    for unit, degree, _ in units:
         for fqn in [fqn for fqn in unit if fqn in held]:
             there = numel(slice_of(fqn, parameter_shapes(case.model)[fqn], tp, (degree, index % degree))) * computed
             kept[fqn] = Kept(degree, numel(held[fqn]) * stored if degree == shards else there)
@@ -89,7 +89,7 @@ def padding_after_forward(
     least, most = parameter_bytes(case, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
     there = kept_after_forward(case, rank, held, units)
-    for number, (unit, degree) in enumerate(units if shards > 1 else ()):
+    for number, (unit, degree, _) in enumerate(units if shards > 1 else ()):
         if degree < shards:
             padded = sum(padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // degree
             padded = flat[number].part(shards) * shards if flat else padded

@@ -16,10 +16,12 @@ from harness.spec.traits import OBSERVED, TrainerTraits
 
 
 class Unit(NamedTuple):
-    """Parameters gathered together, and over how many ranks they stay cut after forward: 1 if they stay whole."""
+    """Parameters gathered together, over how many ranks they stay cut after forward (1 if they stay whole), and whether
+    backward gathers those that do not."""
 
     parameters: tuple[str, ...]
     degree: int
+    backward_gathers: bool = True
 
 
 Observed = Mapping[int, tuple[Unit, ...]]
@@ -48,7 +50,8 @@ def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
     found = {}
     for wrapper in evidence.structure.values():
         if wrapper.kind == "fsdp2" and wrapper.parameters:
-            found[frozenset(wrapper.parameters)] = Unit(wrapper.parameters, wrapper.ranks_after_forward)
+            unit = Unit(wrapper.parameters, wrapper.ranks_after_forward, wrapper.backward_gathers)
+            found[frozenset(wrapper.parameters)] = unit
     return tuple(found.values())
 
 
@@ -57,7 +60,7 @@ def as_requested(case: Case, unit: Unit) -> Unit:
     policy = case.features.reshard_after_forward
     if policy == "default":
         return unit
-    return Unit(unit.parameters, policy if isinstance(policy, int) else case.shards if policy == "always" else 1)
+    return unit._replace(degree=policy if isinstance(policy, int) else case.shards if policy == "always" else 1)
 
 
 def units_text(units: Iterable[Unit], shards: int, *, most: int = 12) -> str:

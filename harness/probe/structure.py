@@ -230,6 +230,7 @@ def _fsdp2(module: nn.Module) -> Wrapper | None:
         cpu_offload=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
         casts_to=_of_policy(group, "param_dtype"),
         reduces_in=_of_policy(group, "reduce_dtype"),
+        backward_gathers=getattr(group, "unshard_in_backward", True),
     )
 
 

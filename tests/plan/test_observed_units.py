@@ -77,6 +77,15 @@ def test_what_is_gathered_again_is_planned_by_what_each_unit_keeps() -> None:
     assert {flow.axis for flow in planned_again(units, reshard_after_forward=2)} == {"post_forward"}
 
 
+def test_an_embedding_that_backward_is_told_not_to_gather_is_not_planned_there() -> None:
+    """By set_unshard_in_backward(False), as OLMo-core does."""
+    embedding, output = "tok_embeddings.weight", "output.weight"
+    gathered = planned_again((Unit((embedding,), 4), Unit((output,), 4)))
+    assert planned_again((Unit((embedding,), 4, backward_gathers=False), Unit((output,), 4))) == {
+        replace(flow, bytes=flow.bytes // 2) for flow in gathered
+    }
+
+
 @pytest.mark.parametrize("layout", ["fsdp_2", "hsdp_2x2", "fsdp_2_tp_2"])
 @pytest.mark.parametrize("ran", [{}, {"fsdp_units": "root"}, {"reshard_after_forward": "always"}], ids=str)
 def test_whatever_is_wrapped_and_kept_consistently_passes_every_law(layout: str, ran) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from harness.probe.resharding import after_forward
+from harness.probe.structure import wrappers
 
 
 def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:
@@ -24,3 +25,12 @@ def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:
     assert set(after_forward(model, over=True).bytes) == {"0.weight", "0.bias"}
     group._training_state.name = "IDLE"
     assert after_forward(model, over=True).bytes["1.weight"] == 48
+
+
+def test_a_unit_that_is_told_not_to_be_gathered_in_backward_claims_so() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+    for module, gathers in zip(model, (False, True), strict=True):
+        told = {"mesh_info": None, "post_forward_mesh_info": None, "fsdp_params": [], "unshard_in_backward": gathers}
+        state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(**told))
+        module._get_fsdp_state = lambda state=state: state
+    assert {name: unit.backward_gathers for name, unit in wrappers([model]).items()} == {"0": False, "1": True}

@@ -36,9 +36,10 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     if shards > 1:
         times = features.accumulation * gathered
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
-        for degree in sorted({unit.degree for unit in units} - {1}):
+        freed = [unit for unit in units if unit.degree > 1 and unit.backward_gathers]
+        for degree in sorted({unit.degree for unit in freed}):
             again = sum(
-                padded_numel(case, fqn, tp_index) for unit in units if unit.degree == degree for fqn in unit.parameters
+                padded_numel(case, fqn, tp_index) for unit in freed if unit.degree == degree for fqn in unit.parameters
             )
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", times * again)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered)
