@@ -73,11 +73,12 @@ class Started(StartedTrainer):
         valid = sum((labels != -100).sum() for _, labels in batches)
         dist.all_reduce(valid)
         self.optimizer.zero_grad()
+        self.scale = self.world_size / valid.double()  # DDP averages over ranks
         total: Any = 0.0
         for index, (tokens, labels) in enumerate(batches):
             with contextlib.nullcontext() if index == len(batches) - 1 else self.model.no_sync():
-                loss = self.loss(self.model(tokens), labels)
-                self.backward(loss * self.world_size / valid)  # DDP averages over ranks
+                loss = self.forward(tokens, labels)
+                self.backward(loss * self.scale)
             total = total + self.kept(loss)
         self.clip(self.case.training.max_norm)
         rate = self.optimizer.param_groups[0]["lr"] = self.case.training.lr * lr_factor(step, self.case.training)
@@ -92,6 +93,9 @@ class Started(StartedTrainer):
         tokens, labels = rank_samples(self.case, self.dataset, step, self.rank, self.world_size)
         cut = self.case.features.accumulation
         return list(zip(tokens.chunk(cut), labels.chunk(cut), strict=True))
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        return self.loss(self.model(tokens), labels)
 
     def loss(self, logits: Any, labels: Any) -> Any:
         """The sum over all valid tokens."""

@@ -11,7 +11,15 @@ from harness.spec.traits import TrainerTraits
 def units_of_rank(case: Case, traits: TrainerTraits, rank: int, observed: Observed | None) -> list[Unit]:
     """What wrappers claim, where the case leaves units open and they claim any; else what the case requests."""
     seen = observed.get(rank, ()) if observed is not None else ()
-    return [as_requested(case, unit) for unit in seen] or fsdp_units(case, traits)
+    units = [as_requested(case, unit) for unit in seen] or fsdp_units(case, traits)
+    if traits.holds_output and traits.loss_chunks > 1:  # torch frees all that there is at the end of a chunk's backward
+        return [Unit(unit.parameters, case.shards) for unit in units]
+    return units
+
+
+def output_alone(units: list[Unit]) -> Unit | None:
+    """The output's unit, where nothing else is in it."""
+    return next((unit for unit in units if unit.parameters == ("output.weight",)), None)
 
 
 def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:

@@ -55,6 +55,8 @@ class TrainerTraits:
     the last, and gathered again for the final norm's backward, unless the model's forward has the loss. keeps_loss_unit: what
     FSDP2 gathered for that loss is kept until the next forward pass. loss_in_forward: the model computes the loss itself, and
     what tensor parallel sums for it. recomputes_output: the loss is checkpointed: backward applies the output again.
+    holds_output: an output that is an FSDP2 unit of its own is gathered once for all chunks of a loss, each of which has its
+    backward at once, as torchtitan's loss does it by `unshard` and `reshard`, rather than as FSDP2 does it, for each chunk.
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
     flat_order: of parameters in FSDP1's vectors, where it is not the reference's; empty: as its wrappers claim it.
@@ -78,6 +80,7 @@ class TrainerTraits:
     keeps_loss_unit: bool = False
     loss_in_forward: bool = False
     recomputes_output: bool = False
+    holds_output: bool = False
     gathers_input_again: bool = False
     flat_order: tuple[str, ...] = ()
     zero_layout: FlatLayout = FlatLayout()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
 from harness.plan.make_plan import make_plan
+from harness.plan.observed_units import Unit
 from harness.plan.traffic.flow import Flow
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
@@ -76,6 +79,61 @@ def test_a_unit_that_is_always_freed_is_gathered_again_for_a_loss_in_chunks_from
     plan = make_plan(tiny_case(ParallelDims(dp_shard=2), reshard_after_forward="always"), TrainerTraits(loss_chunks=8))
     again = [[flow.bytes for flow in plan.flows_of(0, step) if flow.phase == "forward"] for step in (1, 2)]
     assert again == [[1888, 8 * (4 + 8 * 4)]] * 2
+
+
+# An output that is a unit of its own: 8x4 = 32 elements, 256 bytes. The block: 1344 bytes. The rest stays.
+def of_output_alone(degree: int, traits: TrainerTraits, **features: Any) -> dict[tuple[str, str], int]:
+    case = tiny_case(ParallelDims(dp_shard=2), **features)
+    names = list(case.model.parameter_shapes())
+    block, output = tuple(name for name in names if name.startswith("layers.")), ("output.weight",)
+    rest = tuple(name for name in names if name not in block + output)
+    units = (Unit(rest, 1), Unit(block, 2), Unit(output, degree))
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for flow in make_plan(case, traits, {rank: units for rank in range(2)}).flows[0]:
+        found[flow.op, flow.phase] += flow.bytes
+    return dict(found)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_output_that_is_a_unit_of_its_own_is_gathered_for_every_chunk_of_a_loss(inside: bool) -> None:
+    chunks = TrainerTraits(loss_chunks=4, loss_in_forward=inside)
+    assert of_output_alone(2, chunks) == {
+        ("all_gather", "forward"): 1888 + 3 * 256,
+        ("all_gather", "backward"): 1344 + 4 * 256,
+        ("reduce_scatter", "backward"): 1888,
+    }
+    assert of_output_alone(1, chunks) == {
+        ("all_gather", "forward"): 1888,
+        ("all_gather", "backward"): 1344 + 3 * 256,
+        ("reduce_scatter", "backward"): 1888,
+    }
+    assert of_output_alone(2, TrainerTraits())["all_gather", "backward"] == 1344 + 256
+
+
+def test_an_output_that_is_held_for_all_chunks_is_gathered_once_and_all_else_again_in_backward() -> None:
+    """At the end of a chunk's backward FSDP2 frees whatever is gathered, by whatever policy."""
+    held = TrainerTraits(loss_chunks=4, holds_output=True)
+    assert (
+        of_output_alone(2, held)
+        == of_output_alone(1, held)
+        == {
+            ("all_gather", "forward"): 1888,
+            ("all_gather", "backward"): 1888 - 256,
+            ("reduce_scatter", "backward"): 1888,
+        }
+    )
+
+
+def test_gradients_that_waited_are_reduced_at_a_chunks_backward_and_then_those_of_the_last_microbatch() -> None:
+    def reduced(**traits: Any) -> list[int]:
+        traits = TrainerTraits(loss_chunks=4, **traits)
+        return [
+            of_output_alone(2, traits, accumulation=2, defer_sync=defers)["reduce_scatter", "backward"]
+            for defers in (True, False)
+        ]
+
+    assert reduced(loss_in_forward=True) == [1888 + 256, 2 * 1888]
+    assert reduced(holds_output=True) == [1888 + 1888 - 256, 2 * 1888]
 
 
 def test_hsdp_all_reduces_only_its_shard_of_the_gradients() -> None:

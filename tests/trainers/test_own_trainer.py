@@ -23,6 +23,7 @@ from harness.spec.variants import in_dtype
 
 OWN = ROOT / "tests" / "own_trainer.py"
 HABITUAL = OWN.with_name("habitual_trainer.py")
+CHUNKED = OWN.with_name("chunked_trainer.py")
 TRANSFORMERS = trainers.load("transformers")
 
 
@@ -60,6 +61,22 @@ def judged(name: str, habits: str, folder: Path) -> Judgement:
 )
 def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> None:
     judgement = judged("ddp_2_accum", habits, tmp_path)
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("fsdp_2", "freed"),
+        ("fsdp_2", "checkpointed_kept"),
+        ("fsdp_2", "behind"),
+        ("fsdp_2_accum_valid", "held"),
+        ("fsdp_2_accum_valid", "behind_kept"),
+        ("fsdp_4_valid", "halved"),
+    ],
+)
+def test_a_loss_in_chunks_whose_output_is_a_unit_of_its_own_breaks_no_law(tmp_path: Path, name: str, way: str) -> None:
+    judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(CHUNKED), way)))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 

@@ -10,6 +10,7 @@ from harness.plan.slices import BYTES, flat_units, padded_numel, parameter_shape
 from harness.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import Flow
 from harness.plan.traffic.zero import zero_flows
+from harness.plan.units import output_alone
 from harness.spec import schedule
 from harness.spec.case import Case
 from harness.spec.features import LOOPED, ZERO
@@ -33,20 +34,26 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
     everything = sum(padded_numel(case, fqn, tp_index) for fqn in held)
+    alone = output_alone(units) if traits.loss_chunks > 1 else None
+    waited = _reduced_apart(case, traits, everything, tp_index) if alone else 0
     if shards > 1:
         times = features.accumulation * gathered
+        held_whole = alone if traits.holds_output else None
+        freed = [unit for unit in units if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
-        freed = [unit for unit in units if unit.degree > 1 and unit.backward_gathers]
         for degree in sorted({unit.degree for unit in freed}):
             again = sum(
                 padded_numel(case, fqn, tp_index) for unit in freed if unit.degree == degree for fqn in unit.parameters
             )
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", times * again)
-        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered)
-        if traits.chunks_behind_forward:
+        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered + waited * reduced)
+        if alone and not traits.holds_output:
+            yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
+        elif traits.chunks_behind_forward and not alone:
             yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
-        yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", everything // shards * over_replicas)
+        replicated = everything * over_replicas + waited * reduced
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
         weights = everything * BYTES[stored]
         yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
@@ -60,6 +67,29 @@ def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> 
     once = sum(padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
     yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
     yield Flow(axis, "parameters", "all_gather", "forward", once, later=case.features.reshard_after_forward != "always")
+
+
+def _gathered_for_each_chunk(
+    case: Case, traits: TrainerTraits, axis: str, output: Unit, tp_index: int
+) -> Iterable[Flow]:
+    """Besides its first forward and first backward. FSDP2 frees a unit behind each backward of its module, and by its policy
+    behind each forward: an output that is a unit of its own is gathered again for every other chunk."""
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    once = sum(padded_numel(case, fqn, tp_index) for fqn in output.parameters) * size
+    others = (traits.loss_chunks - 1) * case.features.accumulation * once
+    if output.degree > 1:
+        yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
+    yield Flow(axis, "parameters", "all_gather", "backward", others)
+
+
+def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index: int) -> int:
+    """Elements of gradients that waited for the last microbatch and are reduced ahead of its own: FSDP2 does so at the first
+    backward that comes to their unit. That is a chunk's: of the output, or at its end of all else, where the trainer has
+    each chunk's backward at once and the output wait for the last."""
+    if case.features.accumulation == 1 or case.features.defer_sync is not True:
+        return 0
+    output = padded_numel(case, "output.weight", tp_index)
+    return everything - output if traits.holds_output else output
 
 
 def reductions_per_step(case: Case) -> int:
