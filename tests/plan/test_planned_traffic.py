@@ -136,6 +136,20 @@ def test_gradients_that_waited_are_reduced_at_a_chunks_backward_and_then_those_o
     assert reduced(holds_output=True) == [1888 + 1888 - 256, 2 * 1888]
 
 
+def test_in_a_pipeline_each_microbatch_gathers_the_freed_output_for_every_other_chunk() -> None:
+    case = tiny_case(ParallelDims(pp=2, dp_shard=2))
+    case = replace(case, model=replace(case.model, n_layers=2))
+    names = [name for name in case.model.parameter_shapes() if name != "output.weight"]
+
+    def gathered(chunks: int, degree: int) -> int:
+        units = {rank: (Unit(tuple(names), 1), Unit(("output.weight",), degree)) for rank in range(4)}
+        plan = make_plan(case, TrainerTraits(loss_chunks=chunks, loss_in_forward=True), units)
+        return sum(flow.bytes for flow in plan.flows[2] if (flow.op, flow.phase) == ("all_gather", "forward"))
+
+    assert gathered(4, degree=2) - gathered(1, degree=2) == 3 * case.microbatches * 256
+    assert gathered(4, degree=1) == gathered(1, degree=1)
+
+
 def test_hsdp_all_reduces_only_its_shard_of_the_gradients() -> None:
     assert flows("hsdp_2x2", rank=3) == [
         ("dp_shard", "all_gather", "forward", 1888),

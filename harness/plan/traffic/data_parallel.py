@@ -82,6 +82,17 @@ def _gathered_for_each_chunk(
     yield Flow(axis, "parameters", "all_gather", "backward", others)
 
 
+def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """Besides the first chunk of each microbatch. In a pipeline backward frees nothing before the pass is over."""
+    output, last = output_alone(units), case.n_stages - 1
+    if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
+        return
+    size = BYTES[case.training.compute_dtype or case.training.dtype] * case.features.accumulation
+    once = padded_numel(case, "output.weight", coordinate(case.data_dims, rank)["tp"]) * size
+    others = (traits.loss_chunks - 1) * case.microbatches * once
+    yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
+
+
 def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index: int) -> int:
     """Elements of gradients that waited for the last microbatch and are reduced ahead of its own: FSDP2 does so at the first
     backward that comes to their unit. That is a chunk's: of the output, or at its end of all else, where the trainer has
@@ -136,6 +147,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
             size = sum(padded_numel(case, fqn, tp_index) for fqn in mine)
             yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
     if shards > 1:
+        yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
     if dims.dp_replicate > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
