@@ -6,7 +6,8 @@ Read by the syntax tree. What is no literal is told by a flag, or by nobody, and
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.onboarding.spellings import FLAGS, by_spelling
 
@@ -15,16 +16,21 @@ AMBIGUOUS = ("hidden", "hidden_size", "width")  # the feed-forward's beside a na
 
 
 def sizes(trees: Sequence[ast.AST], models: Sequence[str]) -> dict[str, int]:
-    """By field of the model: the first model's own, else those of a dataclass Config, Args or the like."""
+    """By field of the model: the first model's own, else those of a dataclass Config, Args or the like; and what neither tells
+    by constants of modules, which the model may read itself."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     constants = _constants(trees)
+    given: dict[str, ast.expr] = {}
     for node in (one for name in models[:1] for one in classes if one.name == name):
         given = _defaults(node) | _given(trees, node)
-        if found := _by_field(given, constants):
-            return found
-    configs = [node for node in classes if node.name.lower().endswith(("config", "args", "arguments", "params"))]
-    written = [_by_field(_fields(node) | _given(trees, node), constants) for node in configs]
-    return max(written, key=len, default={})
+    found, told = _by_field(given, constants), set(_fields_of(given))
+    if not found:
+        configs = [node for node in classes if node.name.lower().endswith(("config", "args", "arguments", "params"))]
+        written = [_fields(node) | _given(trees, node) for node in configs]
+        found = max((_by_field(one, constants) for one in written), key=len, default={})
+        told |= {field for one in written for field in _fields_of(one)}
+    read = {name.lower(): value for name, value in constants.items()} if models else {}
+    return {field: size for field, size in _by_field(read, constants).items() if field not in told} | found
 
 
 def sampler(trees: Iterable[ast.AST]) -> dict[str, object] | None:
@@ -39,19 +45,47 @@ def sampler(trees: Iterable[ast.AST]) -> dict[str, object] | None:
     return None
 
 
-def _constants(trees: Sequence[ast.AST]) -> dict[str, object]:
-    """Of modules."""
-    found: dict[str, object] = {}
-    for tree in trees:
+def _constants(trees: Sequence[ast.AST]) -> dict[str, ast.expr]:
+    """Of modules, what each name is; of several of one name the script's, whose tree is the first."""
+    found: dict[str, ast.expr] = {}
+    for tree in reversed(trees):
         for node in getattr(tree, "body", ()):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                found[node.targets[0].id] = _literal(node.value, found)
+            found |= _assigned(node)
     return found
 
 
-def _literal(node: ast.expr, constants: Mapping[str, object]) -> object:
-    if isinstance(node, ast.Name):
-        return constants.get(node.id)
+def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
+    """DIM = 64; DIM: int = 64; DIM, HEADS = 64, 4; and what an import calls otherwise."""
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname: ast.Name(alias.name) for alias in node.names if alias.asname not in (None, alias.name)}
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        return {ast.unparse(node.target): node.value}
+    if not isinstance(node, ast.Assign):
+        return {}
+    target, value = node.targets[0], node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return dict(zip(map(ast.unparse, target.elts), value.elts, strict=False))
+    return {ast.unparse(target): value}
+
+
+ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+def _literal(node: ast.expr, constants: Mapping[str, ast.expr]) -> object:
+    """What it is, where literals and constants tell: 64, DIM, model.DIM, 4 * DIM, 8 * DIM // 3."""
+    name = node.attr if isinstance(node, ast.Attribute) and node.attr.isupper() else ast.unparse(node)
+    if name in constants:
+        return _literal(constants[name], {key: value for key, value in constants.items() if key != name})
+    if isinstance(node, ast.BinOp):
+        left, right = _literal(node.left, constants), _literal(node.right, constants)
+        if isinstance(left, int) and isinstance(right, int):
+            if isinstance(node.op, ast.FloorDiv):
+                return left // right if right else None
+            return ARITHMETIC[type(node.op)](left, right) if type(node.op) in ARITHMETIC else None
     try:
         return ast.literal_eval(node)
     except ValueError:
@@ -84,10 +118,15 @@ def _given(trees: Iterable[ast.AST], node: ast.ClassDef) -> dict[str, ast.expr]:
     return {}
 
 
-def _by_field(given: Mapping[str, ast.expr], constants: Mapping[str, object]) -> dict[str, int]:
+def _by_field(given: Mapping[str, ast.expr], constants: Mapping[str, ast.expr]) -> dict[str, int]:
+    values = {field: _literal(node, constants) for field, node in _fields_of(given).items()}
+    return {field: value for field, value in values.items() if isinstance(value, int) and value > 0}
+
+
+def _fields_of(given: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """By what they are spelled like; only sizes of the model."""
     known = by_spelling(FLAGS)
     fields = {name: known.get(name.lower(), "").removeprefix("model.") for name in given}
     if any(field == "dim" and name not in AMBIGUOUS for name, field in fields.items()):
         fields |= {name: "ffn_dim" for name in AMBIGUOUS if name in fields}
-    values = {field: _literal(given[name], constants) for name, field in fields.items() if field in SIZES}
-    return {field: value for field, value in values.items() if isinstance(value, int) and value > 0}
+    return {field: given[name] for name, field in fields.items() if field in SIZES}

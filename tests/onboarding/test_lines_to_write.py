@@ -104,6 +104,47 @@ def test_sizes_are_read_of_calls_constants_and_configurations() -> None:
     assert constructors.sizes([tree], ["Net"]) == {"dim": 48, "n_layers": 3}
 
 
+OF_CONSTANTS = """
+from torch import nn
+VOCAB: int = 512
+DIM, N_HEADS = 64, 4
+FFN = 8 * DIM // 3
+DEPTH = 3
+class Net(nn.Module):
+    def __init__(self):
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block(DIM, N_HEADS, FFN) for _ in range(DEPTH))
+"""
+
+
+@pytest.mark.parametrize(
+    "imported", ["from model import DIM, Net", "import model", "from model import DIM as D, Net as Net"]
+)
+def test_sizes_that_are_constants_of_a_module_which_the_script_imports_are_read(tmp_path: Path, imported: str) -> None:
+    (tmp_path / "model.py").write_text(OF_CONSTANTS)
+    (tmp_path / "train.py").write_text(f"{imported}\nnet = Net()\n")
+    wanted = {"vocab_size": 512, "dim": 64, "n_heads": 4, "ffn_dim": 170, "n_layers": 3}
+    assert read(tmp_path / "train.py").sizes == wanted
+
+
+@pytest.mark.parametrize(
+    ("script", "dim"),
+    [
+        ("from model import DIM as D\nnet = Net(dim=D)", {"dim": 64}),
+        ("import model as m\nnet = m.Net(dim=m.DIM)", {"dim": 64}),
+        ("from model import *\nDIM = 32\nnet = Net(dim=DIM)", {"dim": 32}),
+        ("from model import DIM\nnet = Net(dim=read('dim'))", {}),
+    ],
+)
+def test_a_constant_that_is_passed_is_the_scripts_and_what_no_literal_tells_is_left_out(
+    tmp_path: Path, script: str, dim: dict[str, int]
+) -> None:
+    model = "from torch import nn\nDIM = 64\nclass Net(nn.Module):\n    def __init__(self, dim):\n        pass\n"
+    (tmp_path / "model.py").write_text(model)
+    (tmp_path / "train.py").write_text(script)
+    assert read(tmp_path / "train.py").sizes == dim
+
+
 @pytest.mark.parametrize(
     ("call", "seed", "samples"),
     [
