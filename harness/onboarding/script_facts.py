@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.onboarding import constructors
+from harness.onboarding import constructors, optimizers
 
 MADE = {
     "optimizer": r"(Adam|AdamW|SGD|Adafactor|Lion)$|optimizer$",
@@ -51,7 +51,8 @@ class ScriptFacts:
     modules calls its parts. sizes: of the model, and sampler: its shuffle and seed, that are written into it.
     data_sets: their classes, each with the module that has it and what its `__getitem__` answers. batches: functions that by
     their name answer one. optimizer: literal
-    keywords of the optimizer's call; None where no call was seen. spares_vectors: it has groups by the number of dims.
+    keywords of the call that makes the model's; None where no call was seen. spares_vectors: it has groups by the number of
+    dims.
     """
 
     path: Path
@@ -90,7 +91,7 @@ def read(path: Path) -> ScriptFacts:
         data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, classes)),
         batches=tuple(name for tree in trees.values() for name in _batch_functions(tree)),
         places=places,
-        optimizer=_optimizer(trees.values()),
+        optimizer=optimizers.of_the_model(list(trees.values()), models, [module.name for module in modules]),
         turns_halves=any(re.search(HALVES, text) for text in sources.values()),
         spares_vectors=any("weight_decay" in text and re.search(SPARED, text) for text in sources.values()),
         sizes=constructors.sizes(list(trees.values()), models),
@@ -214,18 +215,3 @@ def _data_sets(file: Path, tree: ast.AST, classes: list[ast.ClassDef]) -> Iterat
             ]
             iterable = any(isinstance(one, ast.FunctionDef) and one.name == "__iter__" for one in node.body)
             yield file.stem, node.name, answers[-1] if answers else "an iterator" if iterable else ""
-
-
-def _optimizer(trees: object) -> dict[str, object] | None:
-    """Literal keywords; those that are no literals are told by a flag, or by nobody."""
-    for tree in trees:  # type: ignore[attr-defined]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and re.search(r"(^|\.)(AdamW|SGD)$", _called(node)):
-                found: dict[str, object] = {"optimizer": _called(node).rpartition(".")[2].lower()}
-                for keyword in node.keywords:
-                    try:
-                        found[keyword.arg or ""] = ast.literal_eval(keyword.value)
-                    except ValueError:
-                        found[keyword.arg or ""] = None
-                return found
-    return None

@@ -70,6 +70,32 @@ def test_what_the_optimizer_has_written_into_it_is_requested_by_the_cases(tmp_pa
     assert "beta1: 0.9, beta2: 0.999, weight_decay: 0.01, eps: 1.0e-06" in cases
 
 
+def test_of_several_optimizers_the_one_that_is_given_the_model_is_requested(tmp_path: Path) -> None:
+    script = """
+from torch import nn
+class Probe(nn.Module):
+    pass
+class Net(nn.Module):
+    def __init__(self):
+        self.embed = nn.Embedding(256, 64)
+def main():
+    probe, unused = Probe(), None
+    net = Net()
+    other = Probe(net)
+    first = torch.optim.SGD(probe.parameters(), lr=1.0)
+    second = torch.optim.AdamW(other.parameters(), betas=(0.5, 0.5))
+    never = torch.optim.AdamW(net.parameters(), betas=(0.6, 0.6))
+    wrapped = DDP(net)
+    groups = [{"params": wrapped.parameters()}]
+    opt = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    for one in (first, second):
+        one.step()
+    opt.step()
+"""
+    _, cases = begun(script, tmp_path)
+    assert "beta1: 0.9, beta2: 0.98" in cases
+
+
 def test_a_dtype_that_the_script_does_not_take_is_passed_as_float32(tmp_path: Path) -> None:
     adapter, _ = begun('p.add_argument("--dtype", choices=["float32", "bfloat16"])', tmp_path)
     assert "--dtype={'float32' if case.training.dtype == 'float64'" in adapter
