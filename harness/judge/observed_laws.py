@@ -10,6 +10,7 @@ from harness.evidence.keys import ranks_of, steps_text
 from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
 from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, replicas
+from harness.judge.observed_order import other_order
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
 from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
@@ -73,8 +74,9 @@ def exchange(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
                 untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
         untold += _began_alike(judged, lines) if axis == "pp" else []
-    found = verdict_of("exchange", list(worst_first(findings)), len(judged))
-    return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=untold[0])
+    hint = other_order(judged, dims) if findings or untold else ""
+    found = verdict_of("exchange", list(worst_first(findings)), len(judged), note=hint)
+    return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
 
 
 TELLING: dict[str, Callable[[str, str], bool]] = {

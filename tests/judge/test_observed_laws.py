@@ -195,3 +195,30 @@ def test_replicas_by_the_layout_that_have_other_parameters_may_be_stages() -> No
     stages = [summary(rank, 2, model=rank, contents={0: rank, 1: 8 + rank}) for rank in range(2)]
     assert replica_agreement(stages, ParallelDims(dp_replicate=2)).verdict == Verdict.UNKNOWN
     assert replica_agreement(stages, ParallelDims(pp=2)).verdict == Verdict.NOT_APPLICABLE
+
+
+def test_a_pipeline_inside_of_data_parallel_ranks_says_how_the_mesh_has_to_lie() -> None:
+    def ranks(pipeline: str, replicas: str) -> list[Summary]:
+        both = {0: ("0,1", "0,2"), 1: ("0,1", "1,3"), 2: ("2,3", "0,2"), 3: ("2,3", "1,3")}
+        order = [pipeline, replicas].index
+        return [
+            summary(
+                rank,
+                shown=2,
+                uses=(
+                    Use(lines[order("inner")], "send", "pipeline", "float32", 1, 128),
+                    Use(lines[order("outer")], *SUM),
+                ),
+            )
+            for rank, lines in both.items()
+        ]
+
+    dims = ParallelDims(pp=2, dp_replicate=2)
+    inside = exchange(ranks("inner", "outer"), dims)
+    assert inside.verdict == Verdict.UNKNOWN
+    assert inside.note == (
+        "the layout counts ranks in the order pp, dp_replicate: pp groups [0,2] [1,3]; sends and receives run over [0,1] [2,3],"
+        " as in the order dp_replicate, pp, which is not judged: make the script's mesh with pp first (init_device_mesh with"
+        " mesh_dim_names ('pp', 'dp_replicate')), or leave out --layout"
+    )
+    assert exchange(ranks("outer", "inner"), dims).verdict == Verdict.PASS
