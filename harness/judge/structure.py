@@ -5,6 +5,7 @@ Costs that no two runs have alike, step time and peak memory, are kept apart fro
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from harness.judge.stored_recording import Recording
 
 BY_DEGREE = ("groups", "calls", "memory", "bytes", "replicas", "fed")
 """What another number of ranks changes of the same script."""
+TYPE = re.compile(r" of ((?:b?float|u?int|complex)\d\w*|bool)\b")
+"""In the name of a collective."""
 
 
 def structure(recording: Recording) -> dict[str, Any]:
@@ -121,10 +124,34 @@ def compared_outside(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 def _pairs(one: Any, other: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Where only one of them has something, all of it at once."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
+        one, other = _of_other_types(one, other)
         for key in dict.fromkeys([*one, *other]):
             yield from _pairs(one.get(key, "none"), other.get(key, "none"), (*where, str(key)))
     else:
         yield where, _text(one), _text(other)
+
+
+def _of_other_types(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A collective that one has in this type alone, and the other in that alone, is one collective, whose type differs."""
+    mine, theirs = (_by_name_without_type(here, there) for here, there in ((one, other), (other, one)))
+    for name in [name for name in mine if len(mine[name]) == 1 == len(theirs.get(name, ()))]:
+        one, other = _under(name, mine[name][0], one), _under(name, theirs[name][0], other)
+    return one, other
+
+
+def _by_name_without_type(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The names of those that are here alone."""
+    found: dict[str, list[str]] = {}
+    for name in here:
+        if name not in there and TYPE.search(name):
+            found.setdefault(TYPE.sub("", name), []).append(name)
+    return found
+
+
+def _under(name: str, named: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    dtype = TYPE.findall(named)[0]
+    moved = {name if key == named else key: value for key, value in section.items()}
+    return {**moved, name: {"dtype": dtype, **section[named]}}
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from literal_recording import GATHER, SUM, hsdp, summary
+from literal_recording import GATHER, SUM, hsdp, outside, summary
 
 from harness.evidence.summary import Summary, Use
 from harness.judge.stored_recording import Recording
@@ -43,6 +43,32 @@ def test_another_type_or_number_of_calls_is_a_difference() -> None:
     other = [hsdp(rank, uses=(Use("0,1" if rank < 2 else "2,3", *GATHER[:3], 4, 1000),)) for rank in range(4)]
     where = ("axes", "sharded by fsdp2", "all_gather in forward", "calls")
     assert where in [each.where for each in differences(HSDP, structure(recording(other)))]
+
+
+def test_a_collective_whose_type_changed_is_one_that_differs_and_not_two() -> None:
+    def of(dtype: str, size: int) -> dict[str, Any]:
+        return structure(
+            recording(
+                [
+                    summary(
+                        rank,
+                        uses=(Use("0-3", *SUM), Use("0-3", *SUM[:2], dtype, 1, size)),
+                        outside=(outside("0-3", 1, size, "1-2", dtype=dtype),),
+                        whole=(1, 2),
+                    )
+                    for rank in range(4)
+                ]
+            )
+        )
+
+    axis = ("axes", "unnamed, all_reduce", "all_reduce in backward")
+    apart = ("outside of forward and backward", "all_reduce over all ranks")
+    assert [(each.where, each.one, each.other) for each in differences(of("float64", 80), of("bfloat16", 20))] == [
+        ((*axis, "dtype"), "float64", "bfloat16"),
+        ((*axis, "bytes"), "80", "20"),
+        ((*apart, "dtype"), "float64", "bfloat16"),
+        ((*apart, "bytes"), "80", "20"),
+    ]
 
 
 def test_jobs_on_other_numbers_of_ranks_are_compared_by_degrees() -> None:
