@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.evidence.keys import ranks_key, ranks_of, steps_text
-from harness.evidence.summary import Summary
+from harness.evidence.summary import POINT_TO_POINT, Summary
 
 SECTION = "outside of forward and backward"
 PHASES = {"optimizer": " in an optimizer's step", "evaluation": " in evaluation"}
@@ -21,6 +21,7 @@ NONE = "none"
 Kind = tuple[str, str, str, str]  # op, dtype, phase, whose groups
 Range = tuple[int, int]
 Section = Mapping[str, Any]
+Moved = dict[tuple[int, str], dict[int, Range]]  # by rank and group, by step: calls and bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
     return tuple(sorted(set.intersection(*known))) if known else ()
 
 
-def lines(summaries: Sequence[Summary]) -> tuple[Line, ...]:
+def lines(summaries: Sequence[Summary], *, axes_apart: bool = False) -> tuple[Line, ...]:
+    """axes_apart: of groups that share a rank, which are of different axes, each is in a line of its own."""
     steps, moved = whole_steps(summaries), _moved(summaries)
     return tuple(
         Line(
@@ -55,14 +57,29 @@ def lines(summaries: Sequence[Summary]) -> tuple[Line, ...]:
             calls={step: _range(done.get(step, (0, 0))[0] for done in ranks.values()) for step in steps},
             bytes={step: _range(done.get(step, (0, 0))[1] for done in ranks.values()) for step in steps},
         )
-        for kind, ranks in sorted(moved.items())
+        for kind, of_kind in sorted(moved.items())
+        for ranks in (_axes(of_kind) if axes_apart and kind[0] not in POINT_TO_POINT else [of_kind])
         if any(step in done for done in ranks.values() for step in steps)
     )
 
 
-def _moved(summaries: Iterable[Summary]) -> dict[Kind, dict[tuple[int, str], dict[int, Range]]]:
-    """By kind, by rank and group, by step: calls and bytes."""
-    found: dict[Kind, dict[tuple[int, str], dict[int, Range]]] = defaultdict(lambda: defaultdict(dict))
+def _axes(ranks: Moved) -> list[Moved]:
+    """Each group goes to the first axis whose groups have its size and none of its ranks."""
+    axes: list[tuple[list[str], set[int]]] = []
+    for group in sorted({group for _, group in ranks}, key=ranks_of):
+        own = set(ranks_of(group))
+        homes = (axis for axis in axes if len(ranks_of(axis[0][0])) == len(own) and axis[1].isdisjoint(own))
+        groups, taken = next(homes, None) or ([], set())
+        if not groups:
+            axes.append((groups, taken))
+        groups.append(group)
+        taken |= own
+    found = (set(groups) for groups, _ in axes)
+    return [{key: done for key, done in ranks.items() if key[1] in groups} for groups in found]
+
+
+def _moved(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
+    found: dict[Kind, Moved] = defaultdict(lambda: defaultdict(dict))
     for one in summaries:
         for use in one.outside:
             for step in ranks_of(use.steps):

@@ -18,7 +18,9 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
     steps = whole_steps(summaries)
     if not steps or len(summaries) == 1:
         return []
-    found = [f"{line.what} over {groups_text(line.groups)}: {_amount(line)}" for line in lines(summaries)]
+    found = [
+        f"{line.what} over {groups_text(line.groups)}: {_amount(line)}" for line in lines(summaries, axes_apart=True)
+    ]
     none = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
     return [(LABEL if number == 0 else "", text) for number, text in enumerate(found or [none])]
 

@@ -108,8 +108,9 @@ def _model(summaries: Sequence[Summary]) -> str:
     left = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
     seen = max(one.steps_seen for one in summaries)
     unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
+    whose = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].wrappers else ""
     return (
-        f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{unstepped}{where}; "
+        f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{whose}{unstepped}{where}; "
         f"{', '.join(summaries[0].optimizers) or 'no step of an optimizer recorded'}; {seen} step{'s' * (seen != 1)}; "
         f"torch {summaries[0].versions.get('torch', '?')}{left}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from literal_recording import hsdp
+from literal_recording import hsdp, outside, summary
 
 from harness.evidence.keys import ranks_key
 from harness.evidence.recording import Last
@@ -93,6 +93,31 @@ def test_what_moved_in_one_step_alone_is_not_said_of_each() -> None:
     once = Use("0-3", "broadcast", "forward", "uint8", 1, 32, "2")
     text = page(recording(*[hsdp(rank, **TOLD | {"uses": (once,)}) for rank in range(4)]))
     assert "broadcast in forward: 32 B uint8 in step 2, once" in text
+
+
+def test_what_runs_over_groups_that_share_a_rank_is_of_two_axes_and_in_two_lines() -> None:
+    """A sum over replicas and a norm over stages, by one collective in one type, of ranks of which nothing is claimed."""
+    ranks = [
+        summary(
+            rank,
+            shown=2,
+            outside=(
+                outside("0,1" if rank < 2 else "2,3", 2, 288, "1-2"),
+                outside("0,2" if rank % 2 == 0 else "1,3", 1, 4, "1-2"),
+            ),
+            whole=(1, 2),
+        )
+        for rank in range(4)
+    ]
+    text = page(recording(*ranks))
+    assert "all_reduce of float32 over [0,1] [2,3]: 288 B in 2 calls a step" in " ".join(text.split())
+    assert "all_reduce of float32 over [0,2] [1,3]: 4 B in 1 call a step" in text
+
+
+def test_elements_under_fsdp1_are_said_to_be_those_of_a_ranks_own_part() -> None:
+    text = " ".join(page(recording(*(hsdp(rank, wrappers={"fsdp1": 1}, elements=80) for rank in range(4)))).split())
+    assert "of 80 elements in a rank's own part, for FSDP1 cuts them" in text
+    assert "own part" not in page(recording(*(hsdp(rank, elements=80) for rank in range(4))))
 
 
 def test_below_a_layout_that_failed_the_first_law_that_was_broken_says_how_and_only_once() -> None:
