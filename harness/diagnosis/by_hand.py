@@ -15,7 +15,8 @@ from harness.plan.traffic.flow import OUTSIDE, Flow
 
 IN_BACKWARD = (
     "gradients are reduced outside of backward; if functions of the trainer's own do that: "
-    "`with harness.probe.values.reducing_gradients():` around them"
+    "`with harness.probe.values.reducing_gradients():` around them; if lines of the training loop do, which no adapter can"
+    " wrap: move them, and the division by the number of ranks, into a function of the script first"
 )
 
 

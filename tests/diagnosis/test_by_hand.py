@@ -48,6 +48,17 @@ def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_la
     assert [text for label, text in found.evidence if label == "adapter"] == [line.format(wrapper) for line in lines]
 
 
+def test_lines_of_the_training_loop_which_no_adapter_can_wrap_have_a_remedy_too() -> None:
+    trial = averaged_by_hand(wrapped=False, behind=True)
+    found = diagnose(trial, judge(trial))
+    assert found is not None
+    told = next(text for label, text in found.evidence if label == "adapter")
+    assert told.endswith(
+        "if lines of the training loop do, which no adapter can wrap: move them, and the division by the number of ranks, into"
+        " a function of the script first"
+    )
+
+
 def test_gradients_that_nobody_averages_are_not_answered_with_a_call() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     for rank in trial.ranks:
