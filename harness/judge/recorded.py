@@ -250,9 +250,13 @@ def _not_derived(records: Mapping[int, RankRecord]) -> str:
     if ungraded:
         return f"{len(ungraded)} parameters have no gradient ({ungraded[0]}): what is moved of them is not derived"
     calls = [call for record in records.values() for call in record.evidence.collectives]
-    moved = [c for c in calls if c.op in ("all_gather", "reduce_scatter") and c.phase in INSIDE and c.dtype not in BYTES]
+    moved = [
+        c for c in calls if c.op in ("all_gather", "reduce_scatter") and c.phase in INSIDE and c.dtype not in BYTES
+    ]
     steps = {step.step for record in records.values() for step in record.evidence.steps}
-    packed = {c.dtype for c in moved} if len(steps) < 2 else {c.dtype for c in moved if c.step != min(steps)}  # set up there
+    packed = (
+        {c.dtype for c in moved} if len(steps) < 2 else {c.dtype for c in moved if c.step != min(steps)}
+    )  # set up there
     return f"parameters or gradients may move as {', '.join(sorted(packed))}" if packed else ""
 
 

@@ -103,7 +103,9 @@ class Seen:
         """Parts of known models, and none of these as a whole, which a wrapper has."""
         inside = set(module.modules())
         wraps = any(part in inside for part in self.parts)
-        return not wraps and all(each in within for each in inside if next(each.parameters(recurse=False), None) is not None)
+        return not wraps and all(
+            each in within for each in inside if next(each.parameters(recurse=False), None) is not None
+        )
 
     def _add(self, module: nn.Module) -> None:
         within = set(module.modules())
@@ -133,7 +135,9 @@ class Seen:
         self._optimizers.pass_begins()
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own()
-        given = (*args, *kwargs.values()) if any(part is each for each in self.parts) else ()  # a loss is fed by a model
+        given = (
+            (*args, *kwargs.values()) if any(part is each for each in self.parts) else ()
+        )  # a loss is fed by a model
         first = next((value for value in given if torch.is_tensor(value)), None)
         in_training = self._clock.account.kind != "evaluation"
         if first is not None and in_training and self.reads_contents and first.device.type != "meta":

@@ -57,6 +57,8 @@ class TrainerTraits:
     what tensor parallel sums for it. recomputes_output: the loss is checkpointed: backward applies the output again.
     holds_output: an output that is an FSDP2 unit of its own is gathered once for all chunks of a loss, each of which has its
     backward at once, as torchtitan's loss does it by `unshard` and `reshard`, rather than as FSDP2 does it, for each chunk.
+    cuts_gathered: under sequence parallel these chunks are cut from the gathered sequence, as `chunk` of a DTensor does it, so
+    that its gradient is all_reduced, rather than each from the rank's own part.
     gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
     gradient of its weight, rather than to keep it.
     flat_order: of parameters in FSDP1's vectors, where it is not the reference's; empty: as its wrappers claim it.
@@ -81,6 +83,7 @@ class TrainerTraits:
     loss_in_forward: bool = False
     recomputes_output: bool = False
     holds_output: bool = False
+    cuts_gathered: bool = False
     gathers_input_again: bool = False
     flat_order: tuple[str, ...] = ()
     zero_layout: FlatLayout = FlatLayout()

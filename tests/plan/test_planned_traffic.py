@@ -208,6 +208,21 @@ def test_an_input_that_is_not_kept_is_gathered_again_for_its_weights_gradient() 
     assert make_plan(whole, traits).flows[0] == make_plan(whole).flows[0]
 
 
+def test_the_gradient_of_a_gathered_sequence_that_chunks_are_cut_from_is_all_reduced() -> None:
+    cut = TrainerTraits(loss_chunks=4, loss_in_forward=True, cuts_gathered=True)
+    usual, gathered = (make_plan(tiny_case("tp_2"), traits) for traits in (replace(cut, cuts_gathered=False), cut))
+    assert set(gathered.flows[0]) - set(usual.flows[0]) == {
+        Flow("tp", "activations", "reduce_scatter", "backward", 2048),
+        Flow("tp", "gradient of what chunks are cut from", "all_reduce", "backward", 1024),
+    }
+    assert Flow("tp", "activations", "reduce_scatter", "backward", 3072) in usual.flows[0]
+    for whole in (replace(cut, loss_chunks=1), replace(cut, loss_chunks=1, cuts_gathered=False)):
+        assert (
+            Flow("tp", "activations", "reduce_scatter", "backward", 3072)
+            in make_plan(tiny_case("tp_2"), whole).flows[0]
+        )
+
+
 def test_a_loss_within_the_models_forward_is_summed_over_tp_there_and_not_outside() -> None:
     # 8 samples x 4 positions x 8 bytes, three times: the largest logit, the sum of exponentials, the label's logit
     case, traits = tiny_case("tp_2"), TrainerTraits(loss_in_forward=True)

@@ -32,7 +32,9 @@ def tensor_parallel_flows(
         yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + last) * activation)
         yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + first) * activation)
-        yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last) * activation)
+        whole = last and traits.loss_chunks > 1 and traits.cuts_gathered
+        yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last - whole) * activation)
+        yield Flow("tp", "gradient of what chunks are cut from", "all_reduce", "backward", whole * activation)
         if traits.gathers_input_again:
             yield Flow("tp", "activations again", "all_gather", "backward", (2 * layers + last) * activation)
         norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
