@@ -49,7 +49,7 @@ def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_la
 
 
 def test_lines_of_the_training_loop_which_no_adapter_can_wrap_have_a_remedy_too() -> None:
-    trial = averaged_by_hand(wrapped=False, behind=True)
+    trial = averaged_by_hand("ddp", wrapped=False, behind=True)
     found = diagnose(trial, judge(trial))
     assert found is not None
     told = next(text for label, text in found.evidence if label == "adapter")
