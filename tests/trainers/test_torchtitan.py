@@ -116,9 +116,9 @@ def test_an_option_is_left_out_where_another_took_its_place() -> None:
 def test_its_own_choices_are_the_plans(checkout: Path) -> None:
     adapter = trainers.load(f"torchtitan@{checkout}")
     assert adapter.traits(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
-    (root, after_root), *blocks = fsdp_units(case(), adapter.traits(case()))
-    assert (root, after_root) == (("tok_embeddings.weight", "norm.weight", "output.weight"), 4)
-    assert [after for _, after in blocks] == [4, 1]
+    root, *blocks = fsdp_units(case(), adapter.traits(case()))
+    assert (root.parameters, root.degree) == (("tok_embeddings.weight", "norm.weight", "output.weight"), 4)
+    assert [block.degree for block in blocks] == [4, 1]
 
 
 def test_every_label_of_an_all_valid_recipe_counts() -> None:
