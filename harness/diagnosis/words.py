@@ -80,7 +80,8 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
         enough = moved == wanted or (least and moved > wanted)
         if not enough and not all(flow.optional for flow in flows):
             over = ranks_text(key[0]) if axis.startswith("post_forward") else axis  # which nobody wrote
-            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} in {phase}"
+            when = "outside of forward and backward" if phase == OUTSIDE else f"in {phase}"
+            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} {when}"
             yield "traffic", f"{what}: expected {least}{bytes_text(wanted)} per step, observed {bytes_text(moved)}"
 
 
