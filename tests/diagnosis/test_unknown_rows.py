@@ -157,6 +157,11 @@ def test_a_row_that_ends_too_early_is_told_with_its_length() -> None:
     assert said([*SAMPLE[:6]]) == ["the first 6 tokens of the step's samples, of 8"]
 
 
+def test_a_row_that_begins_too_late_is_told_by_its_end_where_it_has_that() -> None:
+    assert said([*SAMPLE[2:]]) == [f"the last {len(SAMPLE) - 2} tokens of the step's samples"]
+    assert said([*SAMPLE[1:]]) == ["the step's samples from token 1 on (counted from 0)"]
+
+
 def test_of_a_row_that_is_as_it_should_be_nothing_is_told() -> None:
     assert said([*SAMPLE[:8]]) == []
 

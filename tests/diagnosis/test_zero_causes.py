@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from diagnosed import diagnosis_text, dims, first_line
-from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
+from literal import ADAMW, APART, UNEVEN, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
 
 from harness.checks import judge
 from harness.diagnosis.norms import other_norms
@@ -85,6 +85,20 @@ def test_parameters_that_stay_with_the_rank_that_stepped_on_them_are_named() -> 
     gathered = "parameters updated by other ranks are not gathered: no all_gather ran over [0-2]"
     assert told.startswith(gathered + " after the optimizer\n")
     assert "not explained" not in told and "also seen" not in told
+
+
+def test_parameters_that_the_next_forward_pass_should_gather_and_does_not_are_named() -> None:
+    """As by an optimizer that gathers only then: the first step's forward pass has nothing to gather."""
+    right = trial_of(zero_case("zero1"), traits=replace(APART, zero_gathers_late=True))
+    told = "parameters updated by other ranks are not gathered: no all_gather ran over [0-2] in the next step's forward pass"
+
+    def alone(trial: Trial, rank: int) -> Trial:
+        left = tuple(call for call in trial.ranks[rank].collectives if call.op != "all_gather")
+        trial = with_rank(trial, rank, collectives=left)
+        fqn = next(fqn for fqn, part in trial.plan.state_slices[rank].items() if not numel(part))
+        return with_value(trial, rank, 3, "parameters", fqn, lambda value: value + 1)
+
+    assert first_line(with_every_rank(right, alone)) == told
 
 
 def test_a_rate_is_told_by_the_part_that_each_rank_steps_on() -> None:
