@@ -12,6 +12,7 @@ from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, replicas
 from harness.judge.observed_order import other_order
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
+from harness.judge.separate_models import joined_sets
 from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
 
@@ -20,6 +21,7 @@ UNREAD = (
     "no parameter was read after a step: optimizers step on tensors that are not the model's parameters, as ZeRO's do, so these"
     " are read in the next recorded step; record two steps or more in a row (--steps 1-3)"
 )
+UNSTEPPED = "no parameter was read after a step: no step of an optimizer was over"
 
 
 def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
@@ -128,7 +130,8 @@ def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Resul
     if others := _other_parameters(summaries, dims):
         told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
-    if not families and not compared:
+    parted = _parted_replicas(summaries, dims)
+    if not families and not compared and not parted:
         none = "no two ranks claim the same parts of all parameters"
         return not_applicable("replica_agreement", f"{none}, or are replicas by the layout and began alike")
     findings = [
@@ -138,10 +141,27 @@ def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Resul
         for step, pairs in differing(families).items()
         for most, others in pairs
     ]
-    examined = compared + _compared(families)
+    examined = compared + _compared(families) + len(parted)
     if not examined and any(one.shown and 0 in one.contents for one in summaries):
-        return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD)
-    return verdict_of("replica_agreement", list(worst_first([*findings, *apart])), examined)
+        stepped = any(one.optimizers for one in summaries)
+        return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD if stepped else UNSTEPPED)
+    return verdict_of("replica_agreement", list(worst_first([*findings, *apart, *parted])), examined)
+
+
+def _parted_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> list[Finding]:
+    """Those of one line that nothing joins: gradients are reduced between none of them, whatever they began with. Of ranks that
+    claim something or began alike the bytes are compared."""
+    home = {rank: ranks for ranks in joined_sets(summaries) for rank in ranks}
+    lines = _lines(dims, "dp_replicate") if dims.world_size == len(home) else {}
+    began = {one.rank: (one.contents.get(0), one.slices) for one in summaries}
+    findings = []
+    for line in sorted(set(lines.values())):
+        sets = sorted({home[rank] for rank in line})
+        if len(sets) > 1 and len({began[rank] for rank in line}) == len(line):
+            text = " and ".join(ranks_text(ranks) for ranks in sets[:2]) + " and others" * (len(sets) > 2)
+            none = f"none between {text} in forward or backward of step {summaries[0].shown}, nor outside as much"
+            findings.append(Finding(f"replicas {ranks_text(line)}", "collectives that reduce gradients", none))
+    return findings
 
 
 def _compared(families: Sequence[list[Summary]]) -> int:

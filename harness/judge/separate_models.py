@@ -29,14 +29,17 @@ class Separate:
 
 def separate_models(summaries: Sequence[Summary]) -> Separate | None:
     """None as well where some rank left no step, for nobody knows what it did."""
-    if any(not one.shown for one in summaries) or len(summaries) < max((one.world for one in summaries), default=0):
-        return None
-    sets = _joined(summaries)
+    sets = joined_sets(summaries)
     home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
     for family in _alike_at_first(summaries):
         steps = set.intersection(*({step for step in one.contents if step} for one in family))
         last = max(steps, default=0)
-        if last and len({home[one.rank] for one in family}) > 1 and len({one.contents[last] for one in family}) > 1:
+        if (
+            sets
+            and last
+            and len({home[one.rank] for one in family}) > 1
+            and len({one.contents[last] for one in family}) > 1
+        ):
             return Separate(sets, tuple(one.rank for one in family), last)
     return None
 
@@ -50,8 +53,10 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
     yield from (family for family in found.values() if len(family) > 1)
 
 
-def _joined(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks between which there is a way over groups in use."""
+def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks between which there is a way over groups in use; none where some rank left no step."""
+    if any(not one.shown for one in summaries) or len(summaries) < max((one.world for one in summaries), default=0):
+        return ()
     towards = {one.rank: one.rank for one in summaries}
 
     def end(rank: int) -> int:

@@ -127,12 +127,28 @@ def test_where_the_recorder_itself_raised_what_is_wrong_is_told_and_nothing_pass
 
 
 def test_where_optimizers_step_on_other_tensors_it_is_said_why_no_replica_was_compared() -> None:
-    once = [summary(rank, 2, shown=1, contents={0: 7}) for rank in range(2)]
+    once = [summary(rank, 2, shown=1, contents={0: 7}, optimizers=("SGD",)) for rank in range(2)]
     told = replica_agreement(once, ParallelDims(dp_replicate=2))
     assert told.verdict == Verdict.UNKNOWN
     assert told.note.startswith(
         "no parameter was read after a step: optimizers step on tensors that are not the model's"
     )
+
+    raised = [summary(rank, 2, shown=1, contents={0: 7}) for rank in range(2)]
+    told = replica_agreement(raised, ParallelDims(dp_replicate=2))
+    assert told.note == "no parameter was read after a step: no step of an optimizer was over"
+
+
+def test_replicas_that_began_apart_and_that_nothing_joins_are_none() -> None:
+    """A script that draws its weights after a seed of each rank's own, and forgets DDP."""
+    dims = ParallelDims(dp_replicate=2)
+    alone = [summary(rank, 2, shown=2, contents={0: rank, 1: 5 + rank}, optimizers=("SGD",)) for rank in range(2)]
+    (finding,) = replica_agreement(alone, dims).findings
+    assert (finding.where, finding.expected) == ("replicas [0,1]", "collectives that reduce gradients")
+    assert finding.observed == "none between [0] and [1] in forward or backward of step 2, nor outside as much"
+    joined = [dataclasses.replace(one, uses=(Use("0,1", *SUM),)) for one in alone]
+    assert replica_agreement(joined, dims).verdict == Verdict.NOT_APPLICABLE
+    assert replica_agreement(alone, ParallelDims(dp_shard=2)).verdict == Verdict.NOT_APPLICABLE
 
 
 def test_infinite_numbers_are_found_with_their_step() -> None:
