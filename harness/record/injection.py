@@ -155,15 +155,21 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
         why = f"`python {kept[0]}` ignores it" if kept else "python -I, -E or -S, a container, another machine"
         return f"no Python process of the command took PYTHONPATH from it ({why}, or a script that sets its own)"
     if not states["torch"]:
-        return f"{_processes(states['started'])} ran, and none imported torch"
-    if states["raised"]:
-        errors = Counter(file.read_text().strip() for file in states["raised"])
-        error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
-        return f"{_processes(states['torch'])} imported torch; {count} raised before training anything: {error}"
+        none = f"{_processes(states['started'])} ran, and none imported torch"
+        return none + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")
+    with_torch = {file.stem for file in states["torch"]}
+    if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
+        return f"{_processes(states['torch'])} imported torch; {_error_of_most(raised)}"
     return (
         f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
         "were recorded: nothing was trained, or the job ended before its first forward pass"
     )
+
+
+def _error_of_most(raised: Sequence[Path]) -> str:
+    errors = Counter(file.read_text().strip() for file in raised)
+    error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
+    return f"{count} raised before training anything: {error}"
 
 
 def _got_to(states: Mapping[str, Sequence[Path]]) -> str:

@@ -167,6 +167,9 @@ def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: p
     assert record(tmp_path / "one", sys.executable, "-c", "import torch, no_such_package") == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 raised before training anything: ModuleNotFoundError: No module named 'no_such_package'" in printed
+    assert record(tmp_path / "two", sys.executable, "-c", "import no_such_package, torch") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 Python process ran, and none imported torch; 1 raised before training anything: ModuleNotFound" in printed
 
 
 def test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quoted(tmp_path: Path) -> None:
@@ -178,6 +181,8 @@ def test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quot
         for state in ("started", "torch"):
             (tmp_path / "processes" / f"{name}.{state}").touch()
         (tmp_path / "processes" / f"{name}.raised").write_text(text)
+    for state in ("started", "raised"):
+        (tmp_path / "processes" / f"a helper.{state}").write_text("OSError: of a process that is no rank")
     told = why_nothing(tmp_path, ["torchrun", "train.py"], 1)
     assert told == "2 Python processes imported torch; 1 raised before training anything: ValueError: no such option"
 

@@ -59,12 +59,28 @@ def tell(name: str) -> None:
 
 def note(state: str, text: str = "") -> None:
     """How far a process got, for the case that no rank leaves evidence."""
+    write(state, " ".join([text, *sys.orig_argv]))
+
+
+def write(state: str, text: str) -> None:
     folder = os.path.join(os.environ["HARNESS_RECORD"], "processes")
     try:
         with open(os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}.{state}"), "w") as file:
-            file.write(" ".join([text, *sys.orig_argv]))
+            file.write(text)
     except OSError as error:
         print(f"harness: {folder} cannot be written: {error}", file=sys.stderr)
+
+
+def hear_of_errors() -> None:
+    """Before torch is imported, from when on the recorder hears of them."""
+    hook = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if "torch" not in sys.modules:
+            write("raised", f"{kind.__name__}: {error}".splitlines()[0][:300])
+        hook(kind, error, trace)
+
+    sys.excepthook = raised
 
 
 def hear_of_ranks() -> None:
@@ -116,5 +132,6 @@ if os.environ.get("HARNESS_RECORD"):
         hear_of_ranks()
     else:
         note("started")
+        hear_of_errors()
         sys.meta_path.insert(0, AfterImport())
     the_hidden_one()
