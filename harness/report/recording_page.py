@@ -199,10 +199,13 @@ def _fed(summaries: Sequence[Summary]) -> Rows:
 
 
 def _memory(summaries: Sequence[Summary]) -> str:
+    """Of a step that an optimizer began and did not end, what was measured before."""
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
-    parts = [f"{word} {_range([one.memory.get(kind, 0) for one in summaries])}" for kind, word in words.items()]
+    held = {word: [one.memory[kind] for one in summaries if kind in one.memory] for kind, word in words.items()}
+    parts = [f"{word} {_range(sizes)}" for word, sizes in held.items() if sizes]
     parts += [f"parameters as forward ends {_range([one.kept for one in summaries])}"]
-    return ", ".join(parts) + f"; peak {_range([one.peak for one in summaries])}"
+    peaks = [one.peak for one in summaries if one.peak]
+    return ", ".join(parts) + (f"; peak {_range(peaks)}" if peaks else "")
 
 
 def _range(sizes: Sequence[int]) -> str:

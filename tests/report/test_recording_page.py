@@ -171,5 +171,11 @@ def test_where_no_step_was_recorded_nothing_is_said_of_what_ran() -> None:
     assert "trains alone" not in text and "memory" not in text
 
 
+def test_what_a_step_that_raised_in_its_optimizer_did_not_come_to_is_not_shown_as_nothing() -> None:
+    ranks = [hsdp(rank, **TOLD | {"memory": {"gradients": 8}, "kept": 16}) for rank in range(4)]
+    (row,) = [line for line in page(recording(*ranks)).splitlines() if line.startswith("  memory")]
+    assert row.split(maxsplit=1)[1] == "gradients 8 B, parameters as forward ends 16 B"
+
+
 def test_a_page_with_a_layout_does_not_say_that_a_layout_is_missing() -> None:
     assert "--layout" in page(recording()) and "--layout" not in page(recording(), ["PASS layout dp_shard 4"])
