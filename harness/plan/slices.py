@@ -128,11 +128,11 @@ def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple
 
 @functools.lru_cache(maxsize=2**15)
 def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
-    """All layers are cut alike, so that ranks by the thousand share these."""
+    """All layers are cut alike, so that ranks by the thousand share these. A recorded parameter may have no dim to be cut."""
     intervals = [(0, size) for size in shape]
-    if dim is not None:
+    if dim is not None and dim < len(shape):
         intervals[dim] = chunk(intervals[dim], *tp)
-    intervals[0] = chunk(intervals[0], *shard)
+    intervals[:1] = [chunk(first, *shard) for first in intervals[:1]]
     return tuple(intervals)
 
 
@@ -167,9 +167,9 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def padded_numel(case: Case, fqn: str, tp_index: int) -> int:
     """Elements FSDP2 moves for a parameter: its tp part with dim 0 padded to a multiple of the shard degree."""
-    shape = list(parameter_shapes(case.model)[fqn])
+    shape = list(parameter_shapes(case.model)[fqn]) or [1]
     dim = tp_dim(fqn)
-    if dim is not None:
+    if dim is not None and dim < len(shape):
         start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
         shape[dim] = stop - start
     degree = case.data_dims.dp_shard * case.data_dims.cp

@@ -278,6 +278,21 @@ def test_an_optimizer_that_steps_on_no_parameter_of_the_model_leaves_open_whethe
         assert verdicts(recorded.trial_of(records, dims, "run", 2))["placements"] == verdict
 
 
+@pytest.mark.parametrize("shape", [(), (8,)])
+def test_a_parameter_may_have_fewer_dims_than_the_weight_of_that_name(shape: tuple[int, ...]) -> None:
+    """A learned temperature has none."""
+    ran = trial_of(tiny_case("ddp_2"))
+    ranks = {rank: with_shape(one, "layers.0.attention.wo.weight", shape) for rank, one in ran.ranks.items()}
+    found = verdicts(recorded_trial(replace(ran, run=replace(ran.run, ranks=ranks)), LAYOUTS["ddp_2"]))
+    assert found["placements"] == Verdict.PASS and Verdict.UNKNOWN not in found.values()
+
+
+def with_shape(evidence: RankEvidence, fqn: str, shape: tuple[int, ...]) -> RankEvidence:
+    changes = {"global_shape": shape, "value": np.zeros(shape)}
+    parameters = (replace(each, **changes) if each.fqn == fqn else each for each in evidence.parameters)
+    return replace(evidence, parameters=tuple(parameters))
+
+
 def test_tensor_parallel_slices_are_not_derived_and_wrappers_are_judged_all_the_same() -> None:
     found = verdicts(recorded_trial(trial_of(tiny_case("fsdp_2_tp_2")), LAYOUTS["fsdp_2_tp_2"]))
     assert found == dict.fromkeys(("completed", "collective_order", "process_groups", "placements"), Verdict.PASS)
