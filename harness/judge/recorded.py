@@ -34,6 +34,7 @@ from harness.spec.features import Features
 from harness.spec.traits import USUAL
 
 NO_REFERENCE = ReferenceRun({}, (), (), (), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+FREED = "parameters have no elements before the first pass, as under ZeRO-3: where they lie was not seen"
 CUT = "{} degree above 1: what a rank holds of a parameter is not derived"
 
 
@@ -207,7 +208,7 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
     found = {law: reasons["of slices"] for law in ("traffic", "memory", "reshard") if reasons}
     if "traffic" not in found and (reason := _not_derived(records)):
         found["traffic"] = reason
-    if case.shards == 1 and not kinds and not _dtensors(ranks.values()):
+    if case.shards == 1 and not kinds and not _dtensors(ranks.values()) and not _freed(ranks.values()):
         found["placements"] = "nothing says where it lies: plain tensors, and no wrapper of torch's"
     return found
 
@@ -222,9 +223,19 @@ def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
 
 def _unknown(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
     """By law, why what it would have to see was not seen."""
-    if case.shards == 1 or _kinds(ranks.values()) or _dtensors(ranks.values()) or not _steps_on_others(records):
+    if _kinds(ranks.values()) or _dtensors(ranks.values()):
+        return {}
+    if _freed(ranks.values()):
+        return {"placements": FREED}
+    if case.shards == 1 or not _steps_on_others(records):
         return {}
     return {"placements": "what is stepped on is no parameter of the model, as under ZeRO: where it lies was not seen"}
+
+
+def _freed(ranks: Iterable[RankEvidence]) -> bool:
+    """Whether all parameters of a rank are empty before its first pass: replicas have them whole, and so do shards a part."""
+    held = ([tensor.value.size for tensor in evidence.parameters] for evidence in ranks)
+    return any(sizes and not any(sizes) for sizes in held)
 
 
 def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -291,6 +292,18 @@ def with_shape(evidence: RankEvidence, fqn: str, shape: tuple[int, ...]) -> Rank
     changes = {"global_shape": shape, "value": np.zeros(shape)}
     parameters = (replace(each, **changes) if each.fqn == fqn else each for each in evidence.parameters)
     return replace(evidence, parameters=tuple(parameters))
+
+
+@pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2"])
+def test_parameters_without_elements_prove_no_layout(layout: str) -> None:
+    ran = without_claims(trial_of(tiny_case("ddp_2")), range(2))
+    freed = dict(ran.ranks)
+    for rank, fqn in itertools.product(freed, [tensor.fqn for tensor in ran.ranks[0].parameters]):
+        freed[rank] = with_shape(freed[rank], fqn, (0,))
+    results = judged(recorded_trial(replace(ran, run=replace(ran.run, ranks=freed)), LAYOUTS[layout]))
+    (told,) = (result for result in results if result.check == "placements")
+    assert told.verdict == Verdict.UNKNOWN
+    assert told.note.startswith("parameters have no elements before the first pass, as under ZeRO-3")
 
 
 def test_tensor_parallel_slices_are_not_derived_and_wrappers_are_judged_all_the_same() -> None:
