@@ -72,9 +72,11 @@ def _not_a_partition(
     if counts == Counter(wanted):
         return []
     twice = sorted(id_ for id_, count in counts.items() if count > 1)
-    never = sorted(set(wanted) - set(counts))
+    anywhere = {id_ for ids in received.values() for id_ in ids}
+    never, aside = sorted(set(wanted) - anywhere), sorted((set(wanted) & anywhere) - set(counts))
     foreign = sorted(set(counts) - set(wanted))
-    parts = [("received more than once", twice), ("received by no rank", never), ("of another step", foreign)]
+    parts = [("received more than once", twice), ("received by no rank", never)]
+    parts += [("received by some tp or cp peers only", aside), ("of another step", foreign)]
     observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in parts if ids)
     return [
         Finding(

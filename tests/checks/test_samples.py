@@ -75,6 +75,15 @@ def test_a_tp_peer_fed_other_samples_is_named() -> None:
     )
 
 
+def test_samples_that_only_a_tp_peer_receives_are_not_said_to_be_received_by_no_rank() -> None:
+    """Shares dealt out by global rank, although tp is the innermost axis: ranks 0 to 3 have the shares 0, 1, 0, 1."""
+    trial = feeding(trial_of(tiny_case("fsdp_2_tp_2")), 1, 1, [4, 5, 6, 7])
+    trial = feeding(trial, 2, 1, [0, 1, 2, 3])
+    of_step = next(one.observed for one in findings("samples", trial) if one.where == "step 1")
+    twice = "4 received more than once (0, 1, 2, 3)"
+    assert of_step == f"{twice}; 4 received by some tp or cp peers only (4, 5, 6, 7); ranks [0, 2] received the same"
+
+
 def test_samples_of_the_next_step_are_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("single")), 0, 2, list(range(9, 17)))) == (
         Finding(
