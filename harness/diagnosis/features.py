@@ -132,8 +132,8 @@ def _schedule_text(requested: Case, ran: Case) -> str:
     other = ran.features.schedule != requested.features.schedule
     found = [f"schedule {ran.features.schedule} ran, {requested.features.schedule} is requested"] if other else []
     if ran.microbatches != requested.microbatches:
-        went = f"{ran.microbatches} microbatches went through the pipeline"
-        found.append(f"{went}, {requested.microbatches} are requested")
+        went = f"{ran.microbatches} microbatch{'es' * (ran.microbatches != 1)} went through the pipeline"
+        found.append(f"{went}, {requested.microbatches} {'is' if requested.microbatches == 1 else 'are'} requested")
     return "; ".join(found)
 
 
@@ -347,7 +347,7 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def sent_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Between pipeline stages. What is rounded there is not what the reference's bounds are for, so numbers are not tested."""
-    if "traffic" not in broken or trial.case.dims.pp == 1:
+    if "traffic" not in broken:
         return
     calls = [call for evidence in trial.ranks.values() for call in evidence.collectives if call.op in ("send", "recv")]
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype

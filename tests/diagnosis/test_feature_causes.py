@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from diagnosed import DDP_2, expect_first, first_line, proposed, seen_text
+from diagnosed import DDP_2, broken, expect_first, first_line, proposed, seen, seen_text
 from literal import (
     TINY,
     tiny_case,
@@ -16,20 +16,25 @@ from literal import (
     with_step,
 )
 
+from harness.diagnosis.assume import another_case
+from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.features import (
     _compile,
+    _in_words,
     _of_parts,
     _unlike_others,
     odd_traces,
     other_features,
     sent_in_another_dtype,
 )
-from harness.diagnosis.hypothesis import as_seen
+from harness.diagnosis.hypothesis import NOT_TESTED, as_seen
 from harness.diagnosis.random_state import masks_drawn_again
 from harness.diagnosis.units import _other_policies, _with_the_root, other_units
 from harness.evidence.records import Call, Collective, HeldTensor, Wrapper
 from harness.judge.result import Finding
 from harness.judge.trial import Trial
+from harness.plan.stages import actions_of_rank
+from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
 # ---- the rest
@@ -263,12 +268,84 @@ def test_an_embedding_that_is_left_to_the_root_is_named_if_it_should_be_freed() 
 def test_what_stages_send_in_another_dtype_is_named() -> None:
     trial = replace(trial_of(tiny_case("fsdp_2")), case=tiny_case(ParallelDims(pp=2)))
 
-    def told(*dtypes: str) -> str:
-        sent = [Collective("send", (0, 1), "pp", dtype, 512, "pipeline", 1, i) for i, dtype in enumerate(dtypes)]
-        return seen_text(sent_in_another_dtype, with_rank(trial, 0, collectives=(*sent,)), "traffic")
+    def sending(*dtypes: str, op: str = "send", phase: str = "pipeline") -> Trial:
+        sent = [Collective(op, (0, 1), "pp", dtype, 512, phase, 1, i) for i, dtype in enumerate(dtypes)]
+        return with_rank(trial, 0, collectives=(*sent,))
 
-    assert told("bfloat16", "int64") == "activations pass between pipeline stages in bfloat16, requested float64"
-    assert not told("float64") and not told("bfloat16", "float64")
+    for op in ("send", "recv"):
+        found = seen(sent_in_another_dtype, sending("bfloat16", "int64", op=op), "traffic")
+        assert found is not None
+        assert found.cause.text == "activations pass between pipeline stages in bfloat16, requested float64"
+        assert found.laws == ("traffic", *OF_GRADIENTS)
+        assert found.lines == (("traffic", "here: expected this, observed that"), *NOT_TESTED)
+    for right in (sending("float64"), sending("bfloat16", "float64"), sending()):
+        assert not seen_text(sent_in_another_dtype, right, "traffic")
+    for other in (sending("bfloat16", op="all_reduce"), sending("bfloat16", phase="forward")):
+        assert not seen_text(sent_in_another_dtype, other, "traffic")
+    assert not seen_text(sent_in_another_dtype, sending("bfloat16"), "gradients")
+    computing = replace(trial.case, training=replace(trial.case.training, compute_dtype="bfloat16"))
+    assert not seen_text(sent_in_another_dtype, replace(sending("bfloat16"), case=computing), "traffic")
+
+
+@pytest.mark.parametrize(
+    ("key", "requested", "ran", "told"),
+    [
+        (
+            "defer_sync",
+            True,
+            False,
+            "gradients are reduced after every microbatch (4 times a step), requested once a step",
+        ),
+        (
+            "defer_sync",
+            True,
+            "all_reduce",
+            "gradients are reduced over dp_shard after every microbatch (4 times a step), requested once a step",
+        ),
+        ("defer_sync", False, True, "defer_sync False is requested, True is observed"),
+        ("reduce_dtype", "float32", "bfloat16", "gradients are reduced in bfloat16, requested float32"),
+        ("activation_checkpointing", "full", "none", "activation checkpointing full is requested, none took place"),
+        ("activation_checkpointing", "full", "op", "activation checkpointing full is requested, op is observed"),
+        ("quantize", "float8", None, "float8 is requested, no matmul ran in that format"),
+        ("compute_dtype", "bfloat16", "float32", "compute_dtype bfloat16 is requested, float32 is observed"),
+    ],
+)
+def test_a_feature_is_told_in_words_of_its_own(key: str, requested: object, ran: object, told: str) -> None:
+    assert _in_words(tiny_case("fsdp_2", accumulation=4), key, requested, ran) == told
+
+
+def running(ran: Case, requested: Case) -> Trial:
+    """Two stages that did what a schedule prescribes, judged as requested; only their actions are looked at."""
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank, step, _ in list(trial.steps()):
+        trial = with_step(trial, rank, step.step, actions=tuple(map(str, actions_of_rank(ran, rank))))
+    return another_case(trial, requested)
+
+
+@pytest.mark.parametrize(
+    ("ran", "requested", "told", "choices"),
+    [
+        (("GPipe", 1), ("GPipe", 4), "1 microbatch went through the pipeline, 4 are requested", 1),
+        (("GPipe", 8), ("GPipe", 1), "8 microbatches went through the pipeline, 1 is requested", 1),
+        (("GPipe", 4), ("1F1B", 4), "schedule GPipe ran, 1F1B is requested", 1),
+        (
+            ("GPipe", 2),
+            ("1F1B", 4),
+            "schedule GPipe ran, 1F1B is requested; 2 microbatches went through the pipeline, 4 are requested",
+            2,
+        ),
+    ],
+)
+def test_another_schedule_and_another_number_of_microbatches_are_a_choice_each(
+    ran: tuple[str, int], requested: tuple[str, int], told: str, choices: int
+) -> None:
+    def case(of: tuple[str, int]) -> Case:
+        return tiny_case(ParallelDims(pp=2), schedule=of[0], microbatches=of[1])
+
+    trial = running(case(ran), case(requested))
+    found = [one for one in other_features(trial, broken("schedule")) if one.fitted == choices]
+    assert [one.cause.text for one in found] == [told]
+    assert not list(other_features(trial, broken("traffic")))
 
 
 def test_units_that_are_finer_are_counted() -> None:
