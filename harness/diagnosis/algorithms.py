@@ -105,7 +105,7 @@ def _changed(requested: TrainingConfig, changes: Mapping[str, float]) -> Cause:
     """Of one number it is the kind."""
     seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
     wanted = " and ".join(f"{getattr(requested, name):g}" for name in changes)
-    exchanged = len(changes) > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
+    exchanged = [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
     hint = "the two are swapped" * exchanged
     return Cause(next(iter(changes)), f"{seen} in the optimizer", "", wanted, hint)
 
@@ -181,7 +181,7 @@ def _given(trial: Trial, cause: Cause, momentum: float, *, nesterov: bool = Fals
 
     def by_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         total = decayed = np.zeros_like(gradient)
-        for now in range(trial.first_step if momentum else step, step + 1):
+        for now in range(trial.first_step, step + 1):
             decayed = clip[now] * seen[rank, now][fqn].astype(np.float64) + decay[fqn] * before[rank, now][fqn]
             total = momentum * total + decayed
         return decayed + momentum * total if nesterov else total

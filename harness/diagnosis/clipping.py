@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.checks import update
 from harness.diagnosis import assume
-from harness.diagnosis.algorithms import Replayed, first_moves, kinds_of_parameters
+from harness.diagnosis.algorithms import Replayed, first_moves
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Piece, Pieces
@@ -121,11 +121,11 @@ def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
 
 def _in_groups(trial: Trial, limit: float) -> Iterator[Clipping]:
     """Each parameter, layer or kind of parameters by a norm of its own."""
-    vectors = kinds_of_parameters(trial)["norm weights"]
+    shapes = trial.case.model.parameter_shapes()
     groupings: dict[str, Callable[[str], str]] = {
         "parameter": lambda fqn: fqn,
         "layer": lambda fqn: ".".join(fqn.split(".")[:2]),
-        "kind of parameters (matrices, vectors)": lambda fqn: str(fqn in vectors),
+        "kind of parameters (matrices, vectors)": lambda fqn: str(len(shapes[fqn])),
     }
     if trial.case.dims.tp > 1:
         groupings["placement over tp (dim 0, dim 1, replicated)"] = lambda fqn: str(tp_dim(fqn))
@@ -136,7 +136,7 @@ def _in_groups(trial: Trial, limit: float) -> Iterator[Clipping]:
         table = {
             (fqn, step): clip_coefficient(norm, limit)
             for step, fqns in itertools.product(trial.case.steps, members.values())
-            for norm in [norm_of(trial, fqns, 0, step)]
+            for norm in [norm_of(trial, fqns, step)]
             for fqn in fqns
         }
         cause = Cause("clipped by another norm", f"each {name} is clipped by its own norm")
@@ -170,7 +170,7 @@ def _left_out(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
         yield Clipping(cause, lambda rank, step, fqn: 1.0, fitted=0)
         return
     others = set(trial.plan.shapes) - {fqn for _, fqn in pairs}
-    own = {step: norm_of(trial, others, 0, step) for step in trial.case.steps}
+    own = {step: norm_of(trial, others, step) for step in trial.case.steps}
 
     def but_for(norms: Mapping[int, float], rank: int, step: int, fqn: str) -> float:
         return 1.0 if (rank, fqn) in pairs else clip_coefficient(norms[step], limit)

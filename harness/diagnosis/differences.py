@@ -139,4 +139,4 @@ def _have_one_norm(trial: Trial, step: int) -> bool:
 def _updated_until(trial: Trial, step: int) -> bool:
     """Whether the updates of all steps before are right."""
     wrong = update.mistakes(trial, update.clipped_norms(trial))
-    return step == trial.first_step or all(one.step is not None and one.step >= step for one in wrong)
+    return not any(one.step and one.step < step for one in wrong)

@@ -181,9 +181,9 @@ class Tries:
         return {"model", *BEFORE[ends[0]]} if ends else {"model", *itertools.chain(*BEFORE.values())}
 
     def _may_begin(self, modules: list[str], wrong: str) -> bool:
-        """Whether the first of these lies in the block into which something wrong goes first, or the one before."""
-        first = modules[0].split(".")[0]
-        if not wrong or self.step > 1 or first not in ("layers", "norm", "tok_embeddings"):
+        """Whether the first of these lies in the block into which something wrong goes first, or the one before. The whole
+        model lies everywhere."""
+        if not wrong or self.step > 1 or modules == [""]:
             return True
         return self._block(wrong) - self._block(modules[0]) in (0, 1)
 

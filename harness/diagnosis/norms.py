@@ -41,14 +41,14 @@ def other_norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
     together = "the sum of the norms of all parameters"
     yield together, lambda rank, step: math.fsum(map(math.sqrt, squares(trial, step).values()))
     for name, kind in kinds_of_parameters(trial).items():
-        yield f"the norm of {name} only", partial(norm_of, trial, kind)
-        yield f"a norm without {name}", partial(norm_of, trial, set(trial.plan.shapes) - kind)
+        yield f"the norm of {name} only", partial(_of_parameters, trial, kind)
+        yield f"a norm without {name}", partial(_of_parameters, trial, set(trial.plan.shapes) - kind)
     yield "the square of the global norm", lambda rank, step: observed_norm(trial, step) ** 2
 
 
 def _sum_of_stages(trial: Trial, rank: int, step: int) -> float:
     stages = (parameters_of_stage(trial.case, stage) for stage in range(trial.case.n_stages))
-    return math.fsum(norm_of(trial, fqns, rank, step) for fqns in stages)
+    return math.fsum(norm_of(trial, fqns, step) for fqns in stages)
 
 
 def axes_left_out(trial: Trial, axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -68,10 +68,15 @@ def norm_over(trial: Trial, along: tuple[str, ...], rank: int, step: int) -> flo
     return observed_norm(trial, step, peers(trial, rank, along))
 
 
-def norm_of(trial: Trial, fqns: Iterable[str], rank: int, step: int) -> float:
+def norm_of(trial: Trial, fqns: Iterable[str], step: int) -> float:
     """The global norm of some parameters."""
     of_each = squares(trial, step)
     return math.sqrt(math.fsum(of_each[fqn] for fqn in fqns if fqn in of_each))
+
+
+def _of_parameters(trial: Trial, fqns: Iterable[str], rank: int, step: int) -> float:
+    """The same on every rank."""
+    return norm_of(trial, fqns, step)
 
 
 def squares(trial: Trial, step: int) -> Mapping[str, float]:
