@@ -8,10 +8,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import LOW_CLIP, expect_first, first_line, with_scaled_samples
-from literal import sum_of_samples, tiny_case, trained_otherwise, trial_of, with_step
+from diagnosed import (
+    LOW_CLIP,
+    NORM,
+    broken,
+    expect,
+    expect_first,
+    first_line,
+    proposed,
+    trained_as,
+    with_scaled_samples,
+)
+from literal import ADAMW, sum_of_samples, tiny_case, trained_otherwise, trial_of, with_rank, with_step
 from literal_reference import clip
 
+from harness.diagnosis.algorithms import HALF
+from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
 from harness.judge.trial import Trial
 
 Arrays = dict[str, np.ndarray]
@@ -78,6 +90,20 @@ def test_gradients_clipped_by_the_norm_of_the_step_before() -> None:
     assert first_line(trial).startswith("each rank clips by the norm of the step before, not by the global norm: ")
 
 
+def test_gradients_clipped_by_the_norm_of_the_step_before_and_in_the_first_by_their_own() -> None:
+    norms: dict[int, float] = {}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        norms[step] = norm
+        return {fqn: clip(norms.get(step - 1, norm), LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    assert first_line(trial) == (
+        "each rank clips by the norm of the step before (in step 1 its own), not by the global norm: "
+        f"{norms[1]:.6g} on rank 0 in step 2, expected {norms[2]:.6g}"
+    )
+
+
 def test_gradients_clipped_entry_by_entry() -> None:
     low = replace(LOW_CLIP, max_norm=0.01)
 
@@ -126,3 +152,70 @@ def test_gradients_clipped_after_every_microbatch_and_once_more_before_the_step(
         wrong = with_step(wrong, rank, step.step, grad_norm=norms[step.step])
     times = "after every microbatch and once more before the step"
     expect_first(wrong, f"accumulated gradients are clipped {times}, requested once a step{whose}")
+
+
+def test_a_norm_that_ranks_report_is_a_choice_more_than_the_one_that_it_is() -> None:
+    norms = {0: 0.0}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        norms[step] = norm
+        return {fqn: clip(norms[step - 1], LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    for rank, step, _ in list(trial.steps()):
+        trial = with_step(trial, rank, step.step, grad_norm=norms[step.step - 1])
+    chosen = {one.cause.text: one.fitted for one in wrong_clipping(trial, broken("update"))}
+    instead = "not by the global norm: {} on rank 0, expected 1.62647"
+    assert chosen == {
+        f"each rank clips by the norm of the step before, {instead.format(0)}": 1,
+        f"each rank clips by the norm it reports, {instead.format(0)}": 2,
+        # what leaves the first step as it is explains no other
+        "gradients are not clipped (coefficient 0.1537)": HALF,
+        f"each rank clips by the largest absolute entry (infinity norm), {instead.format(0.14995)}": 1 + HALF,
+        "gradients are clipped entry by entry, to 0.25, not by their norm": 1 + HALF,
+        "gradients are clipped entry by entry, to 1, not by their norm": 1 + HALF,
+    }
+    expect(
+        trial,
+        """\
+each rank clips by the norm of the step before, not by the global norm: 0 on rank 0, expected 1.62647
+  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_clipping_left_out_on_one_of_two_replicas_has_them_train_apart() -> None:
+    trial = trial_of(tiny_case("ddp_2", LOW_CLIP))
+    trial = with_rank(trial, 1, steps=trained_as(replace(LOW_CLIP, max_norm=None), "ddp_2", LOW_CLIP).ranks[1].steps)
+    expect(
+        trial,
+        """\
+clipping is not applied to every parameter on rank 1 (coefficient 0.1537)
+  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
+    )
+
+
+def test_parameters_that_are_left_out_of_clipping_may_be_left_out_of_its_norm() -> None:
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        others = math.sqrt(sum(by for fqn, by in squares(gradients).items() if fqn != NORM))
+        return {fqn: g if fqn == NORM else clip(others, LOW_CLIP) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    whose = ", the others are clipped by their own norm"
+    expect_first(trial, f"clipping is not applied to 1 of 12 parameters (norm.weight) (coefficient 0.1537){whose}")
+
+
+def test_clipping_of_sums_of_microbatches_is_put_to_the_test_only_where_it_can_be() -> None:
+    every = "accumulated gradients are clipped after every microbatch"
+    twice, once = f"{every} and once more before the step", ", requested once a step"
+    both = [f"{every}{once}", f"{twice}{once}"]
+    several = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
+    assert proposed(clipped_while_adding_up, several, "gradients") == [*both, *(text + OF_RANKS for text in both)]
+    alone = trial_of(tiny_case("single", LOW_CLIP, accumulation=2))
+    assert proposed(clipped_while_adding_up, alone, "gradients") == both
+    assert proposed(clipped_while_adding_up, several, "loss") == []
+    for other in (tiny_case("ddp_2", replace(ADAMW, max_norm=None), accumulation=2), tiny_case("ddp_2", LOW_CLIP)):
+        assert proposed(clipped_while_adding_up, trial_of(other), "gradients") == []
+    again = several.ranks[0].steps[0].microbatches
+    assert proposed(clipped_while_adding_up, with_step(several, 1, 1, microbatches=again), "gradients") == []
