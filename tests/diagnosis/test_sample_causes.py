@@ -28,12 +28,16 @@ from literal import (
 )
 from literal_ranks import microbatch_of
 
+from harness.diagnosis.data import other_samples
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import seen_labels
 from harness.diagnosis.words import groups_text
 from harness.evidence.records import Microbatch
+from harness.judge.losses import global_loss
 from harness.judge.received_samples import received_samples
+from harness.judge.result import Lines
 from harness.judge.trial import Trial
+from harness.plan.stages import positions
 from harness.spec.dims import ParallelDims
 
 # ---- data
@@ -327,3 +331,56 @@ def test_a_label_of_token_0_is_not_taken_for_a_masked_one() -> None:
     labels[row, place] = 0
     found = first_line(with_step(trial, 2, 1, microbatches=(replace(batch, labels=labels),)))
     assert found == "wrong labels on rank 2: tokens are right, 1 label of step 1 is not the samples'"
+
+
+def test_what_is_lost_is_lost_from_the_divisor_as_well_or_for_one_choice_more_is_not() -> None:
+    trial = received(fsdp_4(), 3, 1, [6])
+    own = {step: global_loss(trial, step) for step in trial.case.steps}
+    valid = {rank: trial.ranks[rank].steps[0].microbatches[0].valid_tokens for rank in trial.ranks}
+    share = sum(valid.values()) / trial.reference.steps[0].valid_tokens
+    assert 0 < share < 1
+
+    def supposed(reported: float) -> list[tuple[int, tuple[str, ...], Lines]]:
+        shown = trial
+        for rank, step, _ in list(trial.steps()):
+            loss = own[step.step] * (reported if step.step == 1 else 1.0)
+            shown = with_step(shown, rank, step.step, reported_loss=loss)
+        results = {"samples": judged("samples", shown)}
+        return [(one.fitted, one.seen, one.lines) for one in other_samples(shown, results)]
+
+    lines = (("samples", "step 1: 1 received by no rank (7)"), ("samples", "rank 3, step 1: [1]"))
+    assert supposed(1.0) == [(1, ("samples", "positions"), lines), (2, (), lines)]
+    assert supposed(share) == [(1, ("samples", "reported_loss", "positions"), lines), (2, (), lines)]
+
+
+def test_positions_are_not_of_what_wrong_samples_have_seen_where_they_are_wrong_by_themselves() -> None:
+    case = tiny_case(ParallelDims(cp=2), EIGHT, cp_load_balance=False)
+    right = received_over_cp(trial_of(case), [0, 1, 2, 3, 4, 5, 6, 6])
+
+    def seen(trial: Trial) -> tuple[str, ...]:
+        return next(other_samples(trial, {"samples": judged("samples", trial)})).seen
+
+    assert seen(right) == ("samples", "positions")
+    assert seen(with_step(right, 1, 2, positions=(np.arange(4),))) == ("samples",)
+
+
+def received_over_cp(trial: Trial, ids: list[int]) -> Trial:
+    for rank in trial.ranks:
+        part = microbatch_of(trial.reference, ids, positions(trial.case, rank, trial.case.seq_len(1)), 2)
+        trial = with_step(trial, rank, 1, microbatches=(part,))
+    return trial
+
+
+def test_what_other_samples_are_assumed_to_be_costs_as_many_choices_as_were_made() -> None:
+    def supposed(trial: Trial) -> list[tuple[str, int, bool]]:
+        found = other_samples(trial, {"samples": judged("samples", trial)})
+        return [(one.cause.kind, one.fitted, one.assume is not None) for one in found]
+
+    over_tp = received(trial_of(tiny_case("fsdp_2_tp_2")), 1, 1, [4, 5, 6, 7])
+    assert supposed(over_tp) == [("peers differ", 1, False)]
+    whole, balanced = (trial_of(tiny_case(ParallelDims(cp=2), EIGHT, cp_load_balance=by)) for by in (False, True))
+    assert supposed(replace(whole, case=balanced.case)) == [("another load balance", 2, True)]
+    for rank, step, _ in list(whole.steps()):
+        part = microbatch_of(whole.reference, whole.reference.samples[step.step - 1])
+        whole = with_step(whole, rank, step.step, microbatches=(part,))
+    assert supposed(whole) == [("CP not applied", 1, True)]
