@@ -23,6 +23,7 @@ from diagnosed import (
     gradients_of,
     reference_gradient,
     scaled,
+    seen,
 )
 from literal import (
     TINY,
@@ -38,7 +39,7 @@ from literal import (
     with_value,
 )
 
-from harness.diagnosis.backward import _lost_before
+from harness.diagnosis.backward import _gives, _lost_before, rounding
 from harness.diagnosis.differences import wrong_pairs
 from harness.evidence.records import Matmul
 from harness.judge.result import Verdict
@@ -94,6 +95,30 @@ def test_gradients_off_by_the_rounding_of_float32() -> None:
         jolted(fsdp_4(), 3e-8),
         """gradients are off by 3e-08 in every parameter: no more than arithmetic in float32 rounds, requested float64""",
     )
+
+
+def with_loss(trial: Trial, step: int, factor: float) -> Trial:
+    for rank, evidence in trial.ranks.items():
+        (part,) = evidence.steps[step - 1].microbatches
+        assert part.loss_sum is not None
+        trial = with_step(trial, rank, step, microbatches=(replace(part, loss_sum=factor * part.loss_sum),))
+    return trial
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_losses_of_all_steps_are_off_by_no_more_than_float32_rounds_if_gradients_are_said_to_be_rounded(
+    step: int,
+) -> None:
+    rounded = jolted(fsdp_4(), 3e-8)
+    found = seen(rounding, with_loss(rounded, step, 1 + 2e-7), "gradients")
+    assert found is not None and found.laws == ("gradients", "loss", "grad_norm", "reported_loss")
+    assert found.cause.text == (
+        "gradients are off by 3e-08 in every parameter, the loss by 2e-07: no more than arithmetic in float32 rounds,"
+        " requested float64"
+    )
+    assert not seen(rounding, with_loss(rounded, step, 1 + 2e-6), "gradients")
+    assert not seen(rounding, rounded, "loss")
+    assert not seen(rounding, jolted(fsdp_4(), 3e-6), "gradients")
 
 
 def test_a_wrong_forward_pass() -> None:
@@ -257,3 +282,27 @@ def test_a_gradient_is_as_wrong_as_the_law_says_relative_to_the_whole_parameter(
     trial = with_step_1_gradients(trial, lambda rank, fqn: small[fqn] * (1 + 1e-3 * rank))
     assert wrong_pairs(trial, 1) == []
     assert judged("gradients", trial).verdict is Verdict.PASS
+
+
+def test_a_backward_pass_gives_what_is_wrong_as_it_was_seen_and_all_else_as_it_should_be() -> None:
+    """Each within four times the bound of the law, relative to the largest entry."""
+    trial = with_step_1_gradients(trial_of(tiny_case("fsdp_2")), lambda _, fqn: with_norm_twice(fqn))
+    wrong, seen_as = [(0, NORM), (1, NORM)], {fqn: with_norm_twice(fqn) for fqn in trial.plan.shapes}
+    assert wrong_pairs(trial, 1) == wrong and _gives(trial, 1, seen_as, wrong)
+
+    def off_by(bounds: float, fqn: str) -> dict[str, np.ndarray]:
+        entry, largest = np.zeros(seen_as[fqn].size), np.max(np.abs(reference_gradient(trial, fqn)))
+        entry[-1] = bounds * trial.bounds.gradient[1] * largest
+        return seen_as | {fqn: seen_as[fqn] + entry.reshape(seen_as[fqn].shape)}
+
+    for fqn in (NORM, LAST, EMBEDDING):
+        assert [_gives(trial, 1, off_by(bounds, fqn), wrong) for bounds in (3.5, 4.5)] == [True, False]
+    assert not _gives(trial, 1, {fqn: g for fqn, g in seen_as.items() if fqn != LAST}, wrong)
+    none = {fqn: g for fqn, g in seen_as.items() if fqn != NORM}
+    assert not _gives(trial, 1, none, wrong)
+    lost = with_step_1_gradients(trial, lambda _, fqn: (fqn != NORM) * with_norm_twice(fqn))
+    assert _gives(lost, 1, none, wrong), "a gradient that is not there is zero"
+
+
+def with_norm_twice(fqn: str) -> np.ndarray:
+    return (1 + (fqn == NORM)) * reference_gradient(DDP_2, fqn)
