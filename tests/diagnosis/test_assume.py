@@ -11,7 +11,8 @@ from literal import tiny_case, trial_of, with_rank
 
 from harness.diagnosis import assume
 from harness.judge.assumed import AssumedOptimizer
-from harness.judge.trial import Trial
+from harness.judge.recorded import without_slices
+from harness.judge.trial import Recorded, Trial
 from harness.reference import counterfactual
 
 RETRAIN, RETRAIN_APART = assume.retrain, assume.retrain_apart
@@ -80,6 +81,16 @@ def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_unit
     assert plans == [((changed.case, trial.traits, observed), {"torch": "2.14"})]
     assert (changed.plan, changed.case.features.loss_parallel) == ("the plan", False)
     assert replace(changed.case, features=trial.case.features) == trial.case
+
+
+@pytest.mark.parametrize("derived", [True, False])
+def test_the_plan_of_another_case_says_what_ranks_hold_unless_that_of_a_recording_did_not(derived: bool) -> None:
+    plan = RIGHT.plan if derived else without_slices(RIGHT.plan)
+    recording = replace(RIGHT, plan=plan, recorded=Recorded({}))
+    changed = assume.another_feature(recording, loss_parallel=False).plan
+    assert [bool(held) for held in changed.slices.values()] == [derived, derived]
+    unrecorded = assume.another_feature(replace(recording, recorded=None), loss_parallel=False).plan
+    assert all(unrecorded.slices.values())
 
 
 def test_by_another_recipe_the_reference_is_trained_with_all_that_is_assumed_already(

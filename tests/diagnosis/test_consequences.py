@@ -38,10 +38,12 @@ def test_a_loss_that_was_wrong_already_does_not_follow() -> None:
     assert not {"loss", "reported_loss"} & set(consequences(trial, 2))
 
 
-@pytest.mark.parametrize(("off", "same"), [(0.0, True), (5e-8, True), (3e-7, False)])
-def test_a_factor_is_common_to_all_within_a_tenth_of_a_millionth(off: float, same: bool) -> None:
+@pytest.mark.parametrize(
+    ("of", "off", "same"), [(1.5, 0.0, True), (1.5, 5e-8, True), (1.5, 3e-7, False), (1e-9, 1.0, False)]
+)
+def test_a_factor_is_common_to_all_within_a_tenth_of_a_millionth(of: float, off: float, same: bool) -> None:
     trial = trial_of(tiny_case("ddp_2"))
-    for rank, factor in enumerate((1.5, 1.5 * (1 + off))):
+    for rank, factor in enumerate((of, of * (1 + off))):
         trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient, by=factor: by * gradient)
     found = common_factor(trial, [(0, NORM), (1, NORM)], 1)
     assert found == (pytest.approx(1.5, rel=1e-7) if same else None)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from diagnosed import dims, first_line
-from literal import TINY, tiny_case, trial_of, with_every_rank, with_rank
+from literal import TINY, judged, tiny_case, trial_of, with_every_rank, with_rank
 
+from harness.diagnosis.costs import of_no_plan
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.traffic.tensor_parallel import activation_bytes
@@ -35,6 +36,7 @@ RECOMPUTED = {"activation_checkpointing": "full"}
     ("calls", "features", "told"),
     [
         ({("reduce_scatter", "backward"): 3}, {}, "3 more reduce_scatter in backward in each layer"),
+        ({("all_to_all", "forward"): 3}, {}, "3 more all_to_all in forward in each layer"),
         (
             {("reduce_scatter", "backward"): 2},
             {},
@@ -61,7 +63,12 @@ RECOMPUTED = {"activation_checkpointing": "full"}
 def test_activations_that_cross_more_often_are_counted_in_each_layer(
     calls: dict[tuple[str, str], float], features: dict[str, Any], told: str
 ) -> None:
-    assert first_line(with_more(calls, **features)).endswith(f", as with {told}")
+    assert of_traffic(with_more(calls, **features)).endswith(f", as with {told}")
+
+
+def of_traffic(trial: Trial) -> str:
+    (fact,) = of_no_plan(trial, {"traffic": judged("traffic", trial)})
+    return fact.cause.text
 
 
 def test_what_is_no_multiple_of_an_activation_is_told_by_its_bytes() -> None:
