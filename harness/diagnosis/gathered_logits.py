@@ -17,15 +17,17 @@ Flows = Mapping[int, tuple[Flow, ...]]
 
 
 def gathered_logits(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Told by the first wrong loss, which is too large by the logarithm of the degree of tp."""
+    """Told by the first wrong loss, which is too large by the logarithm of the degree of tp, for all samples: those of some
+    ranks alone cannot be trained beside others whose logits are fewer."""
     tp, size = trial.case.dims.tp, trial.case.model.vocab_size
     split = tp > 1 and trial.case.features.loss_parallel and size % tp == 0
     if not split or (wrong := first_wrong_pass(trial, broken)) is None:
         return
     from harness.reference import variations
 
-    if (found := wrong.tried(variations.gathered_logits(tp), [""])) is not None:
-        one = Hypothesis(found.cause, partial(another_reference, altered=found.altered), found.numbers)
+    found = wrong.tried(variations.gathered_logits(tp), [""])
+    if found is not None and found.numbers == 1:  # not of some ranks, which would be one choice more
+        one = Hypothesis(found.cause, partial(another_reference, altered=found.altered))
         if "traffic" in broken:
             one = replace(one.and_then(and_their_traffic), lines=tuple(traffic_lines(trial)))
         yield one

@@ -15,8 +15,6 @@ from harness.diagnosis.assume import another_case
 from harness.diagnosis.backward import other_gradient_flows
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.forward import Tries
-from harness.diagnosis.gathered_logits import and_their_traffic
-from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.reference.altered import Variation, altering
@@ -25,7 +23,7 @@ from harness.reference.gradient_flow import gradient_flows, recomputed
 from harness.reference.record import ReferenceRun
 from harness.reference.rounding import low_sums
 from harness.reference.train import train
-from harness.reference.variations import gathered_logits, over_cp, variations
+from harness.reference.variations import over_cp, variations
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
@@ -241,36 +239,6 @@ def test_logits_of_padding_in_the_softmax_are_counted(ran: Ran) -> None:
     (padded,) = [one for one in variations(odd, RECIPE) if one.observed.startswith("the softmax counts 2 logits")]
     trial = ran(case_of(model=odd), altered=altering(padded, [""], 1))
     assert diagnosed(trial).cause == f"{padded.observed}, requested none"
-
-
-GATHERED = "the loss over a split vocabulary is given gathered logits: its normaliser counts each logit 2 times"
-
-
-@pytest.mark.parametrize("moved", [True, False])
-def test_a_split_loss_of_gathered_logits_is_named_with_their_traffic_and_without(ran: Ran, moved: bool) -> None:
-    trial = ran(case_of("tp_2"), altered=altering(gathered_logits(2), [""], 1))
-    if moved:
-        flows = and_their_traffic(trial).plan.flows[0]
-        (logits,) = [flow for flow in flows if flow.role == "logits"]
-        trial = with_every_rank(trial, lambda t, rank: gathering(t, rank, logits.bytes))
-    assert diagnosed(trial).cause == f"{GATHERED}, requested each rank's slice"
-    assert not not_explained(trial)
-
-
-def gathering(trial: Trial, rank: int, moved: int) -> Trial:
-    """All ranks of tp gather so many bytes more in each forward pass."""
-    evidence = trial.ranks[rank]
-    more = [
-        Collective("all_gather", (0, 1), "(0, 1)", "float64", moved, "forward", step, len(evidence.collectives) + step)
-        for step in trial.case.steps
-    ]
-    return with_rank(trial, rank, collectives=(*evidence.collectives, *more))
-
-
-def test_a_split_loss_of_gathered_logits_is_not_named_where_only_the_loss_is_so_much_larger(ran: Ran) -> None:
-    (counted,) = [one for one in variations(MODEL, RECIPE) if one.name == "normaliser"][:1]
-    trial = ran(case_of("tp_2"), altered=altering(counted, [""], 1))
-    assert diagnosed(trial).kinds == ("normaliser",)
 
 
 def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
