@@ -161,11 +161,10 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
 
 
 def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
-    """Of which other moment these parameters are."""
-    for step, state in [*_moments(trial), (0, _seed(trial))]:
-        same = (_holds(trial, wrong, (PARAMETER, fqn), state.get((PARAMETER, fqn))) for fqn in names)
-        if step < trial.case.steps.start - 1 and all(same):
-            return f"they are those after step {step}" if step else "they are the seed's"
+    """After which other step, before or after the one that was saved, these parameters were so."""
+    for step, state in _moments(trial):
+        if all(_holds(trial, wrong, (PARAMETER, fqn), state.get((PARAMETER, fqn))) for fqn in names):
+            return f"they are those after step {step}"
     return ""
 
 

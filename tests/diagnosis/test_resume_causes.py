@@ -14,12 +14,13 @@ from literal import (
     with_rank,
     with_step,
 )
-from resuming import FSDP_4, WEIGHT, cause, everywhere, resumed, with_resumed
+from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resumed
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import HeldTensor
 from harness.judge.trial import Trial
+from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
 
@@ -156,6 +157,15 @@ def test_parameters_that_come_back_otherwise_are_told_by_what_became_of_them(
     change: Callable[[Held], Held], told: str
 ) -> None:
     assert told in alone("parameters", change)
+
+
+def test_parameters_of_a_later_step_than_the_one_that_was_saved_are_told_with_it() -> None:
+    """An earlier launch goes on after it has saved."""
+    trial = trial_of(tiny_case(ParallelDims(), resume=(Saved(1, TP_2, until=2),)))
+    later = {fqn: trial.reference.steps[1].parameters[fqn] for fqn in (W1, W3)}
+    assert cause(everywhere(trial, "parameters", lambda held: held | later)) == (
+        f"parameters after resuming are not those of step 1 in 2 of 12 parameters ({W1}, {W3}): they are those after step 2"
+    )
 
 
 @pytest.mark.parametrize(
