@@ -172,8 +172,7 @@ def _apart_over_tp(trial: Trial, fqn: str) -> str:
     """Without sequence parallel the ranks of a tp group have one sum of what each computes of attention and feed-forward."""
     whole = fqn.endswith(("_dropout", "norm")) and not trial.case.features.sequence_parallel
     for group in trial.plan.groups.get("tp", ()) if whole else ():
-        seen = [trial.ranks[rank].steps[0].activity.inputs.get(fqn, (0.0, 0)) for rank in group]
-        if not math.isclose(min(seen)[0], max(seen)[0], rel_tol=1e-6):
+        if not _alike(trial, group, fqn):
             masks = fqn.endswith("norm") and trial.case.model.dropout and _dropped_alike(trial, group, fqn)
             why = "as if their dropout masks did" if masks else "which should have the same sum"
             return f", and differs among tp ranks {ranks_text(group)}, {why}"
@@ -184,8 +183,14 @@ def _dropped_alike(trial: Trial, group: tuple[int, ...], fqn: str) -> bool:
     """Whether these have the same before the dropout behind which they differ."""
     order = [*trial.reference.inputs]
     before = order[order.index(fqn) - 1]
-    seen = [trial.ranks[rank].steps[0].activity.inputs.get(before, (0.0, 0)) for rank in group]
-    return before.endswith("_dropout") and math.isclose(min(seen)[0], max(seen)[0], rel_tol=1e-6)
+    return before.endswith("_dropout") and _alike(trial, group, before)
+
+
+def _alike(trial: Trial, group: tuple[int, ...], fqn: str) -> bool:
+    """Whether into a module goes of one length on each of these ranks that has it."""
+    inputs = [trial.ranks[rank].steps[0].activity.inputs for rank in group]
+    seen = [of_rank[fqn][0] for of_rank in inputs if fqn in of_rank]
+    return all(math.isclose(squares, seen[0], rel_tol=1e-6) for squares in seen)
 
 
 def _input_words(trial: Trial, fqn: str) -> str:

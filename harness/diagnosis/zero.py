@@ -75,20 +75,21 @@ def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
         return
     vectors = [_vectors(trial, rank) for rank in trial.ranks]
     near = [sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)]
-    if by := next((by for by in near if all(_shifted(trial, *vector, by) for vector in vectors)), 0):
+    if by := next((by for by in near if all(vector and _shifted(trial, *vector, by) for vector in vectors)), 0):
         where = "too early" if by > 0 else "too late"
         far = f"{abs(by)} element{'s' * (abs(by) > 1)} {where}"
         text = f"each rank takes its part of ZeRO's gradient vector {far}"
         yield stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
 
 
-def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the rank has of the gradients of its first step, what it should have, and at which places of ZeRO's vector."""
+def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """What the rank has of the gradients of its first step, what it should have, and at which places of ZeRO's vector; None
+    where it has not one element for each that it should."""
     held, step = trial.plan.gradient_slices[rank], trial.first_step
     names = [fqn for fqn in held if numel(held[fqn])]
     seen = seen_gradients(trial, rank, step)
     if any(seen[fqn].size != numel(held[fqn]) for fqn in names if fqn in seen) or not {*names} <= {*seen}:
-        return np.empty(0), np.empty(0), np.empty(0)
+        return None
     expected = [take(trial.reference_step(step).gradients[fqn], held[fqn]) for fqn in names]
     places = np.concatenate([_places(trial, fqn, held[fqn]) for fqn in names])
     return np.concatenate([seen[fqn] for fqn in names]), np.concatenate(expected), places

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import diagnosis_text, dims, first_line
-from literal import ADAMW, APART, UNEVEN, tiny_case, trial_of, with_every_rank, with_rank, with_step, with_value
+from diagnosed import diagnosis_text, dims, first_line, seen
+from literal import (
+    ADAMW,
+    UNEVEN,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_rank,
+    with_step,
+    with_value,
+)
 
 from harness.checks import judge
+from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.hypothesis import NOT_TESTED
 from harness.diagnosis.norms import other_norms
 from harness.diagnosis.optimizer import _rates_and_decays
-from harness.diagnosis.zero import shifted_gradients
-from harness.judge.result import Verdict
+from harness.diagnosis.zero import not_gathered, shifted_gradients
+from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import numel
@@ -87,18 +100,28 @@ def test_parameters_that_stay_with_the_rank_that_stepped_on_them_are_named() -> 
     assert "not explained" not in told and "also seen" not in told
 
 
-def test_parameters_that_the_next_forward_pass_should_gather_and_does_not_are_named() -> None:
-    """As by an optimizer that gathers only then: the first step's forward pass has nothing to gather."""
-    right = trial_of(zero_case("zero1"), traits=replace(APART, zero_gathers_late=True))
-    told = "parameters updated by other ranks are not gathered: no all_gather ran over [0-2] in the next step's forward pass"
+OF_OLD_VALUES = ("replica_agreement", "traffic", "loss", "gradients", "grad_norm", "reported_loss")
 
-    def alone(trial: Trial, rank: int) -> Trial:
-        left = tuple(call for call in trial.ranks[rank].collectives if call.op != "all_gather")
-        trial = with_rank(trial, rank, collectives=left)
-        fqn = next(fqn for fqn, part in trial.plan.state_slices[rank].items() if not numel(part))
-        return with_value(trial, rank, 3, "parameters", fqn, lambda value: value + 1)
 
-    assert first_line(with_every_rank(right, alone)) == told
+@pytest.mark.parametrize(("lost", "told"), [((2,), True), ((2, 3), True), ((3,), False), ((), False)])
+def test_parameters_are_not_gathered_late_where_the_forward_pass_of_the_second_step_gathers_none(
+    lost: tuple[int, ...], told: bool
+) -> None:
+    def late(call: Collective) -> Iterator[Collective]:
+        if call.op == "all_gather" and call.step + 1 not in lost:
+            yield replace(call, step=call.step + 1, phase="forward")
+        elif call.op != "all_gather":
+            yield call
+
+    plan = make_plan(zero_case("zero1"), TrainerTraits(zero_gathers_late=True))
+    trial = with_every_rank(replace(zero("zero1"), plan=plan), lambda t, rank: with_collectives(t, rank, late))
+    fact = seen(not_gathered, trial, *OF_OLD_VALUES)
+    assert (fact is not None) == told
+    if fact is not None:
+        where = "no all_gather ran over [0-2] in the next step's forward pass"
+        assert fact.cause.text == f"parameters updated by other ranks are not gathered: {where}"
+        assert fact.laws == OF_OLD_VALUES and [*fact.lines][-1] == NOT_TESTED[0]
+    assert seen(not_gathered, trial, "traffic") is seen(not_gathered, trial, "replica_agreement") is None
 
 
 def test_a_rate_is_told_by_the_part_that_each_rank_steps_on() -> None:
@@ -137,7 +160,13 @@ def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, w
 
     traits = TrainerTraits(zero_layout=layout)
     trial = with_every_rank(replace(zero("zero2"), plan=make_plan(zero_case("zero2"), traits)), shifted)
-    broken = {result.check: result for result in judge(trial) if result.verdict is Verdict.FAIL}
-    (fact,) = shifted_gradients(trial, broken)
+    (fact,) = shifted_gradients(trial, failed := broken_laws(judge(trial)))
     assert fact.cause.text == f"each rank takes its part of ZeRO's gradient vector {where}"
-    assert list(shifted_gradients(zero("zero2"), broken)) == []
+    assert fact.laws == ("gradients", "loss", "gradients", "grad_norm", "reported_loss")
+    assert [*fact.lines][-1] == NOT_TESTED[0]
+    assert list(shifted_gradients(zero("zero2"), failed)) == []
+    assert seen(shifted_gradients, trial, "loss") is None
+    held = trial.ranks[1].steps[0].gradients
+    fqn = next(fqn for fqn, part in trial.plan.gradient_slices[1].items() if numel(part))
+    for fewer in ({**held, fqn: held[fqn][1:]}, {f: g for f, g in held.items() if f != fqn}):
+        assert seen(shifted_gradients, with_step(trial, 1, 1, gradients=fewer), "gradients") is None
