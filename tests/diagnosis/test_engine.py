@@ -16,7 +16,7 @@ from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, as_seen, stat
 from harness.diagnosis.words import finding_line
 from harness.judge.result import Cause, Result, Verdict
 from harness.judge.tolerance import NoBound
-from harness.judge.trial import Trial
+from harness.judge.trial import Recorded, Trial
 from harness.reference import budget
 
 
@@ -214,6 +214,12 @@ def test_a_law_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assume
     proof = hypothesis.tested(RIGHT, [Result(law, Verdict.FAIL)], one)
     assert proof is not None
     assert (proof.explained, proof.left) == (((law,), ()) if holds else ((), (law,)))
+
+
+def test_a_law_is_judged_by_its_own_name_as_far_as_its_evidence_is_on_record() -> None:
+    recorded = replace(RIGHT, recorded=Recorded({"memory": "-"}, unknown={"traffic": "-"}))
+    found = [hypothesis.verdict_of(recorded, name) for name in ("memory", "traffic", "process_groups", "golden")]
+    assert found == [Verdict.NOT_APPLICABLE, Verdict.UNKNOWN, Verdict.PASS, Verdict.PASS]
 
 
 def test_two_proofs_that_read_alike_are_said_once() -> None:

@@ -247,6 +247,16 @@ def test_what_fsdp_left_out_is_in_no_unit_and_whole_after_forward() -> None:
     assert reduced(trial.plan) - reduced(plan) == 8 * size
 
 
+def test_what_tp_left_out_is_gathered_by_fsdp_as_ever() -> None:
+    trial = trial_of(tiny_case("fsdp_2_tp_2"))
+    for rank in trial.ranks:
+        half = trial.reference.weights["output.weight"][4 * (rank // 2) :][:4]
+        trial = with_parameter(trial, rank, "output.weight", value=half)
+    plan = next(other_layouts(trial, broken("shard_contents"))).assume(trial).plan
+    assert plan.units == trial.plan.units
+    assert plan.slices[3]["output.weight"] == ((4, 8), (0, 4))
+
+
 def reduced(plan: Plan) -> int:
     return sum(flow.bytes for flow in plan.flows[0] if flow.op == "reduce_scatter")
 

@@ -10,7 +10,7 @@ import pytest
 from diagnosed import diagnosis_text, first_line
 from literal import ADAMW, tiny_case, trained_otherwise, trial_of, with_step
 
-from harness.diagnosis.optimizer import schedule_of
+from harness.diagnosis.optimizer import _rates_of_ranks, schedule_of
 
 WARMUP, STEPS, LAST, PEAK = 3, 8, 0.2, 0.01
 EIGHT_STEPS = replace(ADAMW, lr=PEAK, steps=STEPS, warmup_steps=WARMUP, final_lr_fraction=LAST)
@@ -108,6 +108,18 @@ def test_ranks_that_hold_slices_of_one_model_and_take_other_rates_are_proven_sli
     told, proof = diagnosis_text(trial).splitlines()[:2]
     assert told == "learning rate of step 1 on rank 1 is 0.01 (the schedule's of step 2), requested 0.005"
     assert "2 of 2 broken laws hold" in proof
+
+
+def test_of_ranks_that_take_the_same_rates_nothing_but_these_is_assumed() -> None:
+    """So that it can be assumed beside gradients that are given otherwise."""
+    trial = trial_of(tiny_case("fsdp_2"))
+    assert [*_rates_of_ranks(trial, lambda rank, step, fqn: 0.1 * step, [0, 1])] == ["rate"]
+    for differ in (
+        lambda rank, step, fqn: 0.1 * (1 + rank),
+        lambda rank, step, fqn: 0.1 * (1 + rank * (step == 3)),
+        lambda rank, step, fqn: 0.1 * (1 + rank * (fqn == "norm.weight")),
+    ):
+        assert [*_rates_of_ranks(trial, differ, [0, 1])] == ["rate", "given", "left"]
 
 
 def test_a_weight_decay_that_is_not_multiplied_by_the_rate_is_told_from_a_larger_one() -> None:

@@ -10,9 +10,11 @@ import pytest
 from literal import with_step
 from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
+from harness.diagnosis import unknown_rows
 from harness.diagnosis.data import wrong_samples
 from harness.diagnosis.unknown_rows import begun_elsewhere, dealt_otherwise, described, further_ahead, of_sample
 from harness.judge.trial import Trial
+from harness.reference import data as reference_data
 from harness.reference.data import build_dataset, sample_order, step_samples
 from harness.spec.dims import ParallelDims
 
@@ -50,6 +52,30 @@ def following(trial: Trial, rows: Rows, by: int) -> Rows:
 def test_what_rows_are_of_a_sample_is_told(ran: Ran, change: Callable[[Trial, Rows], Rows], told: str) -> None:
     trial = ran(case_of())
     assert described(fed(trial, lambda rank, rows: change(trial, rows)), 1, [0, 1]) == told
+
+
+def test_of_a_data_set_that_is_another_or_too_large_or_not_there_nothing_is_told(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = ran(case_of())
+    trial = fed(trial, lambda rank, rows: np.random.default_rng(1).integers(1, 32, rows.shape))
+    size = len(build_dataset(trial.case.training, trial.case.model))
+
+    def told(trial: Trial, most: int = size) -> str:
+        monkeypatch.setattr(unknown_rows, "MOST", most)
+        return described(trial, 1, [0, 1])
+
+    assert told(trial) == "none of the data set's"
+    assert told(trial, size - 1) == ""
+    tokens = trial.reference.tokens.copy()
+    tokens[-1, 0] += 1
+    assert told(replace(trial, reference=replace(trial.reference, tokens=tokens))) == ""
+
+    def lost(*of: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(reference_data, "build_dataset", lost)
+    assert told(trial) == ""
 
 
 def test_rows_of_several_kinds_are_told_by_none(ran: Ran) -> None:

@@ -29,7 +29,7 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.engine import explain
-from harness.diagnosis.optimizer import wrong_optimizer
+from harness.diagnosis.optimizer import _rates_and_decays, wrong_optimizer
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 
@@ -52,21 +52,26 @@ def test_norm_weights_that_do_not_decay_although_all_should() -> None:
     )
 
 
-@pytest.mark.parametrize("factor, hint", [(2.0, ", the peak, as without a schedule"), (1.5, "")])
-def test_a_group_with_a_learning_rate_of_its_own(factor: float, hint: str) -> None:
+PEAK = ", the peak, as without a schedule"
+
+
+@pytest.mark.parametrize(("factor", "constant", "hint"), [(2.0, True, PEAK), (2.0, False, PEAK), (1.5, False, "")])
+def test_a_group_with_a_learning_rate_of_its_own(factor: float, constant: bool, hint: str) -> None:
     trial = trial_of(tiny_case("fsdp_2", replace(SGD, decay="matrices")))
     rates, peak = [step.lr for step in trial.reference.steps], trial.case.training.lr
 
     def rate(step: int, fqn: str) -> float:
         if "norm" not in fqn:
             return rates[step - 1]
-        return peak if hint else factor * rates[step - 1]
+        return peak if constant else factor * rates[step - 1]
 
     trial = trained_otherwise(trial, rate=rate)
     assert first_line(trial) == (
         "the learning rate of 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more)"
         f" is {factor * 0.025:.6g} in step 1{hint}, requested 0.025"
     )
+    assert "1 of 1 broken laws hold" in diagnosis_text(trial)
+    assert len([one for one in _rates_and_decays(trial) if one.cause.kind == "learning rate"]) == (2 if hint else 1)
 
 
 def test_clipping_left_out_everywhere() -> None:
