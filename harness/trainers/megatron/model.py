@@ -134,11 +134,12 @@ def _number_by_model(layers: Any) -> None:
 
 
 def _tell(chunk: nn.Module) -> None:
-    """What Megatron's DDP and its parallel layers say of themselves."""
+    """What Megatron's DDP and its parallel layers say of themselves. Around a single rank the DDP is not noted, for
+    memory would allow it the buckets that torch's keeps there."""
     data = dist.get_process_group_ranks(chunk.dp_cp_group)
     if chunk.ddp_config.use_distributed_optimizer:
         note_wrapper(chunk, "zero1", shard_ranks=data)
-    else:
+    elif len(data) > 1:
         note_wrapper(chunk, "ddp", replicate_ranks=data)
     ranks = dist.get_process_group_ranks(ps.get_tensor_model_parallel_group())
     for parameter in chunk.parameters() if len(ranks) > 1 else ():
