@@ -87,10 +87,10 @@ def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 
 
 def _mean_over_none(trial: Trial, step: int) -> str:
-    reference = trial.reference
+    reference, shares = trial.reference, shares_of_samples(trial, step)
+    counts: dict[int | None, int]
     counts = dict(zip(reference.sample_ids, (reference.labels >= 0).sum(axis=1).tolist(), strict=True))
-    shares = ((rank, ids) for rank, ids in shares_of_samples(trial, step).items() if None not in ids)
-    empty = [rank for rank, ids in shares if not sum(counts.get(id_ or 0, 0) for id_ in ids)]
+    empty = [rank for rank, ids in shares.items() if ids and not any(counts.get(id_, 1) for id_ in ids)]
     have = "has" if len(empty) == 1 else "have"
     return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
 
