@@ -96,9 +96,10 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
             cause = Cause(kind, f"each rank clips by {whose}, not by the global norm: {seen}")
             by: Coefficient = lambda rank, step, fqn, norm=other: clip_coefficient(norm(rank, step), limit)  # type: ignore[misc]  # noqa: E731
             yield Clipping(cause, by, other, 1 + (whose == "the norm it reports"))
-    if norm[first] < limit:
-        text = f"clipping enlarges gradients: it multiplies by {limit / (norm[first] + 1e-6):.4g}"
-        text += f" although the norm {norm[first]:.4g} is below max_norm {limit:g}"
+    if low := next((step for step in trial.case.steps if norm[step] < limit), None):
+        when = "" if low == first else f" in step {low}"
+        text = f"clipping enlarges gradients{when}: it multiplies by {limit / (norm[low] + 1e-6):.4g}"
+        text += f" although the norm {norm[low]:.4g} is below max_norm {limit:g}"
         enlarged = Cause("clipping enlarges gradients", text)
         yield Clipping(enlarged, lambda rank, step, fqn: limit / (norm[step] + 1e-6))
     expected = "max_norm / (norm + 1e-6), as torch does"

@@ -104,6 +104,19 @@ def test_gradients_clipped_by_the_norm_of_the_step_before_and_in_the_first_by_th
     )
 
 
+def test_clipping_that_enlarges_gradients_of_a_later_step_alone() -> None:
+    between = replace(LOW_CLIP, max_norm=1.6)
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        return {fqn: 1.6 / (norm + 1e-6) * g for fqn, g in gradients.items()}
+
+    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", between)), given=given)
+    told = "clipping enlarges gradients in step 2: it multiplies by 1.003 although the norm 1.595 is below max_norm 1.6"
+    expect_first(trial, told)
+    every = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    assert not [text for text in proposed(wrong_clipping, every, "update") if "enlarges" in text]
+
+
 def test_gradients_clipped_entry_by_entry() -> None:
     low = replace(LOW_CLIP, max_norm=0.01)
 
