@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from literal import judged, tiny_case, trial_of, with_collectives, with_rank
+from diagnosed import broken, dims
+from literal import judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.by_hand import IN_BACKWARD
+from harness.diagnosis.by_hand import IN_BACKWARD, lines_to_write
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
@@ -59,8 +60,26 @@ def test_lines_of_the_training_loop_which_no_adapter_can_wrap_have_a_remedy_too(
     )
 
 
-def test_gradients_that_nobody_averages_are_not_answered_with_a_call() -> None:
-    trial = trial_of(tiny_case("ddp_2"))
+def adapters(trial: Trial) -> list[str]:
+    return [text for _, text in lines_to_write(trial, broken("features", "traffic"))]
+
+
+def test_gradients_that_are_reduced_in_backward_already_are_not_told_to_be_behind_it_if_they_are_there_again() -> None:
+    trial = averaged_by_hand("ddp", wrapped=False, behind=False)
+    for rank in trial.ranks:
+        trial = with_collectives(trial, rank, lambda call: [call, replace(call, phase="other")])
+    assert adapters(trial) == [CLAIM.format("ddp")]
+
+
+def test_the_group_of_the_claim_is_that_of_the_first_rank() -> None:
+    trial = trial_of(tiny_case(dims(replicate=2, tp=2), wrapper="replicate"))
+    (line,) = adapters(with_every_rank(trial, lambda t, rank: with_rank(t, rank, structure={})))
+    assert line.endswith("the rank's group over dp_replicate, of rank 0 [0,2]")
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_gradients_that_nobody_averages_are_not_answered_with_a_call(wrapped: bool) -> None:
+    trial = averaged_by_hand("ddp", wrapped=wrapped, behind=False)
     for rank in trial.ranks:
         trial = with_collectives(trial, rank, lambda call: [] if call.phase == "backward" else [call])
     assert judged("traffic", trial).verdict is Verdict.FAIL

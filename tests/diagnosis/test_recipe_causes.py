@@ -4,10 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 from diagnosed import LOW_CLIP, expect, expect_first, trained_as
-from literal import ADAMW, SGD
+from literal import ADAMW, SGD, tiny_case, trained_otherwise, trial_of
+from literal_reference import clip
+
+from harness.diagnosis.algorithms import other_algorithms, other_numbers
+from harness.diagnosis.hypothesis import Hypothesis
+from harness.diagnosis.words import Arrays
+from harness.judge.trial import Trial
 
 
 def test_weight_decay_left_out() -> None:
@@ -70,3 +78,35 @@ def test_two_numbers_that_are_swapped_are_told_as_that_and_others_are_not() -> N
     expect_first(trained_as(swapped), f"{told}: the two are swapped")
     others = replace(ADAMW, beta1=0.95, beta2=0.999)
     expect_first(trained_as(others), "beta1 is 0.95 and beta2 is 0.999 in the optimizer, requested 0.9 and 0.95")
+
+
+def supposed(trial: Trial, of: Callable[[Trial], Iterator[Hypothesis]]) -> dict[str, int]:
+    return {one.cause.text: one.fitted for one in of(trial)}
+
+
+def test_a_number_is_two_choices_and_each_further_one_another() -> None:
+    """Which number it is, and which value."""
+    assert supposed(trained_as(replace(ADAMW, beta2=0.999)), other_numbers) == {
+        "beta2 is 0.999 in the optimizer, requested 0.95": 2
+    }
+    assert supposed(trained_as(replace(ADAMW, beta1=0.95, beta2=0.9)), other_numbers) == {
+        "beta1 is 0.95 and beta2 is 0.9 in the optimizer, requested 0.9 and 0.95: the two are swapped": 3
+    }
+    for factor in (2, 0.5):
+        low = replace(LOW_CLIP, max_norm=0.3)
+        trial = trained_as(replace(low, max_norm=factor * 0.3), requested=low)
+        told = f"the gradient norm's limit is {factor * 0.3:g} in the optimizer, requested 0.3"
+        assert supposed(trial, other_numbers)[told] == 2
+
+
+def test_another_algorithm_is_one_choice() -> None:
+    trial, held = trial_of(tiny_case("fsdp_2")), dict[str, np.ndarray]()
+
+    def late(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        before = {fqn: held.get(fqn, 0 * g) for fqn, g in gradients.items()}
+        held.update({fqn: clip(norm, ADAMW) * g for fqn, g in gradients.items()})
+        return before
+
+    told = "each optimizer step uses the gradients of the step before, the first uses none"
+    assert supposed(trained_otherwise(trial, given=late), other_algorithms) == {told: 1}
+    assert supposed(trial, other_algorithms) == {}
