@@ -19,8 +19,19 @@ from diagnosed import (
     trained_as,
     with_scaled_samples,
 )
-from literal import ADAMW, sum_of_samples, tiny_case, trained_otherwise, trial_of, with_rank, with_step
+from literal import (
+    ADAMW,
+    sum_of_samples,
+    tiny_case,
+    trained_otherwise,
+    trial_of,
+    with_rank,
+    with_step,
+    with_updates_that_follow,
+    with_value,
+)
 from literal_reference import clip
+from resuming import resumed
 
 from harness.diagnosis.algorithms import HALF
 from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
@@ -232,3 +243,33 @@ def test_clipping_of_sums_of_microbatches_is_put_to_the_test_only_where_it_can_b
         assert proposed(clipped_while_adding_up, trial_of(other), "gradients") == []
     again = several.ranks[0].steps[0].microbatches
     assert proposed(clipped_while_adding_up, with_step(several, 1, 1, microbatches=again), "gradients") == []
+
+
+def test_there_is_no_norm_of_the_step_before_of_a_step_of_another_launch() -> None:
+    trial = resumed(training=LOW_CLIP)
+    for rank, evidence in trial.ranks.items():
+        assert evidence.resumed is not None
+        (last,) = evidence.steps
+        rate, held = trial.reference.steps[2].lr, evidence.resumed
+        left, state = {}, {}
+        for fqn, gradient in last.gradients.items():
+            before = {key: held.optimizer_state[fqn][key] for key in ("exp_avg", "exp_avg_sq")}
+            first = 0.9 * before["exp_avg"] + 0.1 * gradient
+            second = 0.95 * before["exp_avg_sq"] + 0.05 * gradient**2
+            moved = rate * first / (1 - 0.9**3) / (np.sqrt(second / (1 - 0.95**3)) + ADAMW.eps)
+            left[fqn] = held.parameters[fqn] * (1 - rate * ADAMW.weight_decay) - moved
+            state[fqn] = {"exp_avg": first, "exp_avg_sq": second}
+        trial = with_step(trial, rank, 3, parameters=left, optimizer_state=state)
+    norm = trial.reference.steps[2].grad_norm
+    *others, left_out = proposed(wrong_clipping, trial, "update")
+    assert left_out == f"gradients are not clipped (coefficient {0.25 / norm:.4g})"
+    assert not [text for text in others if "step before" in text], "that norm was not seen"
+
+
+def test_replicas_whose_gradients_differ_have_no_global_norm_to_be_clipped_by() -> None:
+    unclipped = trained_as(replace(LOW_CLIP, max_norm=None), "ddp_2", LOW_CLIP)
+    assert proposed(wrong_clipping, unclipped, "update")[-1] == "gradients are not clipped (coefficient 0.1537)"
+    differing = with_value(trial_of(tiny_case("ddp_2", ADAMW)), 1, 1, "gradients", NORM, lambda g: 2 * g)
+    never = replace(differing, case=replace(differing.case, training=replace(LOW_CLIP, max_norm=None)))
+    wrong = replace(with_updates_that_follow(never), case=unclipped.case)
+    assert proposed(wrong_clipping, wrong, "update") == []

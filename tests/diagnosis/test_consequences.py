@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from diagnosed import NORM
 from literal import tiny_case, trial_of, with_step, with_value
 
-from harness.diagnosis.differences import common_factor, consequences
+from harness.diagnosis.differences import common_factor, consequences, factor_of, spans
 
 WRONG_IN_STEP_2 = with_value(trial_of(tiny_case("ddp_2")), 1, 2, "gradients", NORM, lambda gradient: 2 * gradient)
 """Of one of two replicas: there is no global norm."""
@@ -47,3 +48,18 @@ def test_a_factor_is_common_to_all_within_a_tenth_of_a_millionth(of: float, off:
         trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient, by=factor: by * gradient)
     found = common_factor(trial, [(0, NORM), (1, NORM)], 1)
     assert found == (pytest.approx(1.5, rel=1e-7) if same else None)
+
+
+@pytest.mark.parametrize("factor", [1e9 / 3, -1e9 / 3, 1 / 3, 0.0])
+def test_a_factor_is_one_relative_to_what_it_makes_of_the_gradient(factor: float) -> None:
+    trial = with_value(trial_of(tiny_case("ddp_2")), 0, 1, "gradients", NORM, lambda gradient: factor * gradient)
+    assert factor_of(trial, 0, NORM, 1) == pytest.approx(factor, rel=1e-12)
+    by_entry = with_value(trial, 0, 1, "gradients", NORM, lambda gradient: gradient * (1 + 1e-8 * np.arange(4)))
+    assert (factor_of(by_entry, 0, NORM, 1) is None) is bool(factor)
+
+
+def test_what_begins_later_is_told_with_the_step_and_the_last_step_has_none_after_it() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    assert [*spans(trial, 1)] == [("", [1, 2, 3], 0), (" in step 1 alone", [1], 1)]
+    assert [*spans(trial, 2)] == [(" from step 2 on", [2, 3], 0), (" in step 2 alone", [2], 1)]
+    assert [*spans(trial, 3)] == [(" from step 3 on", [3], 0)]

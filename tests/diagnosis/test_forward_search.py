@@ -19,7 +19,7 @@ from harness.diagnosis.forward import Tries, _false_position, other_forward
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.reference.altered import altering
-from harness.reference.variations import over_cp
+from harness.reference.variations import over_cp, variations
 from harness.spec.dims import ParallelDims
 
 
@@ -98,3 +98,13 @@ def test_a_model_that_counts_positions_itself_is_looked_at_and_one_that_is_told_
 
     assert proposed(receiving(trial, None)) == [told]
     assert proposed(receiving(trial, np.arange(8))) == []
+
+
+@pytest.mark.parametrize("rows", [None, np.arange(8) >= 4])
+def test_which_ranks_compute_otherwise_is_a_choice_more(ran: Ran, rows: np.ndarray | None) -> None:
+    case = case_of(training=replace(RECIPE, document_mask=True))
+    (lost,) = [one for one in variations(case.model, case.training) if one.observed == "attention crosses documents"]
+    found = Tries(ran(case, altered=altering(lost, [""], 1, rows)), 1).tried(lost, [""])
+    assert found is not None
+    assert (found.numbers, found.cause.where) == ((1, "") if rows is None else (2, "on rank 1"))
+    assert found.distance < 1e-12
