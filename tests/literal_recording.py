@@ -43,6 +43,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "outside",
             "whole",
             "background",
+            "idle_steps",
         )
     }
     plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "joined": None}

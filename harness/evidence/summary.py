@@ -75,7 +75,8 @@ class Summary:
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
     kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
     ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
-    joined: as in RankEvidence. failed: as in RankRecord.
+    joined: as in RankEvidence. failed: as in RankRecord. idle_steps: those in which optimizers of its parameters found no
+    gradient in any.
     """
 
     rank: int
@@ -122,6 +123,7 @@ class Summary:
     ignored: dict[str, dict[int, int]] = field(default_factory=dict)
     joined: int | None = None
     failed: tuple[str, ...] = ()
+    idle_steps: tuple[int, ...] = ()
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "failed", "own")
@@ -144,6 +146,7 @@ def summary_of(record: RankRecord) -> Summary:
         copies=copies(record),
         ignored=ignored(record),
         joined=evidence.joined,
+        idle_steps=idle_steps(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
         background=background(evidence),
@@ -151,6 +154,12 @@ def summary_of(record: RankRecord) -> Summary:
         places=places,
         **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
     )
+
+
+def idle_steps(record: RankRecord) -> tuple[int, ...]:
+    """Trap: optimizers that step on other tensors than the model's, as ZeRO's do, look for no gradient there."""
+    held = {tensor.fqn for tensor in record.evidence.parameters if tensor.value.size} & {*record.stepped}
+    return tuple(step.step for step in record.steps if step.step and held and held <= {*step.ungraded})
 
 
 def _model(record: RankRecord) -> dict[str, Any]:

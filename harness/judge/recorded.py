@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence, Run, TensorEvidence
-from harness.evidence.summary import summary_of
+from harness.evidence.summary import idle_steps, summary_of
 from harness.judge.observed_laws import not_recorded, recorder_failed
 from harness.judge.recorded_ends import exits_of, not_heard
 from harness.judge.stored_recording import Recording
@@ -258,7 +258,7 @@ def _not_derived(records: Mapping[int, RankRecord]) -> str:
     if hook := next(hooks, ""):
         return f"DDP reduces gradients by the communication hook {hook}, which chooses what is moved"
     ungraded = next((s.ungraded for r in records.values() for s in r.steps if s.step and s.ungraded), ())
-    if ungraded:
+    if ungraded and not _nothing_trained(records.values()):
         return f"{len(ungraded)} parameters have no gradient ({ungraded[0]}): what is moved of them is not derived"
     calls = [call for record in records.values() for call in record.evidence.collectives]
     moved = [
@@ -269,6 +269,15 @@ def _not_derived(records: Mapping[int, RankRecord]) -> str:
         {c.dtype for c in moved} if len(steps) < 2 else {c.dtype for c in moved if c.step != min(steps)}
     )  # set up there
     return f"parameters or gradients may move as {', '.join(sorted(packed))}" if packed else ""
+
+
+def _nothing_trained(records: Iterable[RankRecord]) -> bool:
+    """Optimizers have all parameters, and never found a gradient: none was reduced, and all should have been."""
+    return all(
+        {*one.stepped} >= {tensor.fqn for tensor in one.evidence.parameters}
+        and {*idle_steps(one)} == {step.step for step in one.steps if step.step}
+        for one in records
+    )
 
 
 def _copies(records: Iterable[RankRecord]) -> int | None:

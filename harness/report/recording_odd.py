@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
@@ -12,7 +13,7 @@ from harness.judge.observed import copied, differing, odd_ranks, out_of_order, r
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording, exit_text, only_waited
 
-SEPARATE = "SEPARATE MODELS"
+SEPARATE, UNTRAINED = "SEPARATE MODELS", "NOT TRAINED"
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 Rows = list[tuple[str, str]]
 
@@ -26,6 +27,7 @@ def odd(recording: Recording) -> Rows:
         *_ended(recording),
         *_order(summaries),
         *_separate(summaries),
+        *_untrained(summaries),
         *_replicas(summaries),
         *_not_finite(summaries),
         *[
@@ -129,6 +131,17 @@ def _separate(summaries: Sequence[Summary]) -> Rows:
     )
     held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
     return [(SEPARATE, f"{text}; {held}")]
+
+
+def _untrained(summaries: Sequence[Summary]) -> Rows:
+    """No gradient on any rank, in any step on record; an optimizer that takes them from elsewhere changes the parameters."""
+    if not summaries or not all(one.idle_steps and len({*one.contents.values()}) == 1 for one in summaries):
+        return []
+    if any({*one.contents} != {0, *one.idle_steps} for one in summaries):
+        return []
+    when = steps_text(summaries[0].idle_steps)
+    held = "parameters hold what they held before the first step"
+    return [(UNTRAINED, f"optimizers found no gradient in {when}, in any parameter of any rank; {held}")]
 
 
 def _replicas(summaries: Sequence[Summary]) -> Rows:

@@ -14,7 +14,7 @@ from harness.evidence.summary import Summary
 from harness.evidence.text import MANY, bytes_text, ranks_text
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
-from harness.report.recording_odd import SEPARATE, Rows, odd, some_ranks
+from harness.report.recording_odd import SEPARATE, UNTRAINED, Rows, odd, some_ranks
 from harness.report.recording_outside import background_rows, outside_rows
 from harness.report.text import WIDTH, wrapped
 
@@ -42,7 +42,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     rows = [*odd(recording), *facts(recording, summaries, with_layout=bool(judged))] if summaries else odd(recording)
     lines = [_title(recording), *_table(rows)]
     if judged:
-        worst = [row for row in rows if row[0] == SEPARATE]  # no law says it, and others follow from it
+        worst = [row for row in rows if row[0] in (SEPARATE, UNTRAINED)]  # no law says it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
     return "\n".join(lines if whole else _cut(lines, recording, layout))

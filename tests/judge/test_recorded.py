@@ -251,13 +251,6 @@ def test_a_parameter_that_no_unit_of_fsdp2_has_is_read_as_it_is() -> None:
     assert recorded.cut_first(other) == other
 
 
-def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:
-    ran, dims = trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]
-    frozen = RecordedStep(1, {}, ungraded=("norm.weight",))
-    records = {rank: replace(record_of(e), steps=(frozen,)) for rank, e in ran.ranks.items()}
-    assert "traffic" not in verdicts(recorded.trial_of(records, dims, "run", 2))
-
-
 def test_what_another_type_gathers_in_the_first_step_alone_sets_a_wrapper_up_and_is_no_parameter() -> None:
     """torch's replicate() compares shapes in its first forward pass, FSDP2 in float8 gathers bytes in every one."""
     ran, dims = trial_of(tiny_case("ddp_2")), LAYOUTS["ddp_2"]

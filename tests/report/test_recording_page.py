@@ -171,6 +171,20 @@ def test_where_no_step_was_recorded_nothing_is_said_of_what_ran() -> None:
     assert "trains alone" not in text and "memory" not in text
 
 
+def test_a_job_whose_optimizers_never_find_a_gradient_and_change_nothing_trains_nothing() -> None:
+    told = {"idle_steps": (1, 2), "contents": {0: 7, 1: 7, 2: 7}}
+    ranks = [hsdp(rank, **TOLD | told) for rank in range(4)]
+    assert odd(recording(*ranks)) == [
+        (
+            "NOT TRAINED",
+            "optimizers found no gradient in steps 1,2, in any parameter of any rank; parameters hold what they held before "
+            "the first step",
+        )
+    ]
+    for changed in ({"idle_steps": ()}, {"idle_steps": (1,)}, {"contents": {0: 7, 1: 7, 2: 8}}):
+        assert "NOT TRAINED" not in page(recording(*ranks[:3], hsdp(3, **TOLD | told | changed)))
+
+
 def test_what_a_step_that_raised_in_its_optimizer_did_not_come_to_is_not_shown_as_nothing() -> None:
     ranks = [hsdp(rank, **TOLD | {"memory": {"gradients": 8}, "kept": 16}) for rank in range(4)]
     (row,) = [line for line in page(recording(*ranks)).splitlines() if line.startswith("  memory")]
