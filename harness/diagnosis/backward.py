@@ -308,7 +308,7 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
     off = max((loss_off(trial, step) or 0.0 for step in trial.case.steps), default=0.0)
     if "gradients" not in broken or not wrong or off > FLOAT32:
         return
-    largest = max(distance(trial, rank, fqn) for rank, fqn in wrong)
+    largest = max(distance(trial, rank, fqn, trial.first_step) for rank, fqn in wrong)
     if largest < FLOAT32:
         observed = f"gradients are off by {largest:.0e}"
         where = where_text(trial, wrong) + f", the loss by {off:.0e}" * bool(off)

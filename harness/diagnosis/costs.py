@@ -72,8 +72,8 @@ def _retained_graph(trial: Trial, rank: int) -> tuple[str, str] | None:
     steps = [step.step for step in trial.ranks[rank].steps if step.graphs_retained]
     if not steps:
         return None
-    text = f"activations of a pass are still there in the next forward pass, from step {steps[0]} on"
-    return text, ": backward is called with retain_graph=True, and the loss or something else still holds the graph"
+    why = "backward is called with retain_graph=True, and the loss or something else still holds the graph"
+    return "activations of a pass are still there in the next forward pass", f", from step {steps[0]} on: {why}"
 
 
 def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:

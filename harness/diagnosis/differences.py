@@ -23,7 +23,7 @@ def seen_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
     return next((record.gradients for record in trial.ranks[rank].steps if record.step == step), {})
 
 
-def expected_gradient(trial: Trial, rank: int, fqn: str, step: int = 1) -> np.ndarray | None:
+def expected_gradient(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
     part = trial.gradient_slice_of(rank, fqn)
     full = trial.reference.steps[step - 1].gradients.get(fqn)
     return None if part is None or full is None else take(full, part)
@@ -54,14 +54,14 @@ def factor_of(trial: Trial, rank: int, fqn: str, step: int) -> float | None:
     return factor if left <= 1e-9 * max(1.0, abs(factor)) * float(np.max(np.abs(expected))) else None
 
 
-def distance(trial: Trial, rank: int, fqn: str, step: int = 1) -> float:
+def distance(trial: Trial, rank: int, fqn: str, step: int) -> float:
     """How far a gradient is from the expected one, relative to the largest entry of the whole parameter's."""
     seen, expected = seen_gradients(trial, rank, step)[fqn], expected_gradient(trial, rank, fqn, step)
     largest = float(np.max(np.abs(trial.reference.steps[step - 1].gradients.get(fqn, 0.0)), initial=0.0))
     return math.inf if expected is None else tolerance.relative_difference(seen, expected, largest)
 
 
-def loss_off(trial: Trial, step: int = 1) -> float | None:
+def loss_off(trial: Trial, step: int) -> float | None:
     """By how much the loss of a step is off, None if it is right or was not seen."""
     seen, wanted = global_loss(trial, step), trial.reference.steps[step - 1].loss
     if seen is None:

@@ -85,7 +85,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
             close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
             return Cause(KIND, f"the loss of step {step} is off by {off:.1e}, {close}")
         before = f"right in step {trial.first_step} and " * bool(since)
-        largest = max(distance(trial, rank, fqn) for rank, fqn in wrong) if step == 1 else 0.0
+        largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong) if step == 1 else 0.0
         by = f" by up to {largest:.0e} of the largest entry" if 0 < largest < math.inf else ""
         matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
         more = in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))

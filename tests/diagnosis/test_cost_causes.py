@@ -41,8 +41,8 @@ def test_what_grows_is_told_with_the_collectives_that_nothing_waited_for(
 
 def test_graphs_that_are_retained_are_told_with_the_first_step_and_the_reason() -> None:
     assert first_line(by_step({}, {"graphs_retained": 2}, {"graphs_retained": 1})) == (
-        "activations of a pass are still there in the next forward pass, from step 2 on on rank 1: backward is called with"
-        " retain_graph=True, and the loss or something else still holds the graph"
+        "activations of a pass are still there in the next forward pass on rank 1, from step 2 on: backward is"
+        " called with retain_graph=True, and the loss or something else still holds the graph"
     )
 
 
