@@ -338,11 +338,11 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What memory, traffic and numbers show then follows from that."""
     found = _of(broken, features.DTYPE) if "features" in broken else []
     if found:
-        text = f"matmuls are computed in {found[0].observed}{_few(trial, found[0])}, requested {found[0].expected}"
+        where = _few(trial, found[0]) + on_ranks(trial, {one.rank for one in found if one.rank is not None})
+        text = f"matmuls are computed in {found[0].observed}{where}, requested {found[0].expected}"
         text += _unlike_others(trial, found[0].expected, "param_dtype", lambda unit: unit.casts_to)
-        ranks = {one.rank for one in found if one.rank is not None}
         laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
-        yield stated(broken, "features", "another feature", text + on_ranks(trial, ranks), *laws, more=NOT_TESTED)
+        yield stated(broken, "features", "another feature", text, *laws, more=NOT_TESTED)
 
 
 def sent_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
