@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from expecttest import assert_expected_inline
@@ -23,12 +25,14 @@ from noisy import with_noise
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.diagnosis.costs import STRUCTURE
 from harness.diagnosis.hypothesis import Fact, Facts, Suspects
 from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 from harness.spec.dims import ParallelDims
 
+PAGE = (Path(__file__).parents[1] / "docs" / "causes.md").read_text(encoding="utf-8")
 EMBEDDING, NORM, LAST = "tok_embeddings.weight", "norm.weight", "output.weight"
 LOW_CLIP = replace(ADAMW, max_norm=0.25)
 DDP_2 = trial_of(tiny_case("ddp_2"))
@@ -42,6 +46,7 @@ def diagnosis_text(trial: Trial) -> str:
     """The first line, then the evidence."""
     found = diagnose(trial, judge(trial))
     assert cause_of(found) and found is not None
+    assert all(is_listed(kind) for kind in found.kinds), found.kinds
     return "\n".join([found.cause, *(f"  {label}: {text}" for label, text in found.evidence)])
 
 
@@ -129,7 +134,15 @@ def broken(*laws: str) -> dict[str, Result]:
 
 def seen(facts: Facts, trial: Trial, *laws: str) -> Fact | None:
     """The first fact of these, where these laws are broken."""
-    return next(facts(trial, broken(*laws)), None)
+    found = next(facts(trial, broken(*laws)), None)
+    assert found is None or is_listed(found.cause.kind), found
+    return found
+
+
+def is_listed(kind: str) -> bool:
+    """On the page of causes, or as a number of the recipe or a law's structure."""
+    kinds = [re.sub(f"^({'|'.join(STRUCTURE)}) of", "traffic of", one) for one in kind.split(", ")]
+    return all(re.search(rf"[ (\"]{re.escape(one)}[ ,.)\"]", PAGE) or hasattr(ADAMW, one) for one in kinds)
 
 
 def seen_text(facts: Facts, trial: Trial, *laws: str) -> str:
@@ -139,7 +152,9 @@ def seen_text(facts: Facts, trial: Trial, *laws: str) -> str:
 
 def proposed(suspects: Suspects, trial: Trial, *laws: str) -> list[str]:
     """What hypotheses say that are put to the test where these laws are broken."""
-    return [one.cause.text for one in suspects(trial, broken(*laws))]
+    found = list(suspects(trial, broken(*laws)))
+    assert all(is_listed(one.cause.kind) for one in found), found
+    return [one.cause.text for one in found]
 
 
 def gradients_of(trial: Trial) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ def told(trial: Trial) -> Fact:
     ("by_dtype", "ranks", "text"),
     [
         ({"float32": 8}, (0, 1), "matmuls are computed in float32, requested float64"),
-        ({"float32": 8}, (1,), "matmuls are computed in float32, requested float64 on rank 1"),
+        ({"float32": 8}, (1,), "matmuls are computed in float32 on rank 1, requested float64"),
         (
             {"float32": 1, "float64": 7},
             (0, 1),
@@ -72,4 +72,4 @@ def test_another_dtype_in_backward_alone_is_not_counted_in_forward() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = {Matmul("forward", "float64"): 8, Matmul("backward", "float32"): 16}
     trial = with_step(trial, 0, 1, activity=replace(trial.ranks[0].steps[0].activity, matmuls=seen))
-    assert told(trial).cause.text == "matmuls are computed in float32 and float64, requested float64 on rank 0"
+    assert told(trial).cause.text == "matmuls are computed in float32 and float64 on rank 0, requested float64"

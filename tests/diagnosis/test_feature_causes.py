@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from diagnosed import DDP_2, broken, expect_first, first_line, proposed, seen, seen_text
+from diagnosed import DDP_2, broken, diagnosis_text, expect_first, first_line, proposed, seen, seen_text
 from literal import (
     TINY,
     tiny_case,
@@ -198,7 +198,11 @@ def test_a_wrapper_is_blamed_only_where_one_is_there_and_features_are_wrong() ->
 
 def test_another_wrapper_is_named() -> None:
     trial = trial_of(*(tiny_case("ddp_2", wrapper=wrapper) for wrapper in ("ddp", "replicate")))
-    assert first_line(trial) == "wrapper ddp is requested, replicate is observed"
+    told, proof = diagnosis_text(trial).splitlines()[:2]
+    assert (told, proof.strip()) == (
+        "wrapper ddp is requested, replicate is observed",
+        "assuming this: 2 of 2 broken laws hold, and none that held breaks",
+    )
 
 
 def test_other_policies_are_the_three_words_and_what_divides_the_shards() -> None:

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from diagnosed import DDP_2, EMBEDDING, expect, expect_first, seen_text
+from diagnosed import DDP_2, accumulating, seen, seen_text
 from literal import ADAMW, judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank, with_step
+from noisy import noise_of, with_noise
 
-from harness.diagnosis.features import odd_traces
+from harness.diagnosis.features import _noise, odd_traces, other_actions
 from harness.evidence.records import Activity, Attention, Call, Collective, Matmul, SavedTensorsHook
 from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 
 FULL = trial_of(tiny_case("ddp_2", activation_checkpointing="full"))
 COMPILED = trial_of(tiny_case("ddp_2", compile=True))
@@ -64,6 +66,7 @@ REPEATED = (
             "attention falls back to plain matmuls: 0 fused kernels in forward, requested 1, and 2 batched matmuls (rank 1, step 2)",
         ),
         (DDP_2, also("attention", of={FUSED: 0}), ""),
+        (DDP_2, also("attention", of={BATCHED: 2}), ""),
         (DDP_2, also("attention", of={AGAIN: 1}), ATTENDED.format(1, 0) + " (none is requested)"),
         (FULL, also("attention", of={AGAIN: 2}), ATTENDED.format(2, 1) + " (full is requested)"),
         (FULL, also("attention", of={AGAIN: 0}), ATTENDED.format(0, 1) + " (full is requested)"),
@@ -119,6 +122,16 @@ def test_matmuls_of_one_part_that_are_recomputed_are_told_with_it() -> None:
     )
 
 
+def test_attention_that_is_no_fused_kernel_or_divided_over_cp_is_not_counted() -> None:
+    unfused = computing(accumulating(), lambda activity: replace(activity, attention={}))
+    assert not seen_text(odd_traces, unfused, "features")
+    divided = computing(trial_of(tiny_case(ParallelDims(cp=2))), also("attention", of={FUSED: 8}))
+    assert not seen_text(odd_traces, divided, "features")
+    assert seen_text(odd_traces, computing(accumulating(), also("attention", of={FUSED: 3})), "features") == (
+        "attention is computed 1.5 times in forward (rank 0, step 1), expected once"
+    )
+
+
 # ---- compilers
 
 
@@ -148,12 +161,6 @@ def test_code_that_is_compiled_although_nobody_asked_is_told() -> None:
 # ---- types and buckets
 
 
-def in_dtype(activity: Activity, dtype: str, **counts: int) -> Activity:
-    """So many matmuls of a phase in this one."""
-    matmuls = {key: n - counts.get(key.phase, 0) for key, n in activity.matmuls.items()}
-    return replace(activity, matmuls=matmuls | {Matmul(phase, dtype): n for phase, n in counts.items()})
-
-
 def with_policies(trial: Trial, **policy: dict[str, str]) -> Trial:
     """By field of the wrapper, what each unit of FSDP2 has, in the plan's order."""
     for rank, evidence in trial.ranks.items():
@@ -163,26 +170,6 @@ def with_policies(trial: Trial, **policy: dict[str, str]) -> Trial:
         }
         trial = with_rank(trial, rank, structure=structure)
     return trial
-
-
-def test_matmuls_in_another_dtype_are_counted_where_they_are_not_all() -> None:
-    trial = trial_of(tiny_case("fsdp_2"))
-    some = computing(trial, lambda activity: in_dtype(activity, "bfloat16", forward=2), (1,), since=3)
-    expect(
-        some,
-        """\
-matmuls are computed in bfloat16 and float64 (2 of 8 in forward in bfloat16) on rank 1, requested float64
-  features: rank 1, step 3, matmuls' dtype: expected float64, observed bfloat16 and float64
-  not tested: whether all wrong numbers follow from this
-  loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
-    )
-    alone = with_policies(
-        computing(trial, lambda a: in_dtype(a, "bfloat16", forward=2)), casts_to={EMBEDDING: "bfloat16"}
-    )
-    expect_first(
-        alone,
-        """matmuls are computed in bfloat16 and float64 (2 of 8 in forward in bfloat16), requested float64: FSDP unit tok_embeddings.weight has bfloat16 param_dtype, others float64""",
-    )
 
 
 def test_gradients_that_are_reduced_in_another_dtype_are_told_with_the_units_that_do() -> None:
@@ -213,3 +200,36 @@ def test_gradients_that_are_reduced_at_once_are_told_beside_the_buckets_requeste
     assert told(trial_of(tiny_case("ddp_2", bucket_mb=0.002))) == ""
     text = "bucket_mb 0.0001 is requested, up to 1880 bytes are reduced at once"
     assert told(trial_of(tiny_case("ddp_2", bucket_mb=0.0001))) == text
+
+
+# ---- what a pipeline does
+
+
+def test_a_pipeline_that_follows_no_schedule_is_told_by_what_the_law_found_first_or_as_not_run() -> None:
+    trial = replace(DDP_2, case=tiny_case(ParallelDims(pp=2), schedule="1F1B"))
+    acting = with_step(with_step(trial, 0, 1, actions=("0F0", "0B0")), 1, 1, actions=("1F0", "1B0"))
+    found = seen(other_actions, acting, "schedule")
+    assert found is not None and found.laws == ("schedule",)
+    assert found.cause.text == "the pipeline does not follow schedule 1F1B: here: expected this, observed that"
+    assert found.lines == (("schedule", "here: expected this, observed that"),)
+    idle = with_step(acting, 1, 1, actions=())
+    assert seen_text(other_actions, idle, "schedule") == "no pipeline ran on rank 1, schedule 1F1B is requested"
+    assert seen_text(other_actions, trial, "schedule") == "no pipeline ran, schedule 1F1B is requested"
+    assert not seen_text(other_actions, idle, "traffic")
+
+
+# ---- another recipe's noise
+
+
+def test_a_recipe_of_which_nobody_measured_noise_is_judged_by_that_of_the_one_requested() -> None:
+    """With a golden's where the reference has none, and by its own where it has."""
+    trial = with_noise(DDP_2)
+    other = replace(trial, case=replace(trial.case, features=replace(trial.case.features, reduce_dtype="float32")))
+    own, key = trial.case.noise_key, other.case.noise_key
+    (noise,), measured = trial.golden.noise.values(), noise_of(trial.case, loss=1e-3)
+    assert own != key and _noise(trial, other) == {own: noise, key: noise}
+    assert _noise(replace(trial, reference=replace(trial.reference, noise={own: measured})), other)[key] is measured
+    both = replace(trial, golden=replace(trial.golden, noise={own: noise, key: measured}))
+    assert _noise(both, other) == {own: noise, key: measured}
+    assert _noise(replace(trial, golden=None), other) == {}
+    assert _noise(replace(both, case=DDP_2.case), other) == {own: noise, key: measured}
