@@ -11,6 +11,7 @@ import pytest
 from literal import (
     tiny_case,
     trial_of,
+    with_every_rank,
     with_rank,
     with_step,
 )
@@ -18,7 +19,7 @@ from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resu
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.evidence.records import HeldTensor
+from harness.evidence.records import Collective, HeldTensor
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
@@ -114,7 +115,16 @@ def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wr
     keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))
     assert cause(replace(right, saved=(keeping,))).startswith("saved_1: 7.2 kB of float64 are retained in")
     wrong = with_resumed(right, 1, "parameters", lambda held: {**held, WEIGHT: 2 * held[WEIGHT]})
-    assert cause(replace(wrong, saved=(keeping,))) == cause(wrong)
+    both, moving = (waiting(launch) for launch in (keeping, right.saved[0]))
+    assert [cause(replace(wrong, saved=(launch,))) for launch in (keeping, moving, both)] == [cause(wrong)] * 3
+    worse = with_step(moving, 0, 1, reported_loss=99.0)
+    assert cause(replace(wrong, saved=(worse,))).startswith("saved_1: ")
+
+
+def waiting(trial: Trial) -> Trial:
+    """Traffic alone is wrong: ranks of tp wait for each other in forward."""
+    wait = Collective("barrier", (0, 1), "0", "float64", 0, "forward", 1, 99)
+    return with_every_rank(trial, lambda t, rank: with_rank(t, rank, collectives=(*t.ranks[rank].collectives, wait)))
 
 
 # ---- what has become of parameters and averages on the way, told of one rank that holds them whole
