@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from diagnosed import DDP_2, accumulating, seen, seen_text
-from literal import ADAMW, judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank, with_step
+from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank, with_step
 from noisy import noise_of, with_noise
 
 from harness.diagnosis.features import _noise, odd_traces, other_actions
@@ -130,6 +130,8 @@ def test_attention_that_is_no_fused_kernel_or_divided_over_cp_is_not_counted() -
     assert seen_text(odd_traces, computing(accumulating(), also("attention", of={FUSED: 3})), "features") == (
         "attention is computed 1.5 times in forward (rank 0, step 1), expected once"
     )
+    three = trial_of(tiny_case("ddp_2", model=replace(TINY, n_layers=3)))
+    assert not seen_text(odd_traces, computing(three, also("attention", of={FUSED: 3})), "features")
 
 
 # ---- compilers
