@@ -54,7 +54,7 @@ def _mask_moved(trial: Trial, step: int) -> str:
     if (rows := received(trial, step)) is None or not rows.whole:
         return ""
     masked, own = rows.labels < 0, own_labels(trial, rows.tokens) < 0
-    if not (own[:, 1:] != own[:, :-1]).any():
+    if (own == own[:, :1]).all():
         return ""
     sides = {"late": (masked[:, 1:], own[:, :-1]), "early": (masked[:, :-1], own[:, 1:])}
     return next((side for side, (seen, wanted) in sides.items() if np.array_equal(seen, wanted)), "")
@@ -80,10 +80,11 @@ def _which(trial: Trial, step: int, wrong: Wrong) -> str:
 def _beyond(trial: Trial, step: int, least: int, largest: int) -> str:
     """Where exactly the labels above, or below, some token are masked: `least` and `largest` of those."""
     rows = received(trial, step)
-    kept = rows.labels[rows.labels >= 0] if rows is not None else np.array([])
-    if not kept.size or not (least > kept.max() or largest < kept.min()):
+    if rows is None or not (kept := rows.labels[rows.labels >= 0]).size:
         return ""
-    return f"all from token {least} on are " if least > kept.max() else f"all up to token {largest} are "
+    if least > kept.max():
+        return f"all from token {least} on are "
+    return f"all up to token {largest} are " if largest < kept.min() else ""
 
 
 def _only_at_the_ends(trial: Trial, step: int, wrong: Wrong) -> bool:
@@ -127,8 +128,7 @@ def _shifted(by: int) -> Cause:
 def _shift(trial: Trial, step: int) -> int | None:
     """By how many places all labels are those of later tokens, other than 0."""
     rows = received(trial, step)
-    if rows is None or (trial.case.dims.cp > 1 and not rows.whole):
+    if rows is None:
         return None
-    counted = np.flatnonzero((rows.labels >= 0).any(axis=0))
-    unpadded = rows.labels[:, : counted[-1] + 1 if counted.size else 0]
+    unpadded = rows.labels[:, : len(np.trim_zeros((rows.labels >= 0).any(axis=0), "b"))]
     return shift_of(unpadded, own_labels(trial, rows.tokens)) or None

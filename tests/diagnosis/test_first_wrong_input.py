@@ -23,9 +23,9 @@ from harness.reference.train import mean_squares
 INPUTS = {"layers.0": 4.0, "layers.0.attention.wq": 1.0, "layers.0.attention.wo": 0.25, "norm": 9.0}
 
 
-def wrong_forward(seen: dict[str, tuple[float, float]], rank: int = 1) -> Trial:
+def wrong_forward(seen: dict[str, tuple[float, float]], rank: int = 1, layout: str = "tp_2") -> Trial:
     """Losses and gradients are wrong in no way that a rule knows; one rank tells other lengths."""
-    trial = trial_of(tiny_case("tp_2"))
+    trial = trial_of(tiny_case(layout))
     noise = np.random.default_rng(1)
     trial = with_step_1_gradients(
         trial, lambda _, fqn: trial.reference.steps[0].gradients[fqn] + noise.standard_normal(trial.plan.shapes[fqn])
@@ -72,16 +72,34 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
     )
 
 
-def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong() -> None:
-    gives, trial = "layers.0.ffn_norm", wrong_forward({"layers.0.ffn_norm": (16.0, 8.0)})
-    inputs = INPUTS | {gives: 4.0}
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        ("layers.0.ffn_norm", "the input of layers.0.ffn_norm"),
+        ("layers.0.ffn_dropout", "the output of layers.0.feed_forward"),
+    ],
+)
+def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong(gives: str, words: str) -> None:
+    trial, inputs = wrong_forward({gives: (16.0, 8.0)}), INPUTS | {gives: 4.0}
     for rank, squares in ((0, 24.0), (1, 16.0)):
         activity = trial.ranks[rank].steps[0].activity
         trial = with_step(trial, rank, 1, activity=replace(activity, inputs={**activity.inputs, gives: (squares, 8.0)}))
     wrong = replace(trial, reference=replace(trial.reference, inputs=inputs))
-    apart = f"the input of {gives} does not, and differs among tp ranks [0,1], which should have the same sum"
+    apart = f"{words} does not, and differs among tp ranks [0,1], which should have the same sum"
     assert first_wrong_input(without_sequence_parallel(wrong)).endswith(apart)
-    assert first_wrong_input(wrong).endswith(f"the input of {gives} does not")  # each has its part of the sequence
+    assert first_wrong_input(wrong).endswith(f"{words} does not")  # each has its part of the sequence
+
+
+def test_tp_ranks_that_have_one_sum_and_those_that_have_none_do_not_differ() -> None:
+    gives, told = "layers.0.ffn_norm", "the input of layers.0.ffn_norm does not"
+    trial = wrong_forward({gives: (16.0, 8.0)})
+    wrong = without_sequence_parallel(replace(trial, reference=replace(trial.reference, inputs=INPUTS | {gives: 4.0})))
+    assert first_wrong_input(wrong).endswith(told)
+    activity = wrong.ranks[0].steps[0].activity
+    same = with_step(wrong, 0, 1, activity=replace(activity, inputs={**activity.inputs, gives: (16.0, 8.0)}))
+    assert first_wrong_input(same).endswith(told)
+    alone = wrong_forward({"norm": (80.0, 8.0)}, layout="fsdp_2")
+    assert first_wrong_input(without_sequence_parallel(alone)).endswith("but the input of norm does not")
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from diagnosed import broken
-from literal import TINY, tiny_case, trial_of
+from literal import TINY, tiny_case, trial_of, with_parameter
 
-from harness.diagnosis.localise import in_common, localise, one_group
+from harness.diagnosis.localise import _forward, in_common, localise, one_group
 
 TRIAL = trial_of(tiny_case("hsdp_2x2", model=replace(TINY, n_layers=2)))
 NAMES = list(TRIAL.plan.shapes)
@@ -44,6 +45,21 @@ def test_ranks_that_are_a_group_of_the_plan_are_told_as_one() -> None:
     assert one_group(TRIAL, {0, 1}) == ", one group of dp_shard"
     assert one_group(TRIAL, {1, 3}) == ", one group of dp_replicate"
     assert one_group(TRIAL, {0, 3}) == one_group(TRIAL, {0, 1, 2, 3}) == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "since", "told"),
+    [
+        ((), "", "off; broken before the forward pass: initial_weights"),
+        (("initial_weights",), "", "the forward pass is wrong: off"),
+        (("initial_weights",), " from step 2 on", "the forward pass is right in step 1 and wrong from step 2 on: off"),
+    ],
+)
+def test_the_forward_pass_is_blamed_where_no_law_before_it_is_broken(
+    held: tuple[str, ...], since: str, told: str
+) -> None:
+    trial = with_parameter(TRIAL, 1, "norm.weight", value=np.full(2, 3.0))
+    assert _forward(trial, 1, "off", since, frozenset(held)) == told
 
 
 def test_of_a_law_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:

@@ -130,6 +130,10 @@ def waiting(trial: Trial) -> Trial:
 # ---- what has become of parameters and averages on the way, told of one rank that holds them whole
 
 W1, W3 = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"
+NOT_THOSE, FACTOR = (
+    "parameters after resuming are not those of step 2",
+    "parameters are 1.5 times the saved ones after resuming",
+)
 Held = dict[str, Any]
 
 
@@ -152,21 +156,50 @@ def after_step_1(held: Held) -> Held:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda held: {f: in_float32(v) for f, v in held.items()}, "parameters come back rounded to float32"),
+        (
+            lambda held: {f: in_float32(v) for f, v in held.items()},
+            "parameters come back rounded to float32 from the checkpoint in every parameter",
+        ),
         (
             lambda held: {WEIGHT: held[WEIGHT].T},
-            f"come back transposed from the checkpoint in 1 of 12 parameters ({WEIGHT})",
+            f"parameters come back transposed from the checkpoint in 1 of 12 parameters ({WEIGHT})",
+        ),
+        (
+            lambda held: {WEIGHT: held[WEIGHT][::-1]},
+            f"entries are in another order after resuming in 1 of 12 parameters ({WEIGHT})",
         ),
         (lambda held: {W1: held[W3], W3: held[W1]}, f"parameters {W1} and {W3} are swapped by the checkpoint"),
-        (lambda held: {W1: -held[W1], W3: 2 * held[W3]}, "are not those of step 2"),
+        (lambda held: {f: 1.5 * v for f, v in held.items()}, f"{FACTOR} in every parameter"),
+        (lambda held: {W1: -held[W1], W3: 2 * held[W3]}, f"{NOT_THOSE} in 2 of 12 parameters ({W1}, {W3})"),
+        (
+            lambda held: of_the_seed(held) | {WEIGHT: held[WEIGHT] + 1},
+            f"{NOT_THOSE} in 3 of 12 parameters ({WEIGHT}, {W1} and 1 more)",
+        ),
         (of_the_seed, f"{W1}, {W3} were not loaded from the checkpoint: still the seed's values"),
-        (after_step_1, f"in 2 of 12 parameters ({W1}, {W3}): they are those after step 1"),
+        (
+            lambda held: {W1: of_the_seed(held)[W1]},
+            f"{W1} was not loaded from the checkpoint: still the seed's values",
+        ),
+        (after_step_1, f"{NOT_THOSE} in 2 of 12 parameters ({W1}, {W3}): they are those after step 1"),
     ],
 )
 def test_parameters_that_come_back_otherwise_are_told_by_what_became_of_them(
     change: Callable[[Held], Held], told: str
 ) -> None:
-    assert told in alone("parameters", change)
+    assert alone("parameters", change) == told
+
+
+def test_parameters_that_come_back_otherwise_on_some_ranks_are_told_with_these() -> None:
+    def on_rank_1(change: Callable[[Held], Held]) -> str:
+        return cause(with_resumed(resumed(), 1, "parameters", lambda held: {**held, **change(held)}))
+
+    where = f"in 1 of 12 parameters ({WEIGHT}) on rank 1"
+    assert on_rank_1(lambda held: {WEIGHT: held[WEIGHT] + 1}) == f"{NOT_THOSE} {where}"
+    seed = {tensor.fqn: tensor.value for tensor in resumed().ranks[1].parameters}
+    told = f"{WEIGHT} was not loaded from the checkpoint on rank 1: still the seed's values"
+    assert on_rank_1(lambda held: {WEIGHT: seed[WEIGHT]}) == told
+    told = f"parameters {W1} and {W3} are swapped by the checkpoint on rank 1"
+    assert on_rank_1(lambda held: {W1: held[W3], W3: held[W1]}) == told
 
 
 def test_parameters_of_a_later_step_than_the_one_that_was_saved_are_told_with_it() -> None:
