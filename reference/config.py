@@ -39,9 +39,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads:
-            raise ValueError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+            raise ValueError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}: it is n_heads * head_dim")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+            raise ValueError(
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}: each serves equally many"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} (dim / n_heads) must be even: rotary embedding turns pairs")
         if not 0 <= self.dropout < 1:

@@ -36,28 +36,38 @@ def validate(case: Case, world_size: Any, where: str) -> None:
         raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size says {world_size!r}")
     for key in ("n_heads", "n_kv_heads"):
         if getattr(model, key) % dims.tp:
-            raise CaseError(f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp}")
+            raise CaseError(
+                f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp};"
+                f" request a tp that divides n_heads {model.n_heads} and n_kv_heads {model.n_kv_heads}"
+            )
     shares = dims.dp * case.features.accumulation * case.microbatches
     if training.global_batch % shares:
         of_pp = f" x microbatches {case.microbatches}" if dims.pp > 1 else ""
-        below = training.global_batch // shares * shares
-        remedy = f"{below} or {below + shares}" if below else str(shares)
         raise CaseError(
             f"{where}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
-            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares}; request {remedy}"
+            f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares};"
+            f" request {_multiples(training.global_batch, shares)}"
         )
     halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
     length, degree = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
-    if length % (dims.cp * math.lcm(halves, degree)):
-        balanced = " x 2 (load balance)" * (halves - 1)
+    parts = dims.cp * math.lcm(halves, degree)
+    if length % parts:
+        balanced, half = " x 2 (load balance)" * (halves - 1), " of every second step" * training.variable_length
         raise CaseError(
-            f"{where}: seq_len {length} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel)"
+            f"{where}: seq_len {length}{half} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel);"
+            f" request {_multiples(training.seq_len, parts * (training.seq_len // length))}"
         )
     _validate_stages(case, where)
     _validate_features(case, where)
     _validate_blocks(case, where)
     if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
         raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _multiples(number: int, of: int) -> str:
+    """The nearest ones."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
 
 
 def _validate_stages(case: Case, where: str) -> None:
@@ -68,7 +78,8 @@ def _validate_stages(case: Case, where: str) -> None:
     if case.n_stages > shared:
         raise CaseError(
             f"{where}: pp {case.dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
-            f" but the model has only {case.model.n_layers} layers{of_ends}"
+            f" but the model has only {case.model.n_layers} layers{of_ends};"
+            f" request n_layers {case.n_stages - sum(less)} or more, or fewer stages"
         )
     share = shared // case.n_stages
     for key, fewer in zip(LESS_LAYERS, less, strict=True):

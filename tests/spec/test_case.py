@@ -153,7 +153,8 @@ WRONG_LINES = {
     " known: after, dims, features, until",
     "resume: [{after: 3}]": "resume: launches end after steps 3, 3; each must train at least one step",
     "resume: [{after: 2}, {after: 1}]": "resume: launches end after steps 2, 1, 3; each must train at least one step",
-    "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16",
+    "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16;"
+    " request a tp that divides n_heads 8 and n_kv_heads 4",
     "resume: [{after: 2, until: 2}]": "resume: entry 1: until must be above after 2, got 2",
     "resume: [{after: 1, until: 9}]": "resume: until 9 is beyond the 3 steps of the recipe",
     "saves_after: 2": "'saves_after' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
@@ -170,14 +171,18 @@ WRONG_LINES = {
     " tf32, variable_length, document_mask, masked_samples, all_valid, decay, rates",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
     " but world_size says 8",
-    "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16",
-    "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8",
+    "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16; request a tp that divides n_heads 8 and n_kv_heads 4",
+    "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8; request a tp that divides n_heads 8 and n_kv_heads 4",
     "dims: {dp_replicate: 2, dp_shard: 2}\nfeatures: {accumulation: 3}": "global_batch 16 is not divisible by"
     " dp_replicate 2 x dp_shard 2 x accumulation 3 = 12; request 12 or 24",
-    "dims: {tp: 4}\ntraining: {seq_len: 30}": "seq_len 30 is not divisible by cp 1 x tp 4 (sequence parallel)",
-    "dims: {pp: 4}": "pp 4 x stages_per_rank 1 = 4 stages, but the model has only 2 layers",
+    "dims: {tp: 4}\ntraining: {seq_len: 30}": "seq_len 30 is not divisible by cp 1 x tp 4 (sequence parallel);"
+    " request 28 or 32",
+    "dims: {tp: 4}\ntraining: {seq_len: 36, variable_length: true}": "seq_len 18 of every second step is not divisible by"
+    " cp 1 x tp 4 (sequence parallel); request 32 or 40",
+    "dims: {pp: 4}": "pp 4 x stages_per_rank 1 = 4 stages, but the model has only 2 layers;"
+    " request n_layers 4 or more, or fewer stages",
     "dims: {pp: 4}\nfeatures: {last_stage_less_layers: 1}": "pp 4 x stages_per_rank 1 = 4 stages,"
-    " but the model has only 2 layers, and 1 that its ends have less",
+    " but the model has only 2 layers, and 1 that its ends have less; request n_layers 3 or more, or fewer stages",
     "dims: {pp: 2}\nfeatures: {first_stage_less_layers: 3}": "first_stage_less_layers 3: an even share of 2 layers,"
     " and 3 that its ends have less, over 2 stages is 2",
     "features: {first_stage_less_layers: -1}": "features: first_stage_less_layers must be at least 0, got -1",
@@ -217,7 +222,7 @@ WRONG_LINES = {
     "features: {accumulation: 0}": "features: accumulation must be at least 1, got 0",
     "model: 80B": "model: unknown preset '80B'; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
     "model: {preset: [8B]}": "model: unknown preset ['8B']; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
-    "model: {dim: 60}": "model: dim 60 is not divisible by n_heads 8",
+    "model: {dim: 60}": "model: dim 60 is not divisible by n_heads 8: it is n_heads * head_dim",
     "model: {n_heads: 0}": "model: n_heads must be at least 1, got 0",
     "model: {rope_scaling: {fcator: 8}}": "model: rope_scaling: unknown key 'fcator'; did you mean 'factor'?;"
     " known: factor, low_freq_factor, high_freq_factor, original_max_position",
