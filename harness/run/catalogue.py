@@ -177,7 +177,8 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     try:
         judgement = run_case(baseline.case, options)
         found = replace(name, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))
-        found = replace(found, outcome=outcome_of(fault, judgement), note=_lacking(fault, found))
+        found = replace(found, outcome=outcome_of(fault, judgement))
+        found = replace(found, note=_not_judged(judgement) or _lacking(fault, found))
         if not baseline.losses:
             return found
         losses = _curve(judgement, options) if _ended_well(judgement) else ()
@@ -213,7 +214,8 @@ def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
 
 
 def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
-    """What became of a fault: it must fire, break all laws that it names, and be named by a cause of its kind."""
+    """What became of a fault: it must fire, break all laws that it names, and be named by a cause of its kind. Only laws
+    that looked can miss it: where the disk was full, say, it counts as not tried."""
     broken, kinds = _broken(judgement), _kinds(judgement)
     if not judgement.fired:
         return Outcome.UNFIRED
@@ -221,7 +223,17 @@ def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
         return Outcome.CAUGHT
     if not fault.hangs and any("time limit" in exit["error"] for exit in _exits(judgement)):
         return Outcome.TIMEOUT
-    return Outcome.OTHERWISE if broken else Outcome.MISSED
+    if broken:
+        return Outcome.OTHERWISE
+    return Outcome.NOT_TRIED if _not_judged(judgement) else Outcome.MISSED
+
+
+def _not_judged(judgement: Judgement) -> str:
+    """Why the whole run was not judged, if it was not; with where it lies."""
+    completed = next((result for result in judgement.results if result.check == "completed"), None)
+    if completed is None or completed.verdict is not Verdict.UNKNOWN:
+        return ""
+    return f"not judged: {completed.note}; see {judgement.folder}"
 
 
 def _lacking(fault: Fault, found: Attempt) -> str:

@@ -72,6 +72,15 @@ def test_a_fault_that_breaks_no_law_is_missed(tmp_path: Path) -> None:
     assert lot.outcome_of(FAULT, judgement(tmp_path)) is Outcome.MISSED
 
 
+def test_a_fault_whose_run_left_too_little_to_be_judged_is_not_missed_by_any_law(tmp_path: Path) -> None:
+    seen = judgement(tmp_path)
+    unknown = (Result("completed", Verdict.UNKNOWN, 1, note="no space left"), Result("loss", Verdict.UNKNOWN))
+    assert lot.outcome_of(FAULT, replace(seen, results=unknown)) is Outcome.NOT_TRIED
+    assert lot.outcome_of(FAULT, replace(seen, results=(unknown[0], *judgement(tmp_path, "loss").results))) is (
+        Outcome.OTHERWISE
+    )
+
+
 def test_a_fault_that_never_fired_is_unfired_whatever_failed(tmp_path: Path) -> None:
     seen = judgement(tmp_path, "gradients update", "gradients are 0.5 times", fired=False)
     assert lot.outcome_of(FAULT, seen) is Outcome.UNFIRED
