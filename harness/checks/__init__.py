@@ -16,7 +16,7 @@ from types import ModuleType
 
 from harness.judge import tolerance
 from harness.judge.observed_laws import as_far_as_seen
-from harness.judge.result import Result, Verdict, worst_first
+from harness.judge.result import Result, Verdict
 from harness.judge.trial import Recorded, Trial, launch_label
 
 OF_RECORDED = ("completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard")
@@ -53,7 +53,7 @@ def judge(trial: Trial) -> tuple[Result, ...]:
 
 
 def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
-    """The worst verdict, what was examined altogether, and the first findings, which say in which launch."""
+    """The worst verdict, what was examined altogether, and the findings, which say in which launch."""
     order = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS, Verdict.NOT_APPLICABLE)
     worst = min((result.verdict for result in results), key=order.index)
     findings = [
@@ -63,7 +63,7 @@ def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
     ]
     telling = [(launch, r) for launch, r in zip(trial.launches, results, strict=True) if r.verdict is worst][-1]
     note = telling[1].note if worst is not Verdict.UNKNOWN else launch_label(telling[0]) + telling[1].note
-    return Result(results[0].check, worst, sum(r.examined for r in results), worst_first(findings), note)
+    return Result(results[0].check, worst, sum(r.examined for r in results), tuple(findings), note)
 
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:

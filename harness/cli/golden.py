@@ -81,7 +81,7 @@ def _golden(case: Case, options: Options, noise: Sequence[str], *, accept: bool)
         return NOT_JUDGED
     result = _against_golden(case, reference)
     say(f"{golden.path_of(case).name}: {result.verdict}" + (f": {result.note}" if result.note else ""))
-    for finding in result.findings:
+    for finding in result.shown:
         say(finding_text(finding, "  "))
     return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(result.verdict, NOT_JUDGED)
 

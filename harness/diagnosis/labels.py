@@ -130,5 +130,6 @@ def _shift(trial: Trial, step: int) -> int | None:
     rows = received(trial, step)
     if rows is None:
         return None
-    unpadded = rows.labels[:, : len(np.trim_zeros((rows.labels >= 0).any(axis=0), "b"))]
+    counted = np.flatnonzero((rows.labels >= 0).any(axis=0))
+    unpadded = rows.labels[:, : counted[-1] + 1 if counted.size else 0]
     return shift_of(unpadded, own_labels(trial, rows.tokens)) or None

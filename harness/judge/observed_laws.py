@@ -11,7 +11,7 @@ from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
 from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, replicas
 from harness.judge.observed_order import other_order
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of, worst_first
+from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
 from harness.judge.separate_models import joined_sets
 from harness.plan.grid import coordinate
 from harness.spec.dims import ParallelDims
@@ -77,7 +77,7 @@ def exchange(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
                 untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
         untold += _began_alike(judged, lines) if axis == "pp" else []
     hint = other_order(judged, dims) if findings or untold else ""
-    found = verdict_of("exchange", list(worst_first(findings)), len(judged), note=hint)
+    found = verdict_of("exchange", findings, len(judged), note=hint)
     return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
 
 
@@ -145,7 +145,7 @@ def replica_agreement(summaries: Sequence[Summary], dims: ParallelDims) -> Resul
     if not examined and any(one.shown and 0 in one.contents for one in summaries):
         stepped = any(one.optimizers for one in summaries)
         return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD if stepped else UNSTEPPED)
-    return verdict_of("replica_agreement", list(worst_first([*findings, *apart, *parted])), examined)
+    return verdict_of("replica_agreement", [*findings, *apart, *parted], examined)
 
 
 def _parted_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> list[Finding]:
@@ -217,7 +217,7 @@ def samples(summaries: Sequence[Summary], dims: ParallelDims) -> Result:
     fed = {one.rank: tuple(sorted(one.fed.items())) for one in judged if one.fed}
     if len(fed) < len(summaries) and not apart:
         return Result("samples", Verdict.UNKNOWN, note="no input tensor of a model was seen")
-    return verdict_of("samples", list(worst_first([*apart, *_fed_alike(fed, dims)])), len(fed))
+    return verdict_of("samples", [*apart, *_fed_alike(fed, dims)], len(fed))
 
 
 def _other_tokens(judged: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
@@ -256,4 +256,4 @@ def finite(summaries: Sequence[Summary]) -> Result:
         for one in summaries
         for step, names in sorted(one.not_finite.items())
     ]
-    return verdict_of("finite", list(worst_first(findings)), sum(len(one.contents) for one in summaries))
+    return verdict_of("finite", findings, sum(len(one.contents) for one in summaries))

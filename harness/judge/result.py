@@ -42,6 +42,9 @@ class Finding:
         return cls(", ".join(filter(None, words)), expected, observed, bound, rank, step, name)
 
 
+SHOWN = 8  # findings of a law
+
+
 @dataclass(frozen=True)
 class Result:
     """A law's verdict on a trial. `examined` counts the things compared; a law that examined nothing cannot pass.
@@ -55,12 +58,12 @@ class Result:
     findings: tuple[Finding, ...] = ()
     note: str = ""
 
-
-def worst_first(findings: list[Finding], most: int = 8) -> tuple[Finding, ...]:
-    """At most `most` findings, and how many more there are; the caller has put the worst in front."""
-    if len(findings) <= most:
-        return tuple(findings)
-    return (*findings[:most], Finding(f"and {len(findings) - most} more", "", ""))
+    @property
+    def shown(self) -> tuple[Finding, ...]:
+        """The first findings, and how many more there are: a law puts the worst in front."""
+        if len(self.findings) <= SHOWN:
+            return self.findings
+        return (*self.findings[:SHOWN], Finding(f"and {len(self.findings) - SHOWN} more", "", ""))
 
 
 def not_applicable(name: str, reason: str) -> Result:

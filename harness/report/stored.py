@@ -20,6 +20,6 @@ def store_report(judgement: Judgement) -> None:
         "fault": judgement.fault,
         "fired": judgement.fired,
         "replaced": judgement.replaced,
-        "results": [dataclasses.asdict(result) for result in judgement.results],
+        "results": [dataclasses.asdict(dataclasses.replace(one, findings=one.shown)) for one in judgement.results],
     }
     write_text(judgement.folder / "verdict.json", json.dumps(record, indent=1))

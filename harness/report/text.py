@@ -75,7 +75,7 @@ def case_report(judgement: Judgement) -> str:
     for result in judgement.results:
         if result.findings:
             lines += ["", f"  {result.check}: {law(result.check)}"]
-            lines += [finding_text(finding, "    ") for finding in result.findings]
+            lines += [finding_text(finding, "    ") for finding in result.shown]
     return "\n".join(lines)
 
 
@@ -136,7 +136,7 @@ def check_text(judgement: Judgement, result: Result) -> str:
     lines.append(
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )
-    lines += [finding_text(finding, "  ") for finding in result.findings]
+    lines += [finding_text(finding, "  ") for finding in result.shown]
     lines += _replaced(judgement)
     lines += _to_copy([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
     return "\n".join(lines)

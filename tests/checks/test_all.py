@@ -134,12 +134,13 @@ def test_a_law_that_examined_nothing_is_unknown() -> None:
     assert result == Result("loss", Verdict.UNKNOWN, note="nothing was examined")
 
 
-def test_only_the_worst_eight_findings_are_kept_and_the_rest_counted() -> None:
+def test_of_many_findings_the_worst_eight_are_shown_and_the_rest_counted() -> None:
     trial = trial_of(tiny_case("fsdp_2"), ran=tiny_case("ddp_2"))
-    found = judged("shard_contents", trial).findings
-    (told,) = [result.findings for result in judge(trial) if result.check == "shard_contents"]
-    assert len(found) > 9
-    assert told == (*found[:8], Finding(f"and {len(found) - 8} more", "", ""))
+    (told,) = [result for result in judge(trial) if result.check == "shard_contents"]
+    found = told.findings
+    assert len(found) > 9 and found == judged("shard_contents", trial).findings
+    assert told.shown == (*found[:8], Finding(f"and {len(found) - 8} more", "", ""))
+    assert replace(told, findings=found[:8]).shown == found[:8]
 
 
 def test_evidence_that_is_not_a_number_never_passes_a_law_of_numbers() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from diagnosed import broken, first_line, seen, seen_text
+from diagnosed import broken, dims, first_line, seen, seen_text
 from literal import judged, tiny_case, trial_of, with_rank, with_step
 
+from harness.checks import judge
+from harness.diagnosis import diagnose
 from harness.diagnosis.costs import memory_kept, of_no_plan, ranks_wait
 from harness.evidence.records import Collective
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
 LOGITS = "float64 [2, 4, 8]"
@@ -60,13 +64,25 @@ def test_copies_of_weights_are_told_with_the_time_at_which_they_are_there(phase:
     assert first_line(by_step({}, {"copied": {phase: 936}})) == told
 
 
-def waiting(op: str, phase: str) -> Trial:
-    trial = trial_of(tiny_case("fsdp_2"))
+def waiting(op: str, phase: str, steps: Sequence[int] = (2,), layout: Any = "fsdp_2") -> Trial:
+    trial = trial_of(tiny_case(layout))
     for rank in trial.ranks:
-        calls = trial.ranks[rank].collectives
-        wait = Collective(op, (0, 1), "(0, 1)", "uint8", 0, phase, 2, len(calls))
-        trial = with_rank(trial, rank, collectives=(*calls, wait, wait))
+        for step in steps:
+            calls = trial.ranks[rank].collectives
+            wait = Collective(op, tuple(trial.ranks), "all", "uint8", 0, phase, step, len(calls))
+            trial = with_rank(trial, rank, collectives=(*calls, wait, wait))
     return trial
+
+
+def test_more_places_than_a_report_shows_of_a_law_are_all_looked_at() -> None:
+    trial = waiting("barrier", "backward", steps=(1, 2, 3), layout=dims(shard=4))
+    results = judge(trial)
+    (traffic,) = [result for result in results if result.verdict is Verdict.FAIL]
+    assert traffic.check == "traffic" and len(traffic.findings) > len(traffic.shown)
+    found = diagnose(trial, results)
+    assert found and found.cause == (
+        "ranks synchronize in backward without moving data: 2 x barrier over [0-3] (rank 0, step 1)"
+    )
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])

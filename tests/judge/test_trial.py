@@ -14,7 +14,7 @@ from harness.evidence.records import RankEvidence, Resumed, Run
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.contents import locate
 from harness.judge.order import as_planned, reordered_reference
-from harness.judge.result import Finding, Verdict, worst_first
+from harness.judge.result import Finding, Result, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.case import Saved
@@ -139,7 +139,7 @@ def test_three_neighbours_are_told_as_a_range(ranks: list[int], text: str) -> No
     assert ranks_text(ranks) == text
 
 
-def test_the_worst_findings_are_kept_and_the_others_counted() -> None:
-    findings = [Finding(str(number), "this", "that") for number in range(9)]
-    assert worst_first(findings[:8]) == tuple(findings[:8])
-    assert worst_first(findings) == (*findings[:8], Finding("and 1 more", "", ""))
+def test_the_first_findings_are_shown_and_the_others_counted() -> None:
+    findings = tuple(Finding(str(number), "this", "that") for number in range(9))
+    assert Result("loss", Verdict.FAIL, findings=findings[:8]).shown == findings[:8]
+    assert Result("loss", Verdict.FAIL, findings=findings).shown == (*findings[:8], Finding("and 1 more", "", ""))
