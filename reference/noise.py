@@ -24,8 +24,9 @@ bfloat16 need no help: its unit is a sixteenth of theirs, so that jumps are many
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,23 +77,35 @@ def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> li
     return [Order(kind, min(shares, most), parts, n, reduce_dtype, unit) for n, (shares, parts) in enumerate(splits)]
 
 
-def measure(steps: tuple[ReferenceStep, ...], repeats: list[tuple[ReferenceStep, ...]]) -> Noise:
-    """The largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step."""
+def measure(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceStep, ...]]) -> Noise:
+    """The largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step.
 
-    def spread(distance: Distance) -> tuple[float, ...]:
-        largest, found = 0.0, []
-        for number, step in enumerate(steps):
-            largest = largest_of([largest, *(distance(repeat[number], step) for repeat in repeats)])
-            found.append(largest)
-        return tuple(found)
+    Of a repeat nothing is kept but its distances: sixteen that are made one by one take no more memory than one.
+    """
+    kinds: dict[str, Distance] = {
+        "loss": lambda seen, step: abs(seen.loss / step.loss - 1),
+        "grad_norm": lambda seen, step: abs(seen.grad_norm / step.grad_norm - 1),
+        "gradient": _gradient_distance,
+    }
+    names = tuple(steps[0].gradients)
+    kinds |= {f"distance {fqn}": _distance_of(fqn) for fqn in names} | {f"fit {fqn}": _misfit_of(fqn) for fqn in names}
+
+    def distances(repeat: tuple[ReferenceStep, ...]) -> dict[str, list[float]]:
+        return {kind: [how(*both) for both in zip(repeat, steps, strict=True)] for kind, how in kinds.items()}
+
+    found = list(map(distances, repeats))  # no loop, whose variable would keep the last one while the next is made
+
+    def spread(kind: str) -> tuple[float, ...]:
+        by_step = (largest_of([0.0, *(one[kind][number] for one in found)]) for number in range(len(steps)))
+        return tuple(accumulate(by_step, lambda one, other: largest_of([one, other])))
 
     return Noise(
-        repeats=len(repeats),
-        loss=spread(lambda seen, step: abs(seen.loss / step.loss - 1)),
-        grad_norm=spread(lambda seen, step: abs(seen.grad_norm / step.grad_norm - 1)),
-        gradient=spread(_gradient_distance),
-        distance={fqn: spread(_distance_of(fqn)) for fqn in steps[0].gradients},
-        fit={fqn: spread(_misfit_of(fqn)) for fqn in steps[0].gradients},
+        repeats=len(found),
+        loss=spread("loss"),
+        grad_norm=spread("grad_norm"),
+        gradient=spread("gradient"),
+        distance={fqn: spread(f"distance {fqn}") for fqn in names},
+        fit={fqn: spread(f"fit {fqn}") for fqn in names},
     )
 
 

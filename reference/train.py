@@ -55,7 +55,7 @@ def train(
         return _train_steps(again, Worker(again, training, quantized_modules(model_config)), batches, training, order)
 
     with float32_matmuls(training):
-        spread = {key: measure(trained, [repeat(order) for order in noise_orders(key, training)]) for key in noise}
+        spread = {key: measure(trained, map(repeat, noise_orders(key, training))) for key in noise}
     return ReferenceRun(
         weights=start,
         steps=trained,

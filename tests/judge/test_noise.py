@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -27,6 +28,18 @@ def test_a_spread_is_the_largest_distance_up_to_that_step() -> None:
     off = 2 / math.sqrt(2)  # [1, 3] for [1, 1]: its best fit is 2, and what is off has length 2
     assert noise.distance == {"w": (pytest.approx(off),) * 2, "v": (0.0, 0.0)}
     assert noise.fit == {"w": (1.0, 1.0), "v": (0.0, 0.0)}
+
+
+def test_a_repeat_is_gone_before_the_next_is_made() -> None:
+    made: list[weakref.ref[ReferenceStep]] = []
+
+    def repeat(_: int) -> tuple[ReferenceStep, ...]:
+        assert all(one() is None for one in made)
+        steps = (step(1), step(2))
+        made.extend(map(weakref.ref, steps))
+        return steps
+
+    assert measure(REFERENCE, map(repeat, range(3))).repeats == 3
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "gradient"])
