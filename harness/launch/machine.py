@@ -1,5 +1,5 @@
-"""What this machine can carry: its GPUs by UUID, or its cores, each of which carries some ranks. Imports no torch for that
-where the driver's own tool is at hand, and touches no GPU."""
+"""What this machine can carry: its GPUs by UUID, or its cores, each of which carries some ranks; and its memory. Imports no
+torch for that where the driver's own tool is at hand, and touches no GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import itertools
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 RANKS_PER_CORE = 4
 """Ranks of a case wait for each other much of the time, and other cases' ranks work meanwhile; 50 MB each."""
 COUNT = "HARNESS_SLOTS"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MEMORY_USED = Path("/sys/fs/cgroup/memory.stat")
+MEMORY = Path("/proc/meminfo")
 LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 NAME_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
@@ -28,6 +32,33 @@ def limit_of_cores() -> int | None:
     """Of the container we are in, at least one; None without a limit."""
     words = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ["max"]
     return None if words[0] == "max" else max(1, int(words[0]) // int(words[1]))
+
+
+def memory() -> int:
+    """Bytes that processes of this machine can have, swap included, and no more than a container's limit."""
+    known = in_bytes(MEMORY)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(known.get("MemTotal", pages) + known.get("SwapTotal", 0), limit_of_memory())
+
+
+def free_memory() -> int:
+    """Of these, what nobody has at the moment: caches of files give way. All of them where the system does not tell."""
+    known, used = in_bytes(MEMORY), in_bytes(MEMORY_USED).get("anon", 0)
+    free = known["MemAvailable"] + known.get("SwapFree", 0) if "MemAvailable" in known else memory()
+    return min(free, limit_of_memory() - used)
+
+
+def limit_of_memory() -> int:
+    """Of the container we are in; without a limit more than there is."""
+    word = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    return sys.maxsize if word == "max" else int(word)
+
+
+def in_bytes(table: Path) -> dict[str, int]:
+    """Numbers of a file of the kernel's, by name: `MemTotal: 16 kB`, `anon 16384`; none where there is no such file."""
+    lines = table.read_text().splitlines() if table.exists() else []
+    words = [line.split() for line in lines]
+    return {name.rstrip(":"): int(number) * (1024 if unit else 1) for name, number, *unit in words}
 
 
 def core_slots() -> tuple[str, ...]:

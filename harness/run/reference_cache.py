@@ -13,11 +13,12 @@ from harness import ROOT, trainers
 from harness.evidence.format import version_of
 from harness.evidence.store import EvidenceError
 from harness.judge import golden
-from harness.launch import Job, launch, machine
+from harness.launch import Exit, Job, launch, machine
 from harness.reference.kernels import kind_of_cpu, noise_alike
 from harness.reference.record import ReferenceRun
 from harness.run.locks import only_one
 from harness.run.options import Options
+from harness.run.reference_memory import does_not_fit_now
 from harness.spec.case import Case, to_json
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
@@ -96,14 +97,23 @@ def _version(package: str) -> str:
 
 
 def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
+    if reason := does_not_fit_now(case, options.device, noise=bool(noise)):
+        raise EvidenceError(reason)
     fresh = folder.with_name(folder.name + ".partial")
     if fresh.exists():
         shutil.rmtree(fresh)
     wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
     job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
-    exits = launch(job)
-    if exits[0].how != "ok":
-        problem = f"{exits[0].error or exits[0].signal}\n{exits[0].stack}".rstrip()
-        raise EvidenceError(f"the reference run of case {case.name!r} failed, nothing can be judged: {problem}")
+    (ended,) = launch(job)
+    if ended.how != "ok":
+        raise EvidenceError(
+            f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(ended)}"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
+
+
+def why_failed(ended: Exit) -> str:
+    if ended.how == "signal" and ended.signal == "SIGKILL":
+        return "it was killed by SIGKILL, as the kernel does when memory runs out; request a smaller model or batch"
+    return f"{ended.error or ended.signal}\n{ended.stack}".rstrip()

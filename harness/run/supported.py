@@ -9,9 +9,10 @@ from harness.evidence.fused import blocks, held_blocks
 from harness.launch import machine
 from harness.run import communication
 from harness.run.options import Options
+from harness.run.reference_memory import never_fits
 from harness.spec.case import Case
 from harness.spec.dims import AXES
-from harness.spec.limits import too_large_to_start, too_much_memory
+from harness.spec.limits import too_large_to_start
 from harness.spec.traits import with_wrapper
 
 
@@ -25,7 +26,7 @@ def unsupported(case: Case, options: Options) -> str | None:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
     if case.runs > 1 and options.torchrun_args:
         return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
-    if reason := too_large_to_start(case) or too_much_memory(case) or _too_few_descriptors(case):
+    if reason := too_large_to_start(case) or never_fits(case, options.device) or _too_few_descriptors(case):
         return reason
     on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":

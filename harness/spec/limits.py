@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -56,17 +55,6 @@ def too_large_to_start(case: Case) -> str:
         if number > most:
             return f"{number} {what}, more than the {most} of a run; `harness plan` and `harness preflight` take it"
     return ""
-
-
-def too_much_memory(case: Case) -> str:
-    """Of the reference, which keeps parameters and gradients of every step in float64; empty if this machine has it."""
-    elements = sum(_product(shape) for shape in case.model.parameter_shapes().values())
-    needed = 16 * elements * case.training.steps
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed <= there:
-        return ""
-    kept = f"parameters and gradients of {case.training.steps} steps x {elements} numbers"
-    return f"the reference keeps {kept}, {needed / 1e9:.0f} GB, and this machine has {there / 1e9:.0f} GB"
 
 
 def _product(shape: Iterable[int]) -> int:

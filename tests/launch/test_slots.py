@@ -258,6 +258,24 @@ def test_a_core_carries_four_ranks_and_a_container_has_the_cores_of_its_limit(
         machine.core_slots()
 
 
+def test_a_container_has_the_memory_of_its_limit_of_which_caches_of_files_give_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("MEMORY", "MEMORY_LIMIT", "MEMORY_USED"):
+        monkeypatch.setattr(machine, name, tmp_path / name)
+    machine.MEMORY.write_text(
+        "MemTotal: 64 kB\nMemAvailable: 32 kB\nSwapTotal: 4 kB\nSwapFree: 1 kB\nHugePages_Total: 0\n"
+    )
+    assert (machine.memory(), machine.free_memory()) == (68 * 1024, 33 * 1024)
+    machine.MEMORY_LIMIT.write_text("20480\n")
+    machine.MEMORY_USED.write_text("anon 4096\nfile 12288\n")
+    assert (machine.memory(), machine.free_memory()) == (20 * 1024, 16 * 1024)
+    machine.MEMORY_LIMIT.write_text("max\n")
+    assert machine.memory() == 68 * 1024
+    machine.MEMORY.unlink()
+    assert machine.free_memory() == machine.memory() > 0  # a system without /proc
+
+
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [("--nnodes 2 --nproc-per-node 8", 8), ("--nnodes=2 --nproc_per_node=4", 4), ("--nnodes 2", 1)],

@@ -14,11 +14,11 @@ import pytest
 
 from harness import ROOT
 from harness.launch.job import Job
-from harness.reference.config import PRESETS, TrainingConfig
+from harness.reference.config import TrainingConfig
 from harness.run.folders import folder_of, trainer_label, without_source
 from harness.run.options import Options
 from harness.spec.case import Case, CaseError
-from harness.spec.limits import NODES, too_large_to_start, too_much_memory
+from harness.spec.limits import NODES, too_large_to_start
 from harness.spec.loading import load_cases
 from harness.spec.variants import reseeded
 
@@ -77,12 +77,6 @@ def test_a_cases_name_is_no_path(tmp_path: Path, name: str) -> None:
 def test_a_file_that_would_take_all_memory_is_refused_at_once(tmp_path: Path, text: str, told: str) -> None:
     message = refusal(tmp_path, text)
     assert told in message and len(message) < 500
-
-
-def test_what_the_reference_keeps_of_a_large_model_must_fit_into_memory() -> None:
-    large = Case("large", "a test", model=PRESETS["405B"])
-    assert too_much_memory(large).startswith("the reference keeps parameters and gradients of 3 steps x 405")
-    assert too_much_memory(Case("usual", "a test")) == ""
 
 
 def test_a_step_of_a_cluster_is_planned_and_not_started_here() -> None:
