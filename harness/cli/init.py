@@ -48,11 +48,13 @@ def _facts(script: Path) -> ScriptFacts:
 def told(facts: ScriptFacts) -> list[str]:
     """What was found, in a line each."""
     wrappers = ", ".join(sorted(facts.wrappers())) or "none"
+    set_by = sorted({flag.set_by for flag in facts.flags if flag.set_by})
+    of_globals = f"; {facts.path.name}'s constants, as {set_by[0]} sets them by --name=value" if set_by else ""
     return [
         f"{facts.path}: read, not run",
         f"  model      {', '.join(facts.models[:3]) or 'no class of it was found'}",
         f"  wrappers   {wrappers}",
-        f"  flags      {len(facts.flags)}, of which {len(skeleton.passed_on(facts))} mean something to a case",
+        f"  flags      {len(facts.flags)}, of which {len(skeleton.passed_on(facts))} mean something to a case{of_globals}",
         f"  written    {', '.join(f'{k} {v}' for k, v in skeleton.written(facts).items()) or 'nothing that a case must say'}",
         f"  data set   {', '.join(name for _, name, _ in facts.data_sets) or 'none was found'}",
     ]

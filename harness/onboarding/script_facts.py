@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.onboarding import constructors, optimizers
+from harness.onboarding import constructors, optimizers, overrides
 
 MADE = {
     "optimizer": r"(Adam|AdamW|SGD|Adafactor|Lion)$|optimizer$",
@@ -34,6 +34,7 @@ class Flag:
     is_switch: bool = False
     help: str = ""
     choices: str = ""
+    set_by: str = ""  # the file that sets it, where it is a global of the script and no option of a parser
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def read(path: Path) -> ScriptFacts:
     places = tuple(place for file, tree in trees.items() for place in _places(file, tree))
     return ScriptFacts(
         path,
-        flags=tuple(flag for tree in trees.values() for flag in _flags(tree)),
+        flags=(*(flag for tree in trees.values() for flag in _flags(tree)), *_globals(path, trees[path])),
         models=models,
         names=tuple(tuple(dict.fromkeys(_attributes(module))) for module in modules),
         data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, classes)),
@@ -163,6 +164,10 @@ def _flags(tree: ast.AST) -> Iterator[Flag]:
                 action = told.get("action", "")
                 switch = "store_" in action or "Boolean" in action
                 yield Flag(name, told.get("default", "none"), switch, told.get("help", ""), told.get("choices", ""))
+
+
+def _globals(path: Path, tree: ast.Module) -> Iterator[Flag]:
+    return (Flag(f"--{name}", value, set_by=file) for name, value, file in overrides.constants(path, tree))
 
 
 def _extends(node: ast.ClassDef, names: set[str], classes: list[ast.ClassDef]) -> bool:
