@@ -30,7 +30,7 @@ def command(args: argparse.Namespace) -> int:
     args.cases.mkdir(parents=True, exist_ok=True)
     write_text(file, skeleton.adapter(facts))
     write_text(first, skeleton.cases(facts))
-    say(*told(facts), "", f"wrote {file} and {first}; look at the lines with TODO, then:")
+    say(*told(facts), *other_model(facts), "", f"wrote {file} and {first}; look at the lines with TODO, then:")
     say(f"  harness doctor --trainer {file}" + (f" --cases {args.cases}" if args.cases != Path("cases") else ""))
     return PASSED
 
@@ -58,3 +58,20 @@ def told(facts: ScriptFacts) -> list[str]:
         f"  written    {', '.join(f'{k} {v}' for k, v in skeleton.written(facts).items()) or 'nothing that a case must say'}",
         f"  data set   {', '.join(name for _, name, _ in facts.data_sets) or 'none was found'}",
     ]
+
+
+def other_model(facts: ScriptFacts) -> list[str]:
+    """Of a model that is seen to be another than the reference's; nothing of one that may be it."""
+    if not facts.unlike:
+        return []
+    return [
+        *(f"  {'unlike' * (not number):<11}{phrase}" for number, phrase in enumerate(facts.unlike)),
+        "",
+        "the reference is Llama 3 (RMSNorm, rotary embedding, SwiGLU). A model with other parts computes other numbers:",
+        "`harness doctor` compares with the reference, which cannot hold then. This needs no reference, and no adapter:",
+        f"  {_record(facts)}",
+    ]
+
+
+def _record(facts: ScriptFacts) -> str:
+    return f"harness record -o out/a -- torchrun --nproc-per-node 2 {facts.path} .."

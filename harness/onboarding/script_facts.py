@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.onboarding import constructors, optimizers, overrides
+from harness.onboarding import constructors, optimizers, overrides, unlike_llama
 
 MADE = {
     "optimizer": r"(Adam|AdamW|SGD|Adafactor|Lion)$|optimizer$",
@@ -53,7 +53,7 @@ class ScriptFacts:
     data_sets: their classes, each with the module that has it and what its `__getitem__` answers. batches: functions that by
     their name answer one. optimizer: literal
     keywords of the call that makes the model's; None where no call was seen. spares_vectors: it has groups by the number of
-    dims.
+    dims. unlike: what the model is seen to be made of, and Llama 3 is not.
     """
 
     path: Path
@@ -68,6 +68,7 @@ class ScriptFacts:
     spares_vectors: bool
     sizes: Mapping[str, int]
     sampler: Mapping[str, object] | None
+    unlike: tuple[str, ...]
 
     def at(self, what: str) -> list[Place]:
         return [place for place in self.places if place.what == what]
@@ -97,6 +98,7 @@ def read(path: Path) -> ScriptFacts:
         spares_vectors=any("weight_decay" in text and re.search(SPARED, text) for text in sources.values()),
         sizes=constructors.sizes(list(trees.values()), models),
         sampler=constructors.sampler(trees.values()),
+        unlike=tuple(unlike_llama.seen(trees)),
     )
 
 

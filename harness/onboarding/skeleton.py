@@ -274,6 +274,7 @@ def _places(facts: ScriptFacts) -> Iterator[str]:
         yield f"{what}: {shown}" + (f"; and {len(found) - 2} more" if len(found) > 2 else "")
     if facts.models:
         yield f"model: class {', '.join(facts.models[:3])}"
+    yield from (f"unlike the reference: {phrase}" for phrase in facts.unlike)
 
 
 def _replaced(facts: ScriptFacts) -> str:
