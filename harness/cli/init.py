@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from harness.cli.exit_codes import PASSED
+from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_command
 from harness.evidence.store import write_text
 from harness.onboarding import skeleton
 from harness.onboarding.script_facts import ScriptFacts, read
-from harness.report.output import say
+from harness.report.output import complain, say
 
 
 def add(commands: Any) -> None:
@@ -23,6 +23,9 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     facts, file = _facts(args.script), args.adapter or args.script.with_name(f"{args.script.stem}_adapter.py")
+    if facts.tell_nothing():
+        complain(nothing(facts))
+        return NOT_JUDGED
     first = args.cases / "first.yaml"
     for path in (file, first):
         if path.exists():
@@ -71,6 +74,23 @@ def other_model(facts: ScriptFacts) -> list[str]:
         "`harness doctor` compares with the reference, which cannot hold then. This needs no reference, and no adapter:",
         f"  {_record(facts)}",
     ]
+
+
+def nothing(facts: ScriptFacts) -> str:
+    """Where there is nothing to begin with: what was read, what was looked for, and the way in that needs none of it."""
+    alone = f"; {len(facts.flags)} flags alone are no beginning" if facts.flags else ""
+    files = ", ".join(str(file) for file in facts.files[:4]) + (" .." if len(facts.files) > 4 else "")
+    return "\n".join(
+        [
+            f"{facts.path}: nothing was found to begin an adapter with, and nothing is written",
+            f"  read         {files}; imports are followed into files beside the script, not run",
+            "  looked for   classes of torch's modules, DDP, FSDP, fully_shard or parallelize_module, an optimizer that is",
+            f"               made by its name, a Dataset, a function of batches{alone}",
+            "  instead      a job of any kind is recorded as it is, without adapter or reference; `harness record --help`:",
+            f"               {_record(facts)}",
+            "  or           name the file that has the model and the loop, for an adapter",
+        ]
+    )
 
 
 def _record(facts: ScriptFacts) -> str:

@@ -53,7 +53,7 @@ class ScriptFacts:
     data_sets: their classes, each with the module that has it and what its `__getitem__` answers. batches: functions that by
     their name answer one. optimizer: literal
     keywords of the call that makes the model's; None where no call was seen. spares_vectors: it has groups by the number of
-    dims. unlike: what the model is seen to be made of, and Llama 3 is not.
+    dims. unlike: what the model is seen to be made of, and Llama 3 is not. files: that were read.
     """
 
     path: Path
@@ -69,12 +69,17 @@ class ScriptFacts:
     sizes: Mapping[str, int]
     sampler: Mapping[str, object] | None
     unlike: tuple[str, ...]
+    files: tuple[Path, ...]
 
     def at(self, what: str) -> list[Place]:
         return [place for place in self.places if place.what == what]
 
     def wrappers(self) -> set[str]:
         return {place.called for place in self.at("wrapper")}
+
+    def tell_nothing(self) -> bool:
+        """Of a model, how it is wrapped and stepped, or its samples: there is nothing to begin an adapter with."""
+        return not (self.models or self.wrappers() or self.at("optimizer") or self.data_sets or self.batches)
 
 
 def read(path: Path) -> ScriptFacts:
@@ -99,6 +104,7 @@ def read(path: Path) -> ScriptFacts:
         sizes=constructors.sizes(list(trees.values()), models),
         sampler=constructors.sampler(trees.values()),
         unlike=tuple(unlike_llama.seen(trees)),
+        files=tuple(trees),
     )
 
 

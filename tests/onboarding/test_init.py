@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expecttest import assert_expected_inline
 
 from harness import ROOT
 from harness.cli import main
@@ -120,6 +121,27 @@ def test_a_script_that_cannot_be_brought_in_is_refused(
     Path("train.py").write_text("def (")
     assert main(["init", "train.py"]) == 2
     assert "cannot be read as Python" in capsys.readouterr().err
+    assert not Path("train_adapter.py").exists() and not Path("cases").exists()
+
+
+def test_a_script_that_tells_nothing_is_not_begun_and_another_way_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("from elsewhere import main\np.add_argument('--lr')\nmain()\n")
+    assert main(["init", "train.py"]) == 2
+    assert_expected_inline(
+        capsys.readouterr().err,
+        """\
+harness: train.py: nothing was found to begin an adapter with, and nothing is written
+  read         train.py; imports are followed into files beside the script, not run
+  looked for   classes of torch's modules, DDP, FSDP, fully_shard or parallelize_module, an optimizer that is
+               made by its name, a Dataset, a function of batches; 1 flags alone are no beginning
+  instead      a job of any kind is recorded as it is, without adapter or reference; `harness record --help`:
+               harness record -o out/a -- torchrun --nproc-per-node 2 train.py ..
+  or           name the file that has the model and the loop, for an adapter
+""",
+    )
     assert not Path("train_adapter.py").exists() and not Path("cases").exists()
 
 
