@@ -11,7 +11,7 @@ from typing import Any
 from harness import faults, trainers
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.interrupt import abandon
-from harness.cli.options import add_cases, add_command, add_how_to_run, add_jobs, cases_of, options_of
+from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_jobs, cases_of, options_of
 from harness.evidence.store import write_text
 from harness.faults import Fault, all_faults, faults_of_file
 from harness.faults.attempt import Attempt, Outcome, accepted, to_json
@@ -57,10 +57,20 @@ def command(args: argparse.Namespace) -> int:
     if args.list:
         say(shown.listing(chosen, accepted()))
         return PASSED
+    if args.file and not args.cases and (of := _with_cases(args.file)):
+        raise BadInput(
+            f"--file {args.file}: mistakes in {of}, on cases of its own; `harness faults --trainer {of}` takes both"
+        )
     done, control_done, seconds = tried(chosen, control, args)
     write_text(args.out / "faults.json", to_json(done))
     say(shown.report(done, control_done, seconds))
     return faults_code(done, control_done)
+
+
+def _with_cases(file: Path) -> str:
+    """The trainer of which this is the catalogue that comes with the harness, and which has cases of its own; else empty."""
+    ours = file.resolve().parent == Path(faults.__file__).parent
+    return file.stem if ours and (Path(trainers.__file__).parent / file.stem).is_dir() else ""
 
 
 def cases_to_break(args: argparse.Namespace) -> list[Case]:

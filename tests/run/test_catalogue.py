@@ -243,6 +243,20 @@ def test_a_fault_of_a_case_that_does_not_exist_is_told_at_once(
     assert "no case is named 'no_such_case'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("trainer", "typed"), [("megatron", []), ("megatron", ["--trainer", "megatron"]), ("deepspeed", [])]
+)
+def test_a_trainers_catalogue_without_its_cases_is_answered_with_the_command_that_runs_it(
+    trainer: str, typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ROOT / "harness" / "faults" / f"{trainer}.py"
+    assert cli.main(["faults", "--file", str(file), *typed, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"harness: --file {file}: mistakes in {trainer}, on cases of its own; `harness faults --trainer {trainer}` takes both\n"
+    )
+    assert cli.main(["faults", "--file", str(file), "--list"]) == 0
+
+
 def test_a_fault_that_names_an_unknown_law_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text(OWN.replace('caught_by="gradients"', 'caught_by="gradient"'))
     assert cli.main(["faults", "--file", f"{tmp_path}/own.py", "-k", "doubled", "--out", f"{tmp_path}/out"]) == 2
