@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from harness.evidence.records import Exit
 from harness.evidence.store import EvidenceError
 from harness.launch import machine
 from harness.reference.config import PRESETS, ModelConfig, TrainingConfig
@@ -26,14 +25,14 @@ MODEL = ModelConfig(dim=128, n_layers=4, ffn_dim=512, vocab_size=4096)
 SMALL = Case("small", "a test", model=MODEL, training=TrainingConfig(global_batch=4))
 
 MEASURED = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from harness.evidence.store import save
 from harness.reference.train import train
 from test_reference_memory import SMALL
 
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # getrusage's would be that of the process which started this one, if it had more
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 before = peak()
 save(Path(sys.argv[1]), train(SMALL.model, SMALL.training))
@@ -80,18 +79,19 @@ def test_noise_is_counted_as_one_run_more_and_a_gpu_holds_its_own_model() -> Non
     assert does_not_fit_now(of, "cpu", noise=True) == ""
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks of memory are read from /proc")
 def test_what_is_counted_is_most_of_what_it_takes_and_no_more(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "reference.npz")]
     took = int(subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout)
     counted = max(of_parameters(SMALL, "cpu", noise=False), of_activations(SMALL, "cpu"))
-    assert 0.6 * took < counted < 1.02 * took
+    assert 0.4 * took < counted < took, (counted, took)
 
 
-def test_a_reference_that_the_kernel_kills_is_told_in_one_sentence() -> None:
-    ended = Exit(
-        0, "signal", signal="SIGKILL", error="died by SIGKILL, not sent by the harness. ", stack="train.py:7 in train"
+def test_a_reference_that_is_killed_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reference_cache, "REFERENCE_ENTRY", "launch_entries:kills_itself")
+    with pytest.raises(EvidenceError) as error:
+        reference_cache.reference_folder(SMALL, Options(out=tmp_path))
+    assert str(error.value) == (
+        "the reference run of case 'small' failed, nothing can be judged: it was killed by SIGKILL, as the kernel does when"
+        " memory runs out; request a smaller model or batch"
     )
-    assert reference_cache.why_failed(ended) == (
-        "it was killed by SIGKILL, as the kernel does when memory runs out; request a smaller model or batch"
-    )
-    assert reference_cache.why_failed(Exit(0, "raised", error="ValueError: no")) == "ValueError: no"
