@@ -218,12 +218,12 @@ def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
-def depth(fqn: str) -> tuple[int, int]:
+def depth(fqn: str) -> tuple[float, int]:
     """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
     places = (("attention_norm",), ("wq", "wk", "wv"), ("wo",), ("ffn_norm",), ("w1", "w3"), ("w2",))
     layer, module = re.match(r"(?:layers\.(\d+)\.)?.*?(\w+)\.weight", fqn).groups()  # type: ignore[union-attr]
     if layer is None:
-        return {"tok_embeddings": (-1, 0), "norm": (10**6, 0)}.get(module, (10**6, 1))
+        return {"tok_embeddings": (-1, 0), "norm": (math.inf, 0)}.get(module, (math.inf, 1))
     return int(layer), next((i for i, names in enumerate(places) if module in names), 0)
 
 
@@ -275,7 +275,7 @@ def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
                 yield Hypothesis(cause, partial(another_reference, altered=altered))
 
 
-def _near(modules: list[str], deepest: int) -> bool:
+def _near(modules: list[str], deepest: float) -> bool:
     """Of one block: whether it is the last whose gradients are wrong, or the next, which sends gradients to that one. Other
     blocks leave those right, or make later ones wrong."""
     blocks = {int(name.split(".")[1]) for name in modules if name.startswith("layers.")}

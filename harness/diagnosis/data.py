@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from harness.checks.resume import step_received
+from harness.checks.samples import parts_of
 from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
@@ -188,7 +189,7 @@ def _repeated_text(trial: Trial, rank: int, step: int, numbers: Sequence[int]) -
 
 def _without_loss(trial: Trial, step: int, rank: int, numbers: Sequence[int]) -> bool:
     """Of these passes, while of others there is one."""
-    passes = [part for one in trial.ranks[rank].steps if one.step == step for part in one.microbatches]
+    passes = parts_of(trial, rank, step)
     unseen = {number for number, part in enumerate(passes) if part.loss_sum is None}
     return unseen == {*numbers} and len(unseen) < len(passes)
 

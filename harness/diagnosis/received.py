@@ -38,9 +38,8 @@ def received(trial: Trial, step: int) -> Rows | None:
 
 def repeated_microbatches(trial: Trial, rank: int, step: int) -> dict[int, list[int]]:
     """Which later microbatches of a rank hold the samples of an earlier one of the step, by that one. Counted from 1."""
-    record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
-    fed = [part.tokens for part in record.microbatches if part.tokens is not None] if record else []
-    rows = [sorted(row.tobytes() for row in tokens) for tokens in fed]
+    fed = (part.tokens for part in parts_of(trial, rank, step))
+    rows = [sorted(row.tobytes() for row in tokens) for tokens in fed if tokens is not None]
     again: dict[int, list[int]] = {}
     for late, own in enumerate(rows, 1):
         again.setdefault(rows.index(own) + 1, []).append(late)
@@ -49,12 +48,11 @@ def repeated_microbatches(trial: Trial, rank: int, step: int) -> dict[int, list[
 
 def labelled_otherwise(trial: Trial, rank: int, step: int) -> set[int]:
     """Microbatches of a rank, counted from 1, whose labels do not match their tokens; none where no rank sees both."""
-    record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
-    if record is None or trial.case.dims.cp > 1:
+    if trial.case.dims.cp > 1:
         return set()
     both = [
         (number, part, own_labels(trial, part.tokens))
-        for number, part in enumerate(record.microbatches, 1)
+        for number, part in enumerate(parts_of(trial, rank, step), 1)
         if part.tokens is not None and part.labels is not None
     ]
     laid = ((number, seen_labels(part, own), own) for number, part, own in both)
