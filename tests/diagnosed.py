@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,15 @@ def received(trial: Trial, rank: int, step: int, ids: list[int]) -> Trial:
 def scaled(layout: str | ParallelDims, factor: float, **features: int) -> Trial:
     trial = trial_of(tiny_case(layout, **features))
     return with_step_1_gradients(trial, lambda _, fqn: factor * reference_gradient(trial, fqn), later=factor)
+
+
+def with_factors(trial: Trial, factor: Callable[[int, int, str], float]) -> Trial:
+    """factor(rank, step, fqn), in every step."""
+    for rank, evidence in trial.ranks.items():
+        for step in evidence.steps:
+            wrong = {fqn: factor(rank, step.step, fqn) * gradient for fqn, gradient in step.gradients.items()}
+            trial = with_step(trial, rank, step.step, gradients=wrong)
+    return with_updates_that_follow(trial)
 
 
 def reference_gradient(trial: Trial, fqn: str) -> np.ndarray:
