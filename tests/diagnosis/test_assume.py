@@ -59,6 +59,9 @@ def test_a_reference_is_trained_by_the_case_and_in_the_order_of_rows_of_the_trai
     case, reference = RIGHT.case, RIGHT.reference
     assert seen[0] == ((case.model, case.training, reference), {"amsgrad": True})
     assert seen[1][1]["rows"] == {"norm.weight": order}
+    monkeypatch.setattr(type(RIGHT.plan), "columns", {"layers.0.attention.wo.weight": 2})
+    assume.another_reference(RIGHT)
+    assert seen[2][1] == {"columns": {"layers.0.attention.wo.weight": 2}}
 
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]

@@ -301,6 +301,8 @@ def as_if_late(case: Case) -> dict[str, object]:
 def test_averages_that_are_not_corrected_are_told(ran: Ran) -> None:
     trial = ran(case_of(), **as_if_late(case_of()))
     assert proven(trial)[0] == "bias correction"
+    told = diagnosed(trial).cause
+    assert told == "bias correction of the averages is missing, requested Adam's"
     assert not not_explained(trial)
 
 
