@@ -5,7 +5,7 @@ How often each piece counts is fitted in the first wrong step; what is proposed 
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from harness.diagnosis.assume import apart
 from harness.diagnosis.differences import factor_of, first_wrong_step, spans, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.mixture import DATA_AXES, Mixture, Piece, Pieces, Weights, assuming, mixture_of
+from harness.diagnosis.mixture import DATA_AXES, Mixture, Piece, Pieces, assuming, mixture_of
 from harness.diagnosis.reductions import of_each_rank
 from harness.diagnosis.reports import Number, assuming_reports, reported_of
 from harness.diagnosis.words import Arrays
@@ -29,7 +29,7 @@ from harness.plan.grid import coordinate
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
-Key = Callable[[Piece], object]
+Place = tuple[int, ...]
 Rule = Callable[[int], np.ndarray]  # by step, how often each piece counts on all ranks
 
 
@@ -42,18 +42,40 @@ def unequal_contributions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     first = next(iter(mixture.weights.values()))
     if all(mixture.same(own, first) for own in mixture.weights.values()):
-        yield from _of_all_ranks(trial, pieces, mixture, np.mean(list(mixture.weights.values()), axis=0), broken)
+        yield from _of_all_ranks(_fit_of(trial, pieces, mixture))
     else:
         yield from of_each_rank(trial, pieces, mixture, broken)
 
 
 def _all_scaled(trial: Trial, step: int) -> bool:
     """Then scales are what is tried."""
-    wrong = wrong_pairs(trial, step)
-    return trial.case.exact and bool(wrong) and all(factor_of(trial, *at, step) is not None for at in wrong)
+    return trial.case.exact and all(factor_of(trial, *at, step) is not None for at in wrong_pairs(trial, step))
 
 
 # ---- the same on all ranks
+
+
+@dataclass(frozen=True)
+class Fit:
+    """By piece: seen, how often it counts on all ranks in the first wrong step; numbers, of which microbatch it is; counted,
+    whether it has valid tokens. lost: microbatches with valid tokens, of which none counts."""
+
+    trial: Trial
+    pieces: Pieces
+    mixture: Mixture
+    seen: np.ndarray
+    numbers: np.ndarray
+    counted: np.ndarray
+    lost: list[int]
+
+
+def _fit_of(trial: Trial, pieces: Pieces, mixture: Mixture) -> Fit:
+    seen = np.mean(list(mixture.weights.values()), axis=0)
+    numbers = np.array([piece.row // trial.case.local_batch for piece in pieces.all])
+    counted = pieces.tokens(mixture.step) > 0
+    held = set(numbers[counted & (np.abs(seen) > mixture.close)].tolist())
+    lost = sorted(set(numbers[counted].tolist()) - held)
+    return Fit(trial, pieces, mixture, seen, numbers, counted, lost)
 
 
 @dataclass(frozen=True)
@@ -66,40 +88,36 @@ class Counting:
     mean: Number | None = None
 
 
-def _of_all_ranks(
-    trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray, broken: Broken
-) -> Iterator[Hypothesis]:
-    rules = [*_by_microbatch(trial, pieces, mixture, seen), *_averaged_locally(trial, pieces, mixture, seen)]
-    rules += _averaged_and_lost(trial, pieces, mixture, seen)
+def _of_all_ranks(fit: Fit) -> Iterator[Hypothesis]:
+    trial, mixture = fit.trial, fit.mixture
+    rules = [*_by_microbatch(fit), *_averaged_locally(fit)]
     if not rules and trial.case.exact:
-        cause = Cause("unequal contributions", _unequal_text(trial, pieces, seen))
-        rules = [Counting(cause, lambda step: seen, len(np.unique(seen.round(6))))]
-    reported = reported_of(trial, "reported_loss") if "reported_loss" in broken else None
+        cause = Cause("unequal contributions", _unequal_text(fit))
+        rules = [Counting(cause, lambda step: fit.seen, len(np.unique(fit.seen.round(6))))]
+    reported = reported_of(trial, "reported_loss")
     for rule in rules:
         for when, steps, more in spans(trial, mixture.step):
-            of_all: Weights = lambda step, rank, rule=rule: rule.weights(step)  # type: ignore[misc]  # noqa: E731
             cause = replace(rule.cause, observed=rule.cause.observed + mixture.where(trial) + when)
-            assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=of_all, steps=steps)
+            weights = partial(_of_any_rank, rule.weights)
+            assume = partial(assuming, pieces=fit.pieces, fqns=mixture.fqns, weights=weights, steps=steps)
             one = Hypothesis(cause, assume, rule.fitted + more)
-            if reported and rule.mean and not when and reported.is_all(rule.mean):
+            if reported and rule.mean and {step for _, step in reported.odd} <= {*steps} and reported.is_all(rule.mean):
                 one = one.and_then(partial(assuming_reports, reported=reported, number=rule.mean))
             yield one
     if mixture.step == trial.first_step and len(mixture.fqns) == len(trial.plan.shapes):
-        yield from _one_step_late(trial, pieces, mixture, seen)
+        yield from _one_step_late(fit)
 
 
-def _one_step_late(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Hypothesis]:
+def _of_any_rank(weights: Rule, step: int, rank: int) -> np.ndarray:
+    return weights(step)
+
+
+def _one_step_late(fit: Fit) -> Iterator[Hypothesis]:
     """Microbatches whose gradients are not in the first step: they stay on the ranks and are reduced with the next step's."""
-    numbers, passes = np.array([piece.row // trial.case.local_batch for piece in pieces.all]), trial.case.passes
-    counted = pieces.tokens(trial.first_step) > 0
-    lost = [
-        n
-        for n in range(passes)
-        if np.any(counted & (numbers == n)) and np.allclose(seen[counted & (numbers == n)], 0, atol=mixture.close)
-    ]
-    if not lost or len(lost) == passes:
+    pieces, passes, lost = fit.pieces, fit.trial.case.passes, fit.lost
+    if not 0 < len(lost) < passes:
         return
-    late = np.isin(numbers, lost)
+    late = np.isin(fit.numbers, lost)
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
         return [np.asarray(sum(pieces.mask(pieces.all[i], step) for i in np.flatnonzero(of))) for of in (~late, late)]
@@ -119,17 +137,16 @@ def _one_step_late(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
     yield Hypothesis(Cause("unequal contributions", told), assume, 2)
 
 
-def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:
+def _by_microbatch(fit: Fit) -> Iterator[Counting]:
     """All samples of the n-th microbatches of all ranks have the same weight."""
-    passes, numbers = trial.case.passes, np.array([piece.row // trial.case.local_batch for piece in pieces.all])
-    counted = pieces.tokens(mixture.step) > 0
-    if passes == 1 or not all(np.any(counted & (numbers == number)) for number in range(passes)):
+    passes, close, numbers, counted = fit.trial.case.passes, fit.mixture.close, fit.numbers, fit.counted
+    if passes == 1 or len(set(numbers[counted].tolist())) < passes:
         return
-    each = np.array([np.mean(seen[counted & (numbers == number)]) for number in range(passes)])
-    if not mixture.same(seen[counted], each[numbers][counted]):
+    each = np.array([np.mean(fit.seen[counted & (numbers == number)]) for number in range(passes)])
+    if not fit.mixture.same(fit.seen[counted], each[numbers][counted]):
         return
-    each = np.where(np.abs(each - each.round()) <= mixture.close, each.round() + 0.0, each)
-    shown, lost = ", ".join(f"{weight:.4g}" for weight in each), [n + 1 for n in range(passes) if each[n] == 0]
+    each = np.where(np.abs(each - each.round()) <= close, each.round() + 0.0, each)
+    shown, lost = ", ".join(f"{weight:.4g}" for weight in each), np.flatnonzero(each == 0).tolist()
     text = f"microbatches contribute to the gradient with weights {shown}, requested 1 each"
     if lost:
         text = f"{_lost_text(lost, passes)} (weights {shown})"
@@ -139,126 +156,128 @@ def _by_microbatch(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndar
 
 def _lost_text(lost: Sequence[int], passes: int) -> str:
     which, do = ("microbatch", "does") if len(lost) == 1 else ("microbatches", "do")
-    return f"{which} {', '.join(map(str, lost))} of {passes} {do} not contribute to the gradient"
+    return f"{which} {', '.join(str(n + 1) for n in lost)} of {passes} {do} not contribute to the gradient"
 
 
-def _averaged_and_lost(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:
-    """Two mistakes in one weight: the microbatches that are left have that of a local mean."""
-    numbers = np.array([piece.row // trial.case.local_batch for piece in pieces.all])
-    counted, some = pieces.tokens(mixture.step) > 0, np.abs(seen) > mixture.close
-    left = set(numbers[counted & some].tolist())
-    lost = [number for number in range(trial.case.passes) if number not in left]
-    kept = np.isin(numbers, sorted(left))
-    if not lost or not left or not np.array_equal(some[counted], kept[counted]):
-        return
-    found: dict[bytes, tuple[list[str], Rule]] = {}
-    for unit, key in _units(trial).items():
-        rule: Rule = partial(_times, kept.astype(float), partial(_if_averaged, pieces=pieces, key=key))
-        table = np.stack([rule(step) for step in trial.case.steps])
-        if mixture.same(seen[counted], rule(mixture.step)[counted]) and not mixture.same(table, kept.astype(float)):
-            found.setdefault(table.tobytes(), ([], rule))[0].append(unit)
-    which = _lost_text([number + 1 for number in lost], trial.case.passes)
-    for alike, rule in found.values():
-        both = ", ".join(("unequal contributions", "averaged locally"))
-        yield Counting(Cause(both, f"{which}; {_local_text(' or '.join(alike))}"), rule, 2)
+# ---- means that are taken in the wrong place
 
 
-def _local_text(unit: str) -> str:
-    return f"the loss is averaged per {unit}: each divides by its own number of valid tokens"
+@dataclass(frozen=True)
+class Unit:
+    """Who may divide by tokens of its own: ranks at one place along these axes, each so many samples at a time. summed: what
+    the numbers of all of them are summed over."""
+
+    name: str
+    axes: tuple[str, ...]
+    samples: int
+    summed: str
+
+    def of(self, trial: Trial, piece: Piece) -> Place:
+        return (*_place(trial, piece.rank, self.axes, cp=piece.place), piece.row // self.samples)
 
 
-def _averaged_locally(trial: Trial, pieces: Pieces, mixture: Mixture, seen: np.ndarray) -> Iterator[Counting]:
-    """Each divides by its own number of valid tokens, and these means are averaged."""
-    found: dict[bytes, tuple[float, Rule, list[str]]] = {}
-    units, counted = _units(trial), pieces.tokens(mixture.step) > 0
-    for unit, key in units.items():
-        usual: Rule = partial(_if_averaged, pieces=pieces, key=key)
-        ratios = seen[counted] / usual(mixture.step)[counted]
-        factor = float(np.median(ratios))
-        if factor > 0 and mixture.same(ratios, factor):
-            table = b"".join(usual(step).tobytes() for step in trial.case.steps)
-            found.setdefault(table, (factor, usual, []))[2].append(unit)
-    for factor, rule, alike in found.values():
-        text, own = _local_text(" or ".join(alike)), units[alike[0]]
-        close, count = max(1e-6, mixture.close), len({own(piece) for piece in pieces.all})
-        simple, times = True, 1.0
-        if math.isclose(factor, 1.0, rel_tol=close):
-            text += ", not by the global one"
-        elif math.isclose(factor, count, rel_tol=close):
-            number = f"the number of valid tokens is not summed over {_summed_over(trial, alike[0])}"
-            text, times = f"{number}: each {' or '.join(alike)} divides by its own", factor
-        else:
-            text, simple = f"{text}, and gradients are {times_text(factor)} that{factor_text(trial, factor)}", False
-        mean = partial(_divided_by_own, trial, own, times) if alike[0].endswith("rank") else None
-        yield Counting(Cause("averaged locally", text), partial(_times, factor, rule), 1 if simple else 2, mean)
+def _place(trial: Trial, rank: int, axes: tuple[str, ...], **known: int) -> Place:
+    at = coordinate(trial.case.dims, rank) | known
+    return tuple(at[axis] for axis in axes)
 
 
-def _summed_over(trial: Trial, unit: str) -> str:
-    """What the valid tokens of all such units are summed over."""
-    ranks = [axis for axis in DATA_AXES if getattr(trial.case.dims, axis) > 1]
-    axes = {"replica": ["dp_replicate"], "place in a replica": ["dp_shard"], "cp rank": ["cp"]}
-    axes |= {"rank": ranks, "dp rank": ranks, "dp and cp rank": [*ranks, "cp"], "sample": ["samples"]}
-    return " and ".join(axes.get(unit, ["microbatches"]))
+def _units(trial: Trial) -> Iterator[Unit]:
+    size, passes = trial.case.local_batch, trial.case.passes
+    data, cp = (tuple(axis for axis in axes if getattr(trial.case.dims, axis) > 1) for axes in (DATA_AXES, ("cp",)))
+    of_ranks = {"dp rank" if cp else "rank": data}
+    if len(data) > 1:
+        of_ranks |= {"replica": ("dp_replicate",), "place in a replica": ("dp_shard",)}
+    of_ranks |= {"cp rank": cp}
+    if data and cp:
+        of_ranks |= {"dp and cp rank": (*data, *cp)}
+    yield from (Unit(name, axes, size * passes, " and ".join(axes)) for name, axes in of_ranks.items() if axes)
+    if passes > 1:
+        if data or cp:
+            yield Unit("microbatch of each rank", (*data, *cp), size, "microbatches")
+        yield Unit("microbatch", (), size, "microbatches")
+    yield Unit("sample", data, 1, "samples")
 
 
-def _times(factor: float | np.ndarray, weights: Rule, step: int) -> np.ndarray:
+def _averaged_locally(fit: Fit) -> Iterator[Counting]:
+    """Each divides by its own number of valid tokens, and these means are averaged; microbatches that are lost beside it are
+    a second mistake in the same weights."""
+    trial, kept = fit.trial, ~np.isin(fit.numbers, fit.lost)
+    at, whole = fit.counted & kept, trial.case.local_batch * trial.case.passes
+    for alike, units in _averages(fit, kept):
+        usual: Rule = partial(_if_averaged, pieces=fit.pieces, units=units)
+        ratios, count = fit.seen[at] / usual(fit.mixture.step)[at], len(set(units))
+        factor = np.asarray(np.median(ratios))
+        times = next((number for number in (1, count) if fit.mixture.same(factor, number)), float(factor))
+        if not fit.mixture.same(ratios, factor) or (fit.lost and times != 1):
+            continue
+        cause = Cause("averaged locally", _averaged_text(trial, alike, times, count))
+        if fit.lost:
+            both = ", ".join(("unequal contributions", "averaged locally"))
+            cause = Cause(both, f"{_lost_text(fit.lost, trial.case.passes)}; {_local_text(alike)}")
+        mean = partial(_divided_by_own, trial, alike[0].axes, 1 if times == count else count)
+        fitted = 2 if fit.lost or times not in (1, count) else 1
+        known = alike[0].samples == whole
+        yield Counting(cause, partial(_times, times * kept, usual), fitted, mean if known else None)
+
+
+def _averaged_text(trial: Trial, alike: Sequence[Unit], times: float, count: int) -> str:
+    """count: of units."""
+    if times == 1:
+        return f"{_local_text(alike)}, not by the global one"
+    if times == count:
+        number = f"the number of valid tokens is not summed over {alike[0].summed}"
+        return f"{number}: each {_names(alike)} divides by its own"
+    return f"{_local_text(alike)}, and gradients are {times_text(times)} that{factor_text(trial, times)}"
+
+
+def _local_text(alike: Sequence[Unit]) -> str:
+    return f"the loss is averaged per {_names(alike)}: each divides by its own number of valid tokens"
+
+
+def _names(alike: Sequence[Unit]) -> str:
+    return " or ".join(unit.name for unit in alike)
+
+
+def _averages(fit: Fit, kept: np.ndarray) -> Iterator[tuple[list[Unit], list[Place]]]:
+    """Units whose means give the same weights in all steps, and of which one each piece is; without those that change none."""
+    found: dict[bytes, tuple[list[Unit], list[Place]]] = {}
+    for unit in _units(fit.trial):
+        units = [unit.of(fit.trial, piece) for piece in fit.pieces.all]
+        table = np.stack([kept * _if_averaged(step, fit.pieces, units) for step in fit.trial.case.steps])
+        if not fit.mixture.same(table, kept):
+            found.setdefault(table.tobytes(), ([], units))[0].append(unit)
+    yield from found.values()
+
+
+def _if_averaged(step: int, pieces: Pieces, units: Sequence[Place]) -> np.ndarray:
+    own: Counter[Place] = Counter()
+    tokens = pieces.tokens(step)
+    for unit, count in zip(units, tokens, strict=True):
+        own[unit] += count
+    return np.array([tokens.sum() / (len(own) * own[unit]) if own[unit] else 0.0 for unit in units])
+
+
+def _times(factor: np.ndarray, weights: Rule, step: int) -> np.ndarray:
     return np.asarray(factor * weights(step))
 
 
-def _units(trial: Trial) -> dict[str, Key]:
-    """Who may divide by tokens of its own; those of one piece are a unit."""
-    size, dims = trial.case.local_batch, trial.case.dims
-    found: dict[str, Key] = {}
-    if dims.dp > 1:
-        found["dp rank" if dims.cp > 1 else "rank"] = lambda piece: piece.rank
-    if dims.dp_replicate > 1 and dims.dp_shard > 1:
-        found["replica"] = lambda piece: coordinate(dims, piece.rank)["dp_replicate"]
-        found["place in a replica"] = lambda piece: coordinate(dims, piece.rank)["dp_shard"]
-    if dims.cp > 1:
-        found["cp rank"] = lambda piece: piece.place
-    if dims.dp > 1 and dims.cp > 1:
-        found["dp and cp rank"] = lambda piece: (piece.rank, piece.place)
-    if trial.case.passes > 1:
-        if dims.dp * dims.cp > 1:
-            found["microbatch of each rank"] = lambda piece: (piece.rank, piece.place, piece.row // size)
-        found["microbatch"] = lambda piece: piece.row // size
-    found["sample"] = lambda piece: (piece.rank, piece.row)
-    return found
+def _divided_by_own(trial: Trial, axes: tuple[str, ...], units: int, rank: int, step: int) -> float:
+    """All losses, divided by so many times the valid tokens of ranks at one place with this one; by 1 where there are none."""
+    place = _place(trial, rank, axes)
+    seen = {other: losses(trial, other, step) for other in trial.ranks if coordinate(trial.case.dims, other)["tp"] == 0}
+    own = sum(tokens for other in seen if _place(trial, other, axes) == place for _, tokens in seen[other])
+    return sum(loss for of_rank in seen.values() for loss, _ in of_rank) / max(units * own, 1)
 
 
-def _if_averaged(step: int, *, pieces: Pieces, key: Key) -> np.ndarray:
-    tokens = pieces.tokens(step)
-    units = [key(piece) for piece in pieces.all]
-    own = {unit: sum(count for count, other in zip(tokens, units, strict=True) if other == unit) for unit in units}
-    total = tokens.sum()
-    return np.array([total / (len(own) * own[unit]) if own[unit] else 0.0 for unit in units])
-
-
-def _divided_by_own(trial: Trial, key: Key, times: float, rank: int, step: int) -> float | None:
-    shares = {_data_place(trial, share): share for share in trial.one_rank_per_share()}
-
-    def unit(other: int) -> object:
-        return key(Piece(shares[_data_place(trial, other)], 0, coordinate(trial.case.dims, other)["cp"]))
-
-    firsts = [other for other in trial.last_stages() if coordinate(trial.case.dims, other)["tp"] == 0]
-    seen = {other: losses(trial, other, step) for other in firsts}
-    own = sum(tokens for other in firsts if unit(other) == unit(rank) for _, tokens in seen[other])
-    total = math.fsum(loss for of_rank in seen.values() for loss, _ in of_rank)
-    return times * total / max(len({unit(other) for other in firsts}) * own, 1)
-
-
-def _data_place(trial: Trial, rank: int) -> tuple[int, ...]:
-    at = coordinate(trial.case.dims, rank)
-    return tuple(at[axis] for axis in DATA_AXES)
-
-
-def _unequal_text(trial: Trial, pieces: Pieces, seen: np.ndarray) -> str:
-    places = {piece.place: seen[number] for number, piece in enumerate(pieces.all)}
-    if len(places) > 1 and np.allclose(seen, [places[piece.place] for piece in pieces.all], rtol=1e-6):
-        shown = ", ".join(f"{places[place]:.4g}" for place in sorted(places))
+def _unequal_text(fit: Fit) -> str:
+    seen = fit.seen[fit.counted].round(9)
+    places = [piece.place for piece, counts in zip(fit.pieces.all, fit.counted, strict=True) if counts]
+    each = dict(zip(places, seen, strict=True))
+    if len(each) > 1 and fit.mixture.same(seen, np.array([each[place] for place in places])):
+        shown = ", ".join(f"{each[place]:.4g}" for place in sorted(each))
         return f"tokens count unequally in the gradient: weights {shown} by cp rank, requested 1 each"
-    counted = seen[pieces.tokens(trial.first_step) > 0].round(9)
-    none = int(np.sum(np.abs(counted) < 1e-9))
-    more = f", {none} of {len(counted)} do not count at all" if none else ""
-    span = f"{counted.min():.4g} to {counted.max():.4g}"
-    return f"samples count unequally in the gradient: weights {span}{more}, requested 1 each"
+    none = int(np.sum(seen == 0))
+    more = f", {none} of {len(seen)} do not count at all" if none else ""
+    return (
+        f"samples count unequally in the gradient: weights {seen.min():.4g} to {seen.max():.4g}{more}, requested 1 each"
+    )

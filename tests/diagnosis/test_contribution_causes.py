@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -25,13 +26,15 @@ from literal import (
     sum_of_samples,
     tiny_case,
     trial_of,
+    with_step,
     with_step_1_gradients,
 )
 
 from harness.checks import judge
+from harness.diagnosis import hypothesis
 from harness.diagnosis.backward import _mean_over_none
 from harness.diagnosis.contributions import unequal_contributions
-from harness.diagnosis.engine import explain
+from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
@@ -202,3 +205,93 @@ def test_a_label_of_token_0_is_a_valid_one() -> None:
     trial = fsdp_4()
     labels = np.where(trial.reference.labels >= 0, 0, -100)
     assert _mean_over_none(replace(trial, reference=replace(trial.reference, labels=labels)), 1) == ""
+
+
+# ---- what is reported of it
+
+
+def reporting(trial: Trial, divided: dict[int, int], steps: tuple[int, ...] = (1,)) -> Trial:
+    """Each rank reports the sum of all losses over so many times its own valid tokens, in these steps."""
+    for rank, step in itertools.product(trial.ranks, steps):
+        seen = {other: evidence.steps[step - 1].microbatches for other, evidence in trial.ranks.items()}
+        total = sum(part.loss_sum or 0.0 for parts in seen.values() for part in parts)
+        own = sum(part.valid_tokens or 0 for part in seen[rank])
+        trial = with_step(trial, rank, step, reported_loss=total / (divided[rank] * own))
+    return trial
+
+
+PER_RANK = [[0, 1], [2, 3], [4, 5], [6, 7]]
+LOCAL = "the loss is averaged per rank: each divides by its own number of valid tokens"
+
+
+@pytest.mark.parametrize(
+    ("factor", "divided", "told"),
+    [
+        (1.0, 4, f"{LOCAL}, not by the global one"),
+        (4.0, 1, "the number of valid tokens is not summed over dp_shard: each rank divides by its own"),
+    ],
+)
+def test_what_ranks_report_that_divide_by_a_count_of_their_own_follows_from_it(
+    factor: float, divided: int, told: str
+) -> None:
+    trial = reporting(averaged(fsdp_4(), PER_RANK, factor), dict.fromkeys(range(4), divided))
+    assert explained(trial) == [(told, 1, True), (f"{told} in step 1 alone", 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "divided", "told"),
+    [
+        (1.0, 2, f"{LOCAL}, not by the global one"),
+        (2.0, 1, "the number of valid tokens is not summed over dp_replicate: each rank divides by its own"),
+    ],
+)
+def test_what_ranks_report_of_a_count_of_their_own_follows_from_it_in_noise_too(
+    factor: float, divided: int, told: str
+) -> None:
+    trial = averaged(accumulating(), [[0, 1, 2, 3], [4, 5, 6, 7]], factor)
+    trial = in_noise(reporting(trial, dict.fromkeys(range(2), divided)))
+    reduced = trial.ranks[0].steps[0].gradients  # replicas have one gradient, noise and all
+    assert in_noise_of(with_step(trial, 1, 1, gradients=reduced)) == [told]
+
+
+def explained(trial: Trial) -> list[tuple[str, int, bool]]:
+    """What is proposed, fitted of how many choices, and whether all broken laws hold if it is so."""
+    results = judge(trial)
+    found = [
+        (one, hypothesis.tested(trial, results, one)) for one in unequal_contributions(trial, broken_laws(results))
+    ]
+    return [(one.cause.text, one.fitted, bool(proof and proof.complete)) for one, proof in found]
+
+
+def test_reports_of_other_steps_do_not_follow_from_one_step_alone() -> None:
+    trial = reporting(averaged(fsdp_4(), PER_RANK), dict.fromkeys(range(4), 4), steps=(1, 2))
+    told = f"{LOCAL}, not by the global one"
+    assert explained(trial) == [(told, 1, True), (f"{told} in step 1 alone", 2, False)]
+
+
+def test_other_reports_do_not_follow_from_means_of_one_s_own() -> None:
+    trial = reporting(averaged(fsdp_4(), PER_RANK), {0: 4, 1: 4, 2: 4, 3: 1})
+    told = f"{LOCAL}, not by the global one"
+    assert explained(trial) == [(told, 1, False), (f"{told} in step 1 alone", 2, False)]
+
+
+# ---- what is proposed
+
+
+@pytest.mark.parametrize(
+    ("weights", "told", "fitted"),
+    [
+        ((0, 1), "microbatch 1 of 2 does not contribute to the gradient (weights 0, 1)", 1),
+        ((0, 2), "microbatch 1 of 2 does not contribute to the gradient (weights 0, 2)", 2),
+        ((1, 3), "microbatches contribute to the gradient with weights 1, 3, requested 1 each", 2),
+        ((0.5, -2), "microbatches contribute to the gradient with weights 0.5, -2, requested 1 each", 3),
+        ((1.23456, 1), "microbatches contribute to the gradient with weights 1.235, 1, requested 1 each", 2),
+    ],
+)
+def test_weights_of_microbatches_are_told_and_counted(weights: tuple[float, float], told: str, fitted: int) -> None:
+    first, second = weights
+    each = {id_: float(first if id_ in (0, 1, 4, 5) else second) for id_ in range(8)}
+    found = explained(with_scaled_samples(accumulating(), each))
+    assert found[:2] == [(told, fitted, True), (f"{told} in step 1 alone", fitted + 1, True)]
+    late = "the gradient of microbatch 1 of 2 comes one step late: it is added to the next step's gradient"
+    assert [text for text, _, _ in found[2:]] == ([late] if first == 0 else [])
