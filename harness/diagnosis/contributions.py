@@ -131,10 +131,10 @@ def _one_step_late(fit: Fit) -> Iterator[Hypothesis]:
 
         return apart(trial, dict.fromkeys(trial.ranks, 0), [{}], owners=(0, 0), shares=shares, reduce=reduce)
 
-    which, come = ("microbatch", "comes") if len(lost) == 1 else ("microbatches", "come")
-    text = f"the gradient of {which} {', '.join(str(n + 1) for n in lost)} of {passes} {come} one step late"
-    told = f"{text}: it is added to the next step's gradient"
-    yield Hypothesis(Cause("unequal contributions", told), assume, 2)
+    which, come = ("gradient of microbatch", "comes") if len(lost) == 1 else ("gradients of microbatches", "come")
+    added = "it is" if len(lost) == 1 else "they are"
+    text = f"the {which} {', '.join(str(n + 1) for n in lost)} of {passes} {come} one step late"
+    yield Hypothesis(Cause("unequal contributions", f"{text}: {added} added to the next step's gradient"), assume, 2)
 
 
 def _by_microbatch(fit: Fit) -> Iterator[Counting]:

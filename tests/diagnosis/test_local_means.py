@@ -12,35 +12,11 @@ import numpy as np
 import pytest
 from diagnosed import dims
 from literal import ADAMW, tiny_case, trial_of, with_step
+from weighed import SIXTEEN, every_axis, fit_of, weights_of, with_labels
 
-from harness.diagnosis.contributions import Counting, Fit, _averaged_locally, _fit_of, _units
-from harness.diagnosis.mixture import Mixture, Piece, Pieces
-from harness.judge.trial import Trial
+from harness.diagnosis.contributions import Counting, _averaged_locally, _units
+from harness.diagnosis.mixture import Piece, Pieces
 from harness.spec.dims import ParallelDims
-
-SIXTEEN = replace(ADAMW, global_batch=16, seq_len=8)
-EVERY_AXIS = ParallelDims(dp_replicate=2, dp_shard=2, cp=2)
-
-
-def every_axis(**features: object) -> Trial:
-    """Ranks 0, 2, 4 and 6 stand for the shares, of two microbatches of two samples."""
-    return trial_of(tiny_case(EVERY_AXIS, SIXTEEN, accumulation=2, **features))
-
-
-def fit_of(trial: Trial, weights: np.ndarray, step: int = 1, close: float = 1e-6) -> Fit:
-    """As if each rank's gradient held the pieces so often."""
-    pieces = Pieces(trial)
-    seen = dict.fromkeys(trial.ranks, np.asarray(weights, float))
-    return _fit_of(trial, pieces, Mixture(step, tuple(trial.plan.shapes), pieces.all, seen, close))
-
-
-def weights_of(trial: Trial, unit: Callable[[Piece], object], step: int = 1) -> np.ndarray:
-    """Each unit divides by its own number of valid tokens, and the units' means are averaged."""
-    pieces = Pieces(trial)
-    own: dict[object, float] = {}
-    for piece, tokens in zip(pieces.all, pieces.tokens(step), strict=True):
-        own[unit(piece)] = own.get(unit(piece), 0.0) + tokens
-    return np.array([sum(own.values()) / (len(own) * (own[unit(piece)] or 1)) for piece in pieces.all])
 
 
 def said(found: list[Counting]) -> list[tuple[str, str, int]]:
@@ -160,10 +136,6 @@ def test_a_factor_that_noise_hides_is_assumed_to_be_the_number_that_it_is(factor
     (found,) = _averaged_locally(fit_of(trial, 1.01 * factor * weights, close=0.02))
     counted = Pieces(trial).tokens(1) > 0
     assert found.fitted == 1 and np.allclose(found.weights(1)[counted], factor * weights[counted], rtol=1e-12)
-
-
-def with_labels(trial: Trial, labels: np.ndarray) -> Trial:
-    return replace(trial, reference=replace(trial.reference, labels=labels))
 
 
 def test_means_over_equally_many_tokens_are_none_of_one_s_own() -> None:
