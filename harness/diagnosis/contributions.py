@@ -5,7 +5,6 @@ How often each piece counts is fitted in the first wrong step; what is proposed 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,7 +128,7 @@ def _one_step_late(fit: Fit) -> Iterator[Hypothesis]:
             own, before[step] = gradients
             return [own if step - 1 not in before else {fqn: own[fqn] + before[step - 1][fqn] for fqn in own}]
 
-        return apart(trial, dict.fromkeys(trial.ranks, 0), [{}], owners=(0, 0), shares=shares, reduce=reduce)
+        return apart(trial, {}, [{}], owners=(0, 0), shares=shares, reduce=reduce)
 
     which, come = ("gradient of microbatch", "comes") if len(lost) == 1 else ("gradients of microbatches", "come")
     added = "it is" if len(lost) == 1 else "they are"
@@ -205,7 +204,7 @@ def _averaged_locally(fit: Fit) -> Iterator[Counting]:
     at, whole = fit.counted & kept, trial.case.local_batch * trial.case.passes
     for alike, units in _averages(fit, kept):
         usual: Rule = partial(_if_averaged, pieces=fit.pieces, units=units)
-        ratios, count = fit.seen[at] / usual(fit.mixture.step)[at], len(set(units))
+        ratios, count = fit.seen[at] / usual(fit.mixture.step)[at], len(set(units.tolist()))
         factor = np.asarray(np.median(ratios))
         times = next((number for number in (1, count) if fit.mixture.same(factor, number)), float(factor))
         if not fit.mixture.same(ratios, factor) or (fit.lost and times != 1):
@@ -238,23 +237,23 @@ def _names(alike: Sequence[Unit]) -> str:
     return " or ".join(unit.name for unit in alike)
 
 
-def _averages(fit: Fit, kept: np.ndarray) -> Iterator[tuple[list[Unit], list[Place]]]:
+def _averages(fit: Fit, kept: np.ndarray) -> Iterator[tuple[list[Unit], np.ndarray]]:
     """Units whose means give the same weights in all steps, and of which one each piece is; without those that change none."""
-    found: dict[bytes, tuple[list[Unit], list[Place]]] = {}
+    found: dict[bytes, tuple[list[Unit], np.ndarray]] = {}
     for unit in _units(fit.trial):
-        units = [unit.of(fit.trial, piece) for piece in fit.pieces.all]
+        places = [unit.of(fit.trial, piece) for piece in fit.pieces.all]
+        units = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
         table = np.stack([kept * _if_averaged(step, fit.pieces, units) for step in fit.trial.case.steps])
         if not fit.mixture.same(table, kept):
             found.setdefault(table.tobytes(), ([], units))[0].append(unit)
     yield from found.values()
 
 
-def _if_averaged(step: int, pieces: Pieces, units: Sequence[Place]) -> np.ndarray:
-    own: Counter[Place] = Counter()
+def _if_averaged(step: int, pieces: Pieces, units: np.ndarray) -> np.ndarray:
+    """units: by piece, the number of its unit."""
     tokens = pieces.tokens(step)
-    for unit, count in zip(units, tokens, strict=True):
-        own[unit] += count
-    return np.array([tokens.sum() / (len(own) * own[unit]) if own[unit] else 0.0 for unit in units])
+    own = np.bincount(units, tokens)
+    return (tokens.sum() / (len(own) * np.maximum(own, 1)))[units]
 
 
 def _times(factor: np.ndarray, weights: Rule, step: int) -> np.ndarray:
@@ -271,10 +270,10 @@ def _divided_by_own(trial: Trial, axes: tuple[str, ...], units: int, rank: int, 
 
 def _unequal_text(fit: Fit) -> str:
     seen = fit.seen[fit.counted].round(9)
-    places = [piece.place for piece, counts in zip(fit.pieces.all, fit.counted, strict=True) if counts]
-    each = dict(zip(places, seen, strict=True))
+    places = np.array([piece.place for piece in fit.pieces.all])[fit.counted]
+    each = {place: seen[places == place][0] for place in np.unique(places)}
     if len(each) > 1 and fit.mixture.same(seen, np.array([each[place] for place in places])):
-        shown = ", ".join(f"{each[place]:.4g}" for place in sorted(each))
+        shown = ", ".join(f"{weight:.4g}" for weight in each.values())
         return f"tokens count unequally in the gradient: weights {shown} by cp rank, requested 1 each"
     none = int(np.sum(seen == 0))
     more = f", {none} of {len(seen)} do not count at all" if none else ""

@@ -70,13 +70,14 @@ class Pieces:
         self.trial = trial
         self._masks: dict[tuple[Piece, int], np.ndarray] = {}
         cp = range(trial.case.dims.cp)
-        shares = shares_of_samples(trial, trial.first_step)
+        self._shares = {step: shares_of_samples(trial, step) for step in trial.case.steps}
+        shares = self._shares[trial.first_step]
         self.all = tuple(Piece(r, row, place) for r, ids in shares.items() for row in range(len(ids)) for place in cp)
 
     @functools.cached_property
     def known(self) -> bool:
         """Whether every rank received its samples, each one once, in every step."""
-        steps = [shares_of_samples(self.trial, step) for step in self.trial.case.steps]
+        steps = self._shares.values()
         fed = [sorted(id_ for ids in shares.values() for id_ in ids if id_ is not None) for shares in steps]
         wanted = [sorted(self.trial.reference.samples[step - 1]) for step in self.trial.case.steps]
         return fed == wanted and len({tuple(map(len, shares.values())) for shares in steps}) == 1
@@ -91,8 +92,8 @@ class Pieces:
         trial, length = self.trial, self.trial.case.seq_len(step)
         batch = trial.reference.samples[step - 1]
         counts = np.zeros((len(batch), length))
-        if step in trial.case.steps:
-            row = batch.index(shares_of_samples(trial, step)[piece.rank][piece.row])
+        if step in self._shares:
+            row = batch.index(self._shares[step][piece.rank][piece.row])
         else:  # of an earlier launch, where all count alike
             row = self.all.index(piece) // trial.case.dims.cp
         counts[row, positions(trial.case, piece.place * trial.case.dims.tp, length)] = 1.0

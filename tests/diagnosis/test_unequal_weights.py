@@ -16,6 +16,7 @@ from diagnosed import (
     received,
     reference_gradient,
     scaled,
+    with_own_samples,
     with_scaled_samples,
 )
 from literal import ADAMW, sum_of_samples, tiny_case, trial_of, with_step_1_gradients
@@ -80,6 +81,13 @@ def test_weights_of_no_rule_are_proposed_where_no_noise_can_have_made_them() -> 
     assert of_gradients(uneven) == [told, f"{told} in step 1 alone"]
     assert [(one.cause.text, one.fitted) for one in found] == [(told, 4), (f"{told} in step 1 alone", 5)]
     assert of_gradients(in_noise_alike(uneven)) == []
+
+
+def test_where_each_rank_has_weights_of_its_own_reductions_are_what_is_proposed() -> None:
+    alone = with_own_samples(accumulating(), {0: [0], 1: [1]}, ())
+    held = "rank 0's gradient holds only the samples of rank 0, though collectives ran"
+    told = "gradient reduction over dp_replicate has no effect{}: " + held
+    assert of_gradients(alone) == [told.format(""), told.format(" in step 1 alone")]
 
 
 # ---- where and when
@@ -151,6 +159,7 @@ def test_of_one_microbatch_or_of_one_without_tokens_no_weights_are_told() -> Non
         ([1.5, 0.25, 1, 1, 1, 1, 1, 1], "weights 0.25 to 1.5, requested 1 each"),
         ([1.23456, 0.5, 1, 1, 1, 1, 1, 1], "weights 0.5 to 1.235, requested 1 each"),
         ([-1e-12, 0.5, 1, 1e-12, 1, 1, 1, 2], "weights 0 to 2, 2 of 8 do not count at all, requested 1 each"),
+        ([3e-10, 0.5, 1, 1, 1, 1, 1, 2], "weights 0 to 2, 1 of 8 do not count at all, requested 1 each"),
         ([1e-8, 0.5, 1, 1, 1, 1, 1, 2], "weights 1e-08 to 2, requested 1 each"),
     ],
 )
