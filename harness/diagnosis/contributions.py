@@ -242,7 +242,7 @@ def _averages(fit: Fit, kept: np.ndarray) -> Iterator[tuple[list[Unit], np.ndarr
     found: dict[bytes, tuple[list[Unit], np.ndarray]] = {}
     for unit in _units(fit.trial):
         places = [unit.of(fit.trial, piece) for piece in fit.pieces.all]
-        units = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
+        units = np.unique(places, axis=0, return_inverse=True)[1].ravel()
         table = np.stack([kept * _if_averaged(step, fit.pieces, units) for step in fit.trial.case.steps])
         if not fit.mixture.same(table, kept):
             found.setdefault(table.tobytes(), ([], units))[0].append(unit)
@@ -271,7 +271,7 @@ def _divided_by_own(trial: Trial, axes: tuple[str, ...], units: int, rank: int, 
 def _unequal_text(fit: Fit) -> str:
     seen = fit.seen[fit.counted].round(9)
     places = np.array([piece.place for piece in fit.pieces.all])[fit.counted]
-    each = {place: seen[places == place][0] for place in np.unique(places)}
+    each = {place: seen[places == place].mean() for place in np.unique(places)}
     if len(each) > 1 and fit.mixture.same(seen, np.array([each[place] for place in places])):
         shown = ", ".join(f"{weight:.4g}" for weight in each.values())
         return f"tokens count unequally in the gradient: weights {shown} by cp rank, requested 1 each"

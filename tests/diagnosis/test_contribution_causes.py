@@ -29,11 +29,12 @@ from literal import (
     with_step,
     with_step_1_gradients,
 )
+from weighed import fit_of, weights_of
 
 from harness.checks import judge
 from harness.diagnosis import hypothesis
 from harness.diagnosis.backward import _mean_over_none
-from harness.diagnosis.contributions import unequal_contributions
+from harness.diagnosis.contributions import _of_all_ranks, unequal_contributions
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.judge.result import Verdict
@@ -267,6 +268,17 @@ def test_reports_of_other_steps_do_not_follow_from_one_step_alone() -> None:
     trial = reporting(averaged(fsdp_4(), PER_RANK), dict.fromkeys(range(4), 4), steps=(1, 2))
     told = f"{LOCAL}, not by the global one"
     assert explained(trial) == [(told, 1, True), (f"{told} in step 1 alone", 2, False)]
+
+
+def test_reports_of_later_steps_follow_from_what_begins_with_them() -> None:
+    trial = reporting(fsdp_4(), dict.fromkeys(range(4), 4), steps=(2, 3))
+    weights = weights_of(trial, lambda piece: piece.rank, step=2)
+    told = f"{LOCAL}, not by the global one"
+    found = {one.cause.text: one.assume(trial).reports for one in _of_all_ranks(fit_of(trial, weights, step=2))}
+    assert {text: [*reports] for text, reports in found.items()} == {
+        f"{told} from step 2 on": ["reported_loss"],
+        f"{told} in step 2 alone": [],
+    }
 
 
 def test_other_reports_do_not_follow_from_means_of_one_s_own() -> None:
