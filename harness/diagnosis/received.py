@@ -71,22 +71,22 @@ def paired_otherwise(trial: Trial, step: int) -> tuple[int, int] | None:
 
 def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
     length = trial.case.seq_len(step)
-    pieces = []
+    pieces = {}
     for peer in trial.plan.peers(rank, "cp"):
         rows = rows_received(trial, step).get(peer, [])
         found = positions_received(trial, peer, step)
         at = positions(trial.case, peer, length) if found is None else found
         if not rows or any(len(row) != len(at) for row in rows):
             return None
-        pieces.append((at, np.stack(rows)))
-    places = sorted(np.concatenate([at for at, _ in pieces]))
-    if len({len(rows) for _, rows in pieces}) > 1 or places != [*range(length)]:
+        pieces[peer] = at, np.stack(rows)
+    places = sorted(np.concatenate([at for at, _ in pieces.values()]))
+    if len({len(rows) for _, rows in pieces.values()}) > 1 or places != [*range(length)]:
         return None
-    tokens = np.empty((len(pieces[0][1]), length), np.int64)
-    for at, of_peer in pieces:
+    tokens = np.empty((len(pieces[rank][1]), length), np.int64)
+    for at, of_peer in pieces.values():
         tokens[:, at] = of_peer
     labels, whole = own_labels(trial, tokens), True
-    for (at, _), peer in zip(pieces, trial.plan.peers(rank, "cp"), strict=True):
+    for peer, (at, _) in pieces.items():
         seen, fits = _labels_seen(trial, peer, step, labels[:, at])
         labels[:, at], whole = seen, whole and fits
     return Rows(tokens, labels, whole)
@@ -94,17 +94,15 @@ def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
 
 def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
     """Those of the samples; of rows that are no sample's, the next tokens."""
-    samples = zip(trial.reference.tokens, trial.reference.labels, strict=True)
-    known = {row[: tokens.shape[1]].tobytes(): labels for row, labels in samples}
-    after = np.hstack([tokens[:, 1:], np.full((len(tokens), 1), IGNORED)])
-    rows = zip(tokens, after, strict=True)
-    return np.stack([known[row.tobytes()][: len(row)] if row.tobytes() in known else other for row, other in rows])
+    samples = enumerate(trial.reference.tokens)
+    known = {row[: tokens.shape[1]].tobytes(): trial.reference.labels[place] for place, row in samples}
+    return np.stack([known.get(row.tobytes(), np.append(row[1:], IGNORED))[: len(row)] for row in tokens])
 
 
 def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
     """The labels that the loss of what this rank was fed was computed from, laid as its tokens lie."""
-    last = next((rank for rank in trial.last_stages() if trial.feeder(rank) == feeder), None)
-    parts = [part for part in parts_of(trial, last, step) if part.labels is not None] if last is not None else []
+    ranks = (rank for rank in trial.last_stages() if trial.feeder(rank) == feeder)
+    parts = [part for rank in ranks for part in parts_of(trial, rank, step) if part.labels is not None]
     if not parts or len(own) % len(parts):
         return own, True
     pairs = list(zip(parts, np.split(own, len(parts)), strict=True))
@@ -114,12 +112,12 @@ def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple
 
 
 def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
-    """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known. As many as count, and
-    other ones, may be those of fewer positions."""
+    """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known. Wrong ones may be
+    right ones of other positions, of fewer if need be."""
     if (laid := laid_out(part, own)) is not None and np.array_equal(laid, own):
         return laid
     for columns in _columns(part, len(own)):
-        if columns.shape[1] < own.shape[1] and shift_of(columns, own) is not None:
+        if columns.shape[1] <= own.shape[1] and shift_of(columns, own) is not None:
             padded = np.full_like(own, IGNORED)
             padded[:, : columns.shape[1]] = columns
             return padded
@@ -127,20 +125,20 @@ def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
 
 
 def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
-    """Labels of fewer positions than tokens: whole, or in chunks along the sequence."""
+    """Labels in rows of any length: as they lie, or put together from chunks along the sequence."""
     assert part.labels is not None
     flat = part.labels.reshape(-1)
-    if samples and flat.size % samples == 0:
+    if flat.size % samples == 0:
         yield flat.reshape(samples, -1)
-        if part.chunks and all(size % samples == 0 for size in part.chunks):
+        if all(size % samples == 0 for size in part.chunks):
             pieces = np.split(flat, np.cumsum(part.chunks)[:-1])
             yield np.hstack([piece.reshape(samples, -1) for piece in pieces])
 
 
-def shift_of(labels: np.ndarray, own: np.ndarray, most: int = 4) -> int | None:
-    """By how many places labels are those of later tokens: 0 for the right ones, of however many positions."""
+def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
+    """By how many places, four at most, labels are those of later tokens: 0 for the right ones, of however many positions."""
     width = own.shape[1]
-    for by in sorted(range(-most, most + 1), key=abs):
+    for by in sorted(range(-4, 5), key=abs):
         first, last = max(0, -by), min(labels.shape[1], width - by)
         if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + by : last + by]):
             return by
@@ -150,34 +148,31 @@ def shift_of(labels: np.ndarray, own: np.ndarray, most: int = 4) -> int | None:
 def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
     """As if these rows were the samples of these steps. counted: by step, how often the loss of each token counts
     in gradients."""
-    reference, every = trial.reference, dict(enumerate(trial.reference.samples, start=1))
+    reference, samples = trial.reference, list(trial.reference.samples)
     tokens, labels, ids = list(reference.tokens), list(reference.labels), list(reference.sample_ids)
-    known = {row.tobytes(): place for place, row in enumerate(tokens)}
     labelled: dict[int, bytes] = {}
     for step, rows in by_step.items():
-        chosen = []
+        width, chosen = rows.tokens.shape[1], []
+        known = {row[:width].tobytes(): place for place, row in enumerate(tokens)}
         for row, row_labels in zip(rows.tokens, rows.labels, strict=True):
-            whole = _known_row(tokens, row) if len(row) < len(tokens[0]) else known.get(row.tobytes())
-            if whole is not None and labelled.setdefault(whole, row_labels.tobytes()) != row_labels.tobytes():
-                whole = None  # the same tokens with other labels are another sample
-            if whole is None:
-                whole, known[row.tobytes()] = len(ids), len(ids)
+            place, seen = known.get(row.tobytes(), len(ids)), row_labels.tobytes()
+            if labelled.get(place, seen) != seen:
+                place = len(ids)  # the same tokens with other labels are another sample
+            if place == len(ids):
+                known[row.tobytes()] = place
                 ids.append(max(ids) + 1)
-                tokens.append(_padded(row, len(tokens[0])))
-                labels.append(_padded(row_labels, len(tokens[0])))
-            labels[whole] = np.concatenate([row_labels, labels[whole][len(row) :]])
-            chosen.append(ids[whole])
-        every[step] = tuple(chosen)
-    changed = replace(reference, samples=tuple(every.values()), sample_ids=tuple(ids))
-    changed = replace(changed, tokens=np.stack(tokens), labels=np.stack(labels))
-    trial, times = replace(trial, reference=changed), counted or {}
-    batch: Any = lambda step, own: replace(own, counts=np.full(own.labels.shape, times.get(step, 1.0)))  # noqa: E731
-    return another_reference(trial) if counted is None else another_reference(trial, batch=batch)
+                tokens.append(np.append(row, np.full(len(tokens[0]) - width, IGNORED)))
+                labels.append(np.full_like(tokens[0], IGNORED))
+            labelled[place] = seen
+            labels[place] = np.append(row_labels, labels[place][width:])
+            chosen.append(ids[place])
+        samples[step - 1] = tuple(chosen)
+    changed = replace(reference, samples=tuple(samples), sample_ids=tuple(ids))
+    trial = replace(trial, reference=replace(changed, tokens=np.stack(tokens), labels=np.stack(labels)))
+    if counted is None:
+        return another_reference(trial)
 
+    def batch(step: int, own: Any) -> Any:
+        return replace(own, counts=np.full(own.labels.shape, counted.get(step, 1.0)))
 
-def _known_row(tokens: list[np.ndarray], row: np.ndarray) -> int | None:
-    return next((place for place, whole in enumerate(tokens) if np.array_equal(whole[: len(row)], row)), None)
-
-
-def _padded(row: np.ndarray, length: int) -> np.ndarray:
-    return np.concatenate([row, np.full(length - len(row), IGNORED)])
+    return another_reference(trial, batch=batch)

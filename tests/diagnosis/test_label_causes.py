@@ -220,3 +220,16 @@ def test_labels_that_are_too_few_are_told_by_their_shift_or_their_number(
     assert lost_labels(trial, 1) is None
     found = lost_labels(trial, 2)
     assert (found.kind, found.text) == told if found else told is None
+
+
+def test_a_shift_is_told_of_labels_whose_loss_is_computed_in_chunks_along_the_sequence() -> None:
+    trial = LONG
+    for rank in trial.ranks:
+        (part,) = trial.ranks[rank].steps[0].microbatches
+        assert part.labels is not None
+        moved = np.hstack([part.labels[:, 1:], np.full((len(part.labels), 1), -100)])
+        halves = np.concatenate([moved[:, :8].reshape(-1), moved[:, 8:].reshape(-1)])
+        chunks = (halves.size // 2,) * 2
+        trial = with_step(trial, rank, 1, microbatches=(replace(part, labels=halves, chunks=chunks),))
+    found = mismatched_labels(trial, 1)
+    assert found and found.text == "labels are shifted by 1 more: each token predicts the token after the next"
