@@ -80,22 +80,20 @@ class Layout:
         return replace(trial, plan=self._plan(trial)) if self.without else trial
 
     def _plan(self, trial: Trial) -> Plan:
-        """That of the known axes, once for each place along the other one, along which only keys and values go."""
+        """That of the known axes, once for each place along the other one. Along cp keys and values go as ever."""
         case, own = replace(trial.case, dims=self.known), trial.plan
         small = make_plan(case, trial.traits, own.observed, torch=own.torch)
         ranks = range(self.dims.world_size)
-        places = {rank: (self.known_place(rank), coordinate(self.dims, rank)[self.without]) for rank in ranks}
-        places = {rank: (rank, 0) for rank in ranks} if self.folded else places
-        groups = {axis: own.groups[axis] for axis in (self.without,) if axis in own.groups}
+        along = {rank: 0 if self.folded else coordinate(self.dims, rank)[self.without] for rank in ranks}
+        places = {rank: (self.known_place(rank), along[rank]) for rank in ranks}
+        groups = {self.without: own.groups[self.without]}
         for axis, lines in small.groups.items():
-            copies = itertools.product(sorted({along for _, along in places.values()}), lines)
+            copies = itertools.product(sorted({*along.values()}), lines)
             groups[axis] = tuple(tuple(r for r in ranks if places[r] in {(p, a) for p in line}) for a, line in copies)
-        mine: dict[str, Any] = {
-            key: {rank: getattr(small, key).get(places[rank][0]) for rank in ranks} for key in BY_RANK
-        }
-        for key in ("flows", "even_flows"):
-            between = {r: tuple(f for f in getattr(own, key)[r] if "keys and values" in f.role) for r in ranks}
-            mine[key] = {r: (*(f for f in mine[key][r] if "keys" not in f.role), *between[r]) for r in ranks}
+        mine: dict[str, Any] = {key: {rank: getattr(small, key)[places[rank][0]] for rank in ranks} for key in BY_RANK}
+        for key in ("flows", "even_flows") if self.without == "cp" else ():
+            for rank, flows in getattr(own, key).items():
+                mine[key][rank] += tuple(flow for flow in flows if "keys and values" in flow.role)
         return replace(small, dims=own.dims, groups=groups, outside_bytes=own.outside_bytes, **mine)
 
 
@@ -125,10 +123,9 @@ def _whole(trial: Trial, layout: Layout, count: int) -> Hypothesis:
 def _layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
     """Of how many choices it is made: another axis left out, order or degrees; then two of them."""
     axes = [axis for axis in ("dp_replicate", "dp_shard", "tp") if getattr(dims, axis) > 1]
-    rest = [axis for axis in AXES if axis not in axes]
-    orders = [tuple(_ordered(order, rest)) for order in itertools.permutations(axes)][1:]
+    orders = [tuple(_ordered(order)) for order in itertools.permutations(axes)][1:]
     degrees = [replace(dims, dp_replicate=dims.dp // n, dp_shard=n) for n in range(1, dims.dp + 1) if dims.dp % n == 0]
-    degrees.remove(replace(dims))
+    degrees.remove(dims)
     without: list[dict[str, Any]] = [{"without": axis} for axis in ("tp", "cp") if getattr(dims, axis) > 1]
     without += [{"without": "tp", "folded": True}] if dims.tp > 1 else []
     yield from ((1, Layout(other)) for other in degrees)
@@ -138,10 +135,10 @@ def _layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
     yield from ((2, Layout(other, order)) for order in orders for other in degrees)
 
 
-def _ordered(order: Iterable[str], rest: Iterable[str]) -> Iterator[str]:
+def _ordered(order: Sequence[str]) -> Iterator[str]:
     """Axes of degree 1 and those that are not exchanged keep their places."""
     there = iter(order)
-    yield from (axis if axis in rest else next(there) for axis in AXES)
+    yield from (next(there) if axis in order else axis for axis in AXES)
 
 
 def _holds(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
@@ -185,17 +182,16 @@ def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
     def assume(trial: Trial) -> Trial:
         other = {rank: layout.slices(rank, trial.plan) for rank in trial.plan.slices}
         trial = _in_no_unit(trial, {*wrong}) if left_out == "FSDP" and trial.case.wrapper == "fsdp2" else trial
-        return with_slices(trial, {rank: {fqn: held[fqn] for fqn in wrong} for rank, held in other.items()})
+        own = trial.plan.slices
+        return _with_slices(trial, {r: {f: held[f] for f in wrong if f in own[r]} for r, held in other.items()})
 
     return Hypothesis(Cause("left out of a wrapper", text), assume, 2, tuple(contents_line(trial)))
 
 
-def with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Trial:
-    """As if the plan had some ranks hold these."""
+def _with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Trial:
+    """As if the plan had ranks hold these."""
     plan = trial.plan
-    slices = {
-        rank: held | {f: s for f, s in other.get(rank, {}).items() if f in held} for rank, held in plan.slices.items()
-    }
+    slices = {rank: {**held, **other[rank]} for rank, held in plan.slices.items()}
     size = {rank: parameter_bytes(trial.case, rank, held, plan.flat) for rank, held in slices.items()}
     shards, after = trial.case.shards, {}
     for rank, kept in plan.after_forward.items():
@@ -221,7 +217,8 @@ def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
         return
     for rank in plan.slices:
         (shards, index), tp = shard_place(dims, rank), coordinate(dims, rank)["tp"]
-        rows[rank] = {f: chunk(chunk((0, plan.shapes[f][0]), shards, index), dims.tp, tp) for f in wrong}
+        held = [fqn for fqn in wrong if fqn in plan.slices[rank]]
+        rows[rank] = {f: chunk(chunk((0, plan.shapes[f][0]), shards, index), dims.tp, tp) for f in held}
     firsts = {r: {f: part[0] for f, part in held.items() if f in wrong and part} for r, held in trial.holdings.items()}
     if any(first != rows[rank] for rank, first in firsts.items()):
         return
@@ -229,8 +226,8 @@ def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
     def assume(trial: Trial) -> Trial:
         weights = {fqn: np.array(value) for fqn, value in trial.reference.weights.items()}
         for rank, held in trial.plan.slices.items():
-            for fqn in wrong:
-                (start, stop), (first, last) = held[fqn][0], rows[rank][fqn]
+            for fqn, (first, last) in rows[rank].items():
+                start, stop = held[fqn][0]
                 weights[fqn][start:stop] = trial.reference.weights[fqn][first:last]
         return another_reference(trial, weights=weights)
 

@@ -73,7 +73,7 @@ def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
     length = trial.case.seq_len(step)
     pieces = {}
     for peer in trial.plan.peers(rank, "cp"):
-        rows = rows_received(trial, step).get(peer, [])
+        rows = rows_received(trial, step).get(peer)
         found = positions_received(trial, peer, step)
         at = positions(trial.case, peer, length) if found is None else found
         if not rows or any(len(row) != len(at) for row in rows):

@@ -36,7 +36,7 @@ def with_labels(trial: Trial, rank: int, labels: np.ndarray | None) -> Trial:
     return with_step(trial, rank, 1, microbatches=(replace(part, labels=labels),))
 
 
-@pytest.mark.parametrize(("by", "told"), [(0, 0), (1, 1), (-1, -1), (4, 4), (-4, -4), (5, None)])
+@pytest.mark.parametrize(("by", "told"), [(0, 0), (1, 1), (-1, -1), (4, 4), (-4, -4), (5, None), (-5, None)])
 def test_labels_are_those_of_as_many_places_later_up_to_four(by: int, told: int | None) -> None:
     longer = np.arange(12 * 2).reshape(2, 12)
     assert shift_of(np.roll(longer, -by, axis=1), longer) == told
@@ -246,7 +246,7 @@ def in_chunks(columns: np.ndarray, *widths: int) -> Microbatch:
 def test_labels_of_later_tokens_lie_in_rows_though_the_loss_is_computed_in_chunks_along_the_sequence(
     by: int, columns: np.ndarray, laid: np.ndarray, chunked: bool
 ) -> None:
-    part = in_chunks(columns, 3, columns.shape[1] - 3) if chunked else Microbatch(OWN, columns, 1.0, columns.size)
+    part = in_chunks(columns, 3, 2, columns.shape[1] - 5) if chunked else Microbatch(OWN, columns, 1.0, columns.size)
     seen = seen_labels(part, OWN)
     assert seen is not None and np.array_equal(seen, laid) and shift_of(seen[:, : columns.shape[1]], OWN) == by
 

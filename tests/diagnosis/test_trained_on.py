@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import fsdp_4
+from literal import tiny_case, trial_of, with_step
 
 from harness.diagnosis import received as received_module
-from harness.diagnosis.received import Rows, trained_on
+from harness.diagnosis.received import Rows, received, trained_on
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceRun
 
-RIGHT = fsdp_4()
+RIGHT = trial_of(tiny_case("single"))
 TOKENS, LABELS = RIGHT.reference.tokens, RIGHT.reference.labels
 STRANGE = np.array([[50, 51, 52, 53]])
 
@@ -39,7 +39,14 @@ def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def rows(*parts: tuple[np.ndarray, np.ndarray]) -> Rows:
-    return Rows(np.vstack([tokens for tokens, _ in parts]), np.vstack([labels for _, labels in parts]))
+    """Tokens and labels, as put together of a step in which they were received; shorter ones are of a shorter step."""
+    tokens, labels = (np.vstack([pair[which] for pair in parts]) for which in (0, 1))
+    if tokens.shape[1] < TOKENS.shape[1]:
+        return Rows(tokens, labels)
+    (part,) = RIGHT.ranks[0].steps[0].microbatches
+    found = received(with_step(RIGHT, 0, 1, microbatches=(replace(part, tokens=tokens, labels=labels),)), 1)
+    assert found is not None and np.array_equal(found.tokens, tokens) and np.array_equal(found.labels, labels)
+    return found
 
 
 def of(place: int, width: int = 4) -> tuple[np.ndarray, np.ndarray]:
