@@ -56,8 +56,7 @@ class Layout:
     def place(self, rank: int) -> int:
         """Which rank of the usual order stands there."""
         at = np.unravel_index(rank, [getattr(self.dims, axis) for axis in self.order])
-        index = dict(zip(self.order, at, strict=True))
-        return int(np.ravel_multi_index([index[axis] for axis in AXES], self.dims.degrees))
+        return int(np.ravel_multi_index([at[self.order.index(axis)] for axis in AXES], self.dims.degrees))
 
     def known_place(self, rank: int) -> int:
         """Which rank holds the same where only the known axes are."""
@@ -84,7 +83,7 @@ class Layout:
         case, own = replace(trial.case, dims=self.known), trial.plan
         small = make_plan(case, trial.traits, own.observed, torch=own.torch)
         ranks = range(self.dims.world_size)
-        along = {rank: 0 if self.folded else coordinate(self.dims, rank)[self.without] for rank in ranks}
+        along = {rank: coordinate(self.dims, rank)[self.without] * (not self.folded) for rank in ranks}
         places = {rank: (self.known_place(rank), along[rank]) for rank in ranks}
         groups = {self.without: own.groups[self.without]}
         for axis, lines in small.groups.items():

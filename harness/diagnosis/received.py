@@ -105,9 +105,9 @@ def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple
     parts = [part for rank in ranks for part in parts_of(trial, rank, step) if part.labels is not None]
     if not parts or len(own) % len(parts):
         return own, True
-    pairs = list(zip(parts, np.split(own, len(parts)), strict=True))
-    laid = [(seen_labels(part, rows), rows) for part, rows in pairs]
-    fits = all(part.labels is not None and part.labels.size == rows.size for part, rows in pairs)
+    pieces = np.split(own, len(parts))
+    laid = [(seen_labels(part, pieces[n]), pieces[n]) for n, part in enumerate(parts)]
+    fits = all(part.labels is not None and part.labels.size * len(parts) == own.size for part in parts)
     return np.vstack([rows if found is None else found for found, rows in laid]), fits
 
 
@@ -151,20 +151,21 @@ def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float]
     reference, samples = trial.reference, list(trial.reference.samples)
     tokens, labels, ids = list(reference.tokens), list(reference.labels), list(reference.sample_ids)
     labelled: dict[int, bytes] = {}
+    length = reference.tokens.shape[1]
     for step, rows in by_step.items():
         width, chosen = rows.tokens.shape[1], []
         known = {row[:width].tobytes(): place for place, row in enumerate(tokens)}
-        for row, row_labels in zip(rows.tokens, rows.labels, strict=True):
-            place, seen = known.get(row.tobytes(), len(ids)), row_labels.tobytes()
+        for n, row in enumerate(rows.tokens):
+            place, seen = known.get(row.tobytes(), len(ids)), rows.labels[n].tobytes()
             if labelled.get(place, seen) != seen:
                 place = len(ids)  # the same tokens with other labels are another sample
             if place == len(ids):
                 known[row.tobytes()] = place
                 ids.append(max(ids) + 1)
-                tokens.append(np.append(row, np.full(len(tokens[0]) - width, IGNORED)))
-                labels.append(np.full_like(tokens[0], IGNORED))
+                tokens.append(np.append(row, np.full(length - width, IGNORED)))
+                labels.append(np.full(length, IGNORED))
             labelled[place] = seen
-            labels[place] = np.append(row_labels, labels[place][width:])
+            labels[place] = np.append(rows.labels[n], labels[place][width:])
             chosen.append(ids[place])
         samples[step - 1] = tuple(chosen)
     changed = replace(reference, samples=tuple(samples), sample_ids=tuple(ids))

@@ -15,6 +15,7 @@ from harness.diagnosis.hypothesis import Hypothesis
 from harness.diagnosis.layout import other_layouts
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.plan.memory import parameter_bytes
 from harness.plan.plan import Kept
 from harness.spec.dims import ParallelDims
 
@@ -109,7 +110,10 @@ def test_under_another_wrapper_than_fsdp2_what_fsdp_left_out_stays_in_its_unit()
     )
     plan = one.assume(trial).plan
     assert plan.units == trial.plan.units and plan.flows == trial.plan.flows
-    assert {rank: plan.slices[rank][NORM] for rank in (0, 1)} == {0: ((0, 16),), 1: ((0, 16),)}
+    for rank, held in trial.plan.slices.items():
+        assert plan.slices[rank] == held | {NORM: ((0, 16),)}
+        whole = parameter_bytes(trial.case, rank, plan.slices[rank], trial.plan.flat)
+        assert plan.parameter_bytes[rank] == whole != parameter_bytes(trial.case, rank, plan.slices[rank], ())
 
 
 @pytest.mark.parametrize("staged", [True, False])

@@ -77,6 +77,16 @@ def test_what_ranks_received_makes_up_the_samples_of_the_step(layout: ParallelDi
 
 
 @pytest.mark.parametrize("balanced", [True, False])
+def test_parts_that_were_cut_as_if_balanced_otherwise_make_up_the_samples_too(balanced: bool) -> None:
+    requested, cut = (
+        trial_of(tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=16), cp_load_balance=by))
+        for by in (balanced, not balanced)
+    )
+    rows = received(replace(requested, run=cut.run), 1)
+    assert same(rows, requested.reference.tokens[:8], requested.reference.labels[:8])
+
+
+@pytest.mark.parametrize("balanced", [True, False])
 def test_rows_of_no_sample_lie_as_planned_over_cp_and_their_labels_are_those_that_were_seen(balanced: bool) -> None:
     trial = trial_of(tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=16), cp_load_balance=balanced))
     tokens, labels = trial.reference.tokens[:8] + 50, trial.reference.labels[:8]
