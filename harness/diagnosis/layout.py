@@ -108,7 +108,7 @@ def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     found = [(count, layout) for count, layout in _layouts(trial.case.dims) if _holds(layout, trial, wrong)]
     whole = [(count, layout) for count, layout in found if _holds(layout, trial, trial.plan.shapes)]
-    yield from (_whole(trial, layout, count) for count, layout in whole[:4])
+    yield from (_whole(trial, layout, count) for count, layout in whole)
     if not whole:
         yield from _strided(trial, wrong)
         yield from (_partial(layout, trial, wrong) for _, layout in found[:1])
@@ -173,7 +173,7 @@ def wrong_parameters(trial: Trial) -> list[str]:
 def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
     """A module that was left out of what was applied to all others."""
     where = f"to {len(wrong)} of {len(trial.plan.shapes)} parameters ({some(wrong)})"
-    left_out = "TP" if layout.without == "tp" else "FSDP" if layout.known.dp_shard * layout.known.cp == 1 else ""
+    left_out = "TP" if layout.without == "tp" else "FSDP" if _shards(layout.known) == 1 else ""
     text = f"{left_out} is not applied {where}: every rank of a group holds them whole"
     of_these = "; ".join(_differences(layout, trial.case.dims))
     text = text if left_out else f"another layout is applied {where} than to all others: {of_these}"
@@ -212,7 +212,7 @@ def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
 def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
     """Rows dealt out over dp_shard first and tp inside, so that what a tp rank gathers are not its rows in a row."""
     dims, plan, rows = trial.case.dims, trial.plan, {}
-    if min(dims.tp, trial.case.shards) == 1 or plan.flat or any(tp_dim(fqn) != 0 for fqn in wrong):
+    if plan.flat or any(tp_dim(fqn) != 0 for fqn in wrong):
         return
     for rank in plan.slices:
         (shards, index), tp = shard_place(dims, rank), coordinate(dims, rank)["tp"]
@@ -292,7 +292,7 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     if degree == 1:
         kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
         held = f"every {kind} rank holds whole parameters"
-    if layout.known.cp == 1 < dims.cp and 1 < layout.known.dp_shard == dims.dp_shard:
+    if layout.without == "cp" and 1 < layout.known.dp_shard == dims.dp_shard:
         return f"FSDP ran over dp_shard alone, cp ranks hold copies: {held.removesuffix(times)}, requested {_requested(dims)}"
     requested, ran = ("DDP" if n == 1 else "FSDP" if n == ranks else "HSDP" for n in (_shards(dims), degree))
     return f"{requested} ran as {ran}: {held}, requested {_requested(dims)}"

@@ -127,12 +127,12 @@ def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
 def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
     """Labels in rows of any length: as they lie, or put together from chunks along the sequence."""
     assert part.labels is not None
-    flat = part.labels.reshape(-1)
+    flat = part.labels.ravel()
     if flat.size % samples == 0:
-        yield flat.reshape(samples, -1)
+        yield flat.reshape(samples, flat.size // samples)
         if all(size % samples == 0 for size in part.chunks):
             pieces = np.split(flat, np.cumsum(part.chunks)[:-1])
-            yield np.hstack([piece.reshape(samples, -1) for piece in pieces])
+            yield np.hstack([piece.reshape(samples, piece.size // samples) for piece in pieces])
 
 
 def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:

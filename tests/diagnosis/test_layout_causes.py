@@ -319,6 +319,7 @@ def test_slices_of_no_known_layout_are_told_with_their_ranks_and_the_first_of_th
     )
     assert not proposed(other_layouts, trial, "shard_contents")
     assert not seen_text(other_slices, trial, "traffic")
+    assert not seen_text(other_slices, trial, "shard_contents", "initial_weights")
 
 
 def test_flattened_slices_are_told_in_elements() -> None:

@@ -19,8 +19,9 @@ from harness.plan.memory import parameter_bytes
 from harness.plan.plan import Kept
 from harness.spec.dims import ParallelDims
 
-WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
+WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=32)
 LAST = "output.weight"
+UP = "layers.0.feed_forward.w1.weight"
 DOWN = "layers.0.feed_forward.w2.weight"  # which TP cuts into columns
 
 
@@ -186,9 +187,9 @@ def test_rows_are_not_in_strides_where_one_rank_holds_others_or_none_or_a_matrix
     assert "strided shards" not in [one.cause.kind for one in proposed(with_rows(strided, LAST, {3: (11, 15)}))]
     nowhere = with_parameter(strided, 3, LAST, value=np.full((4, 16), 7.0))
     assert proposed(nowhere) == []
-    both = with_rows(strided, EMBEDDING, STRIDED)
+    both = with_rows(strided, UP, {rank: (8 * rank, 8 * rank + 8) for rank in range(4)})
     assert [one.cause.text.partition(" are cut")[0] for one in proposed(both)][:1] == [
-        "2 of 12 parameters (tok_embeddings.weight, output.weight)"
+        f"2 of 12 parameters ({UP}, output.weight)"
     ]
     columns = {rank: strided.reference.weights[DOWN][4 * rank : 4 * rank + 4] for rank in range(4)}
     for rank, value in columns.items():
@@ -196,6 +197,19 @@ def test_rows_are_not_in_strides_where_one_rank_holds_others_or_none_or_a_matrix
     assert "strided shards" not in [one.cause.kind for one in proposed(both)]
 
 
+def test_over_cp_a_layout_that_cuts_some_parameters_is_not_told_as_none() -> None:
+    trial = right(ParallelDims(dp_replicate=2, cp=2))
+    trial = with_rows(trial, LAST, {rank: (4 * rank, 4 * rank + 4) for rank in range(4)})
+    differs = (
+        "HSDP ran as FSDP: parameters are sharded over 4 ranks along dp_shard x cp, requested 2, replicated 2 times"
+    )
+    text = f"another layout is applied to 1 of 12 parameters (output.weight) than to all others: {differs}"
+    assert [one.cause.text for one in proposed(trial)] == [text]
+
+
 def test_there_are_no_strides_over_one_axis_or_of_flattened_parameters() -> None:
     alone = with_rows(right(dims(1, 4)), LAST, {0: (0, 4), 1: (8, 12), 2: (4, 8), 3: (12, 16)})
     assert proposed(alone) == []
+    flat = right(dims(1, 2, 2), wrapper="fsdp1")
+    flat = with_rows(flat, LAST, {rank: (64 * rank, 64 * rank + 64) for rank in range(4)})
+    assert flat.plan.flat and "strided shards" not in [one.cause.kind for one in proposed(flat)]

@@ -49,6 +49,7 @@ def test_of_labels_that_fit_at_several_places_the_nearest_counts() -> None:
 def test_too_few_labels_to_tell_are_at_no_place() -> None:
     assert shift_of(ROW[:, :3], ROW) is None
     assert shift_of(ROW[:, :4], ROW) == 0
+    assert shift_of(ROW[:, :3], ROW[:, :7]) == 0
 
 
 def test_labels_of_as_many_positions_as_overlap_with_half_a_row_or_more_tell_their_place() -> None:
@@ -259,6 +260,12 @@ def test_labels_of_later_tokens_lie_in_rows_though_the_loss_is_computed_in_chunk
     part = in_chunks(columns, 3, 2, columns.shape[1] - 5) if chunked else Microbatch(OWN, columns, 1.0, columns.size)
     seen = seen_labels(part, OWN)
     assert seen is not None and np.array_equal(seen, laid) and shift_of(seen[:, : columns.shape[1]], OWN) == by
+
+
+def test_labels_of_which_those_that_do_not_count_are_left_out_are_not_taken_for_shifted_ones() -> None:
+    own = np.array([[-100, 3, 3, 3, 3, 3, 3, 3]] * 2)
+    seen = seen_labels(Microbatch(own, own[:, 1:], 1.0, 14), own)
+    assert seen is not None and seen.tolist() == own.tolist()
 
 
 def test_labels_that_are_too_many_or_do_not_make_up_rows_lie_in_no_way() -> None:
