@@ -112,11 +112,11 @@ def wrong_keys(trial: Trial, rank: int, wanted: dict[Key, np.ndarray]) -> list[K
     return [
         key
         for key, whole in wanted.items()
-        if key[1] in own and not _same(held.get(key), wanted_part(trial, rank, key, whole))
+        if key[1] in own and not same(held.get(key), wanted_part(trial, rank, key, whole))
     ]
 
 
-def _same(held: np.ndarray | None, wanted: np.ndarray) -> bool:
+def same(held: np.ndarray | None, wanted: np.ndarray) -> bool:
     return held is not None and held.shape == wanted.shape and held.tobytes() == wanted.tobytes()
 
 

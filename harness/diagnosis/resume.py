@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from harness.checks.checkpoint import PARAMETER, may_be, saved, unknown, wanted
-from harness.checks.resume import Key, held_state, put_together, saved_state, state_after, wanted_part, wrong_keys
+from harness.checks.resume import Key, held_state, put_together, same, saved_state, state_after, wanted_part, wrong_keys
 from harness.diagnosis.assume import another_optimizer
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
-from harness.diagnosis.words import Arrays, finding_line, in_order, in_parameters, on_ranks, some
+from harness.diagnosis.words import Arrays, Pair, finding_line, in_order, in_parameters, on_ranks, some, where_text
 from harness.evidence.checkpoint_index import Checkpoint
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
@@ -43,22 +43,22 @@ def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _going_on(way: tuple[str, ...], first: int, trial: Trial) -> Trial:
-    """As if training had gone on from what was held, of these: parameters, the optimizer's state, the schedule's beginning."""
+    """As if training had gone on from what was held. way: of parameters (left), the optimizer's state and the schedule (rate),
+    as reference.counterfactual.Otherwise calls them, those that it had gone on from."""
     weights, state = Arrays(), dict[str, Arrays]()
     for (name, fqn), value in _held_together(trial).items():
         if name == PARAMETER:
             weights[fqn] = value
         else:
             state.setdefault(fqn, {})[name] = value
-    words: dict[str, Any] = {}
-    if "parameters" in way:
-        words["left"] = lambda step, parameters: weights if step == first - 1 else parameters
-    if "state" in way:
-        words["state"] = lambda step: state if step == first else None
-    if "schedule" in way:
-        rates, odd = {step.step: step.lr for step in trial.reference.steps}, _first_odd_rate(trial)
-        words["rate"] = lambda step, fqn: rates[step] if odd is None or step < odd else rates[step - first + 1]
-    return another_optimizer(trial, _counting_on(state, first) if "state" in way else AS_REQUESTED, **words)
+    rates, odd = {step.step: step.lr for step in trial.reference.steps}, _first_odd_rate(trial)
+    words: dict[str, Any] = {
+        "left": lambda step, parameters: weights if step == first - 1 else parameters,
+        "state": lambda step: state if step == first else None,
+        "rate": lambda step, fqn: rates[step] if odd is None or step < odd else rates[step - first + 1],
+    }
+    assumed = _counting_on(trial, state, first) if "state" in way else AS_REQUESTED
+    return another_optimizer(trial, assumed, **{word: words[word] for word in way})
 
 
 def _first_odd_rate(trial: Trial) -> int | None:
@@ -67,11 +67,11 @@ def _first_odd_rate(trial: Trial) -> int | None:
     return min((step for step, lr, wanted in seen if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
 
 
-def _counting_on(state: dict[str, dict[str, np.ndarray]], first: int) -> AssumedOptimizer:
-    """From the counters resumed, where there are any."""
-    if not any("step" in held for held in state.values()):
+def _counting_on(trial: Trial, state: dict[str, Arrays], first: int) -> AssumedOptimizer:
+    """From the counters resumed, from none where they did not arrive; an optimizer may keep none at all."""
+    if not any(name == "step" for name, _ in saved_state(trial.saved[-1])):
         return AS_REQUESTED
-    begun = {fqn: int(held.get("step", np.zeros(()))) for fqn, held in state.items()}
+    begun = {fqn: int(held["step"]) for fqn, held in state.items() if "step" in held}
     return AssumedOptimizer(counter=lambda step, fqn: begun.get(fqn, 0) + step - first + 1)
 
 
@@ -91,7 +91,7 @@ def _wrong(trial: Trial) -> Wrong:
 
 def _elsewhere(trial: Trial, wrong: Wrong) -> Cause | None:
     """All parameters are those of another moment: the checkpoint was not read at all, or another one was."""
-    if not any(name == PARAMETER for keys in wrong.values() for name, _ in keys):
+    if not _places(wrong, {PARAMETER}):
         return None
     requested = trial.case.steps.start - 1
     if _is_all(trial, _seed(trial)):
@@ -114,58 +114,47 @@ def _seed(trial: Trial) -> State:
 
 
 def _moments(trial: Trial) -> Iterator[tuple[int, State]]:
-    """What the earlier launches held after each of their steps, the latest first."""
+    """All parameters that the earlier launches held after each of their steps, the latest first."""
     for launch in reversed(trial.saved):
         for step in reversed(launch.case.steps):
-            yield step, state_after(launch, step)
+            state = {key: whole for key, whole in state_after(launch, step).items() if key[0] == PARAMETER}
+            if len(state) == len(trial.reference.weights):
+                yield step, state
 
 
 def _is_all(trial: Trial, state: State) -> bool:
     """Whether all parameters of all ranks are those of that state."""
-    parameters = {key: whole for key, whole in state.items() if key[0] == PARAMETER}
-    return bool(parameters) and not any(wrong_keys(trial, rank, parameters) for rank in trial.ranks)
+    return not any(wrong_keys(trial, rank, state) for rank in trial.ranks)
 
 
 def _optimizer_arrived(trial: Trial, wrong: Wrong) -> bool:
     kept = [key for key in saved_state(trial.saved[-1]) if key[0] != PARAMETER]
-    return bool(kept) and not any(name != PARAMETER for keys in wrong.values() for name, _ in keys)
+    return bool(kept) and not any(set(kept) & set(keys) for keys in wrong.values())
 
 
 # ---- parameters
 
 
 def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
-    names = _fqns(trial, wrong, {PARAMETER})
-    if not names:
+    places = _places(wrong, {PARAMETER})
+    if not places:
         return None
-    ranks, where = _ranks(trial, wrong, {PARAMETER}), in_parameters(trial, names)
-    if all(_holds(trial, wrong, (PARAMETER, fqn), _seed(trial).get((PARAMETER, fqn))) for fqn in names):
+    names, ranks = in_order(trial, (fqn for _, fqn in places)), on_ranks(trial, (rank for rank, _ in places))
+    if _holds(trial, wrong, _seed(trial)):
         were = "was" if len(names) == 1 else "were"
         text = f"{some(names)} {were} not loaded from the checkpoint{ranks}: still the seed's values"
         return Cause("parameters not loaded", text)
-    if pair := _exchanged(trial, wrong, PARAMETER, names):
+    if pair := _exchanged(trial, wrong, {PARAMETER}, names):
         text = f"parameters {pair[0]} and {pair[1]} are swapped by the checkpoint{ranks}"
         return Cause("parameters exchanged", text)
-    changes = {_change(trial, fqn) for fqn in names}
-    if len(changes) == 1 and (change := next(iter(changes))).startswith(("rounded", "transposed")):
-        text = f"parameters come back {change} from the checkpoint"
-        return Cause("parameters changed over the checkpoint", text, where + ranks)
-    if factor := _common_factor(trial, names):
-        text = f"parameters are {factor:.9g} times the saved ones after resuming"
-        return Cause("parameters changed over the checkpoint", text, where + ranks)
-    if "" not in changes:
-        text = f"entries are in another order after resuming {where}{ranks}"
-        return Cause("parameters changed over the checkpoint", text)
-    text = f"parameters after resuming are not those of step {trial.case.steps.start - 1} {where}{ranks}"
-    return Cause("parameters changed over the checkpoint", text, hint=_instead(trial, wrong, names))
+    text, where = _changed(trial, names), where_text(trial, places)
+    return Cause("parameters changed over the checkpoint", text, where, hint=_instead(trial, wrong))
 
 
-def _instead(trial: Trial, wrong: Wrong, names: list[str]) -> str:
+def _instead(trial: Trial, wrong: Wrong) -> str:
     """After which other step, before or after the one that was saved, these parameters were so."""
-    for step, state in _moments(trial):
-        if all(_holds(trial, wrong, (PARAMETER, fqn), state.get((PARAMETER, fqn))) for fqn in names):
-            return f"they are those after step {step}"
-    return ""
+    steps = (step for step, state in _moments(trial) if _holds(trial, wrong, state))
+    return next((f"they are those after step {step}" for step in steps), "")
 
 
 def _held_together(trial: Trial) -> State:
@@ -173,44 +162,48 @@ def _held_together(trial: Trial) -> State:
     return put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
 
 
-def _change(trial: Trial, fqn: str) -> str:
-    """What has become of a parameter on the way through the checkpoint, in writing or in reading."""
-    saved = saved_state(trial.saved[-1])[PARAMETER, fqn]
-    held = _held_together(trial).get((PARAMETER, fqn))
-    if held is None or held.shape != saved.shape:
-        return ""
-    if dtype := rounded_to((held, saved)):
-        return f"rounded to {dtype}"
-    return rearranged(held, saved).removeprefix("they are ")
+def _held_and_saved(trial: Trial, keys: Iterable[Key]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Whole tensors; NaN where no rank held anything."""
+    held, saved = _held_together(trial), saved_state(trial.saved[-1])
+    return [(held.get(key, np.nan * saved[key]), saved[key]) for key in keys]
 
 
-def _common_factor(trial: Trial, names: list[str]) -> float | None:
-    """As after a step that only decays them."""
-    saved, held = saved_state(trial.saved[-1]), _held_together(trial)
-    pairs = [(held.get((PARAMETER, fqn)), saved[PARAMETER, fqn]) for fqn in names]
-    known = [(now, was) for now, was in pairs if now is not None and now.shape == was.shape]
-    factor = best_fit(*known[0]) if len(known) == len(pairs) else 0.0
-    fits = factor and all(np.allclose(now, factor * was, rtol=1e-9, atol=0) for now, was in known)
-    return factor if fits else None
+def _changed(trial: Trial, names: list[str]) -> str:
+    """What has become of parameters on the way through the checkpoint, in writing or in reading."""
+    pairs = _held_and_saved(trial, [(PARAMETER, fqn) for fqn in names])
+    if dtype := rounded_to(*pairs):
+        return f"parameters come back rounded to {dtype} from the checkpoint"
+    arranged = {rearranged(held, saved) for held, saved in pairs}
+    if arranged == {"they are transposed"}:
+        return "parameters come back transposed from the checkpoint"
+    if factor := _common_factor(pairs):
+        return f"parameters are {factor:.9g} times the saved ones after resuming"
+    if "" not in arranged:
+        return "entries are in another order after resuming"
+    return f"parameters after resuming are not those of step {trial.case.steps.start - 1}"
 
 
-def _holds(trial: Trial, wrong: Wrong, at: Key, whole: np.ndarray | None) -> bool:
-    """Whether the ranks that should hold something else there hold their slices of `whole`."""
-    if whole is None:
-        return False
-    pairs = (
-        (held_state(trial, r).get(at), wanted_part(trial, r, at, whole)) for r, keys in wrong.items() if at in keys
-    )
-    return all(held is not None and np.array_equal(held, wanted) for held, wanted in pairs)
+def _common_factor(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """As after a step that only decays them; 0 if there is none. What differs in its last bits has none."""
+    factor = best_fit(*pairs[0])
+    fits = all(np.allclose(held, factor * saved, rtol=1e-9, atol=0) for held, saved in pairs)
+    return factor if fits and not math.isclose(factor, 1) else 0.0
 
 
-def _exchanged(trial: Trial, wrong: Wrong, name: str, fqns: list[str]) -> tuple[str, str] | None:
-    """The first parameter that has what was saved for another one."""
+def _holds(trial: Trial, wrong: Wrong, instead: State) -> bool:
+    """Whether what ranks hold wrongly of these is theirs of `instead`."""
+    places = ((rank, key) for rank, keys in wrong.items() for key in keys if key in instead)
+    return all(same(held_state(trial, r).get(key), wanted_part(trial, r, key, instead[key])) for r, key in places)
+
+
+def _exchanged(trial: Trial, wrong: Wrong, names: Iterable[str], fqns: list[str]) -> tuple[str, str] | None:
+    """The first parameter of which everything that is wrong is what was saved for another one."""
     saved = saved_state(trial.saved[-1])
+    lost = {fqn: {key for keys in wrong.values() for key in keys if key[0] in names and key[1] == fqn} for fqn in fqns}
     for fqn, other in itertools.permutations(fqns, 2):
-        theirs = saved.get((name, other))
-        alike = theirs is not None and theirs.shape == saved[name, fqn].shape
-        if alike and _holds(trial, wrong, (name, fqn), theirs):
+        theirs = {key: saved[key[0], other] for key in lost[fqn] if (key[0], other) in saved}
+        alike = len(theirs) == len(lost[fqn]) and all(whole.shape == saved[key].shape for key, whole in theirs.items())
+        if alike and _holds(trial, wrong, theirs):
             return fqn, other
     return None
 
@@ -220,51 +213,41 @@ def _exchanged(trial: Trial, wrong: Wrong, name: str, fqns: list[str]) -> tuple[
 
 def _optimizer(trial: Trial, wrong: Wrong) -> Cause | None:
     names = {name for keys in wrong.values() for name, _ in keys} - {PARAMETER}
-    kept = saved_state(trial.saved[-1])
-    moments = sorted(names & {name for (name, _), whole in kept.items() if whole.ndim})
+    moments = sorted(names & {name for (name, _), whole in saved_state(trial.saved[-1]).items() if whole.ndim})
     if moments:
         return Cause("optimizer state lost", _moments_lost(trial, wrong, moments))
-    return Cause("optimizer state lost", _counter_lost(trial, wrong, sorted(names))) if names else None
+    return Cause("optimizer state lost", _counter_lost(trial, wrong, min(names))) if names else None
 
 
 def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
-    fqns, ranks = _fqns(trial, wrong, set(moments)), _ranks(trial, wrong, set(moments))
-    where = f"{in_parameters(trial, fqns)}{ranks}"
-    steps = trial.case.steps.start - 1
-    held = [held_state(trial, rank).get(key) for rank, keys in wrong.items() for key in keys if key[0] in moments]
+    places, steps = _places(wrong, moments), trial.case.steps.start - 1
+    where, what, are = where_text(trial, places), " and ".join(moments), "is" if len(moments) == 1 else "are"
+    keys = {(rank, key) for rank, keys in wrong.items() for key in keys if key[0] in moments}
+    held = [held_state(trial, rank).get(key) for rank, key in keys]
     if all(one is None for one in held):
-        return f"resumed without optimizer state: {' and '.join(moments)} are missing {where}, after {steps} steps"
+        return f"resumed without optimizer state: {what} {are} missing {where}, after {steps} steps"
     if not any(one is None or one.any() for one in held):
-        zero = "is" if len(moments) == 1 else "are"
-        return f"resumed without optimizer state: {' and '.join(moments)} {zero} zero {where}, after {steps} steps"
-    if pair := _exchanged(trial, wrong, moments[0], fqns):
-        return f"optimizer state is swapped: {pair[0]} resumed with {' and '.join(moments)} of {pair[1]}{ranks}"
-    saved, together = saved_state(trial.saved[-1]), _held_together(trial)
-    keys = [(name, fqn) for name in moments for fqn in fqns if (name, fqn) in saved]
-    pairs = [(together[key], saved[key]) for key in keys if key in together and together[key].shape == saved[key].shape]
-    if len(pairs) == len(keys) and (dtype := rounded_to(*pairs)):
-        return f"optimizer state comes back rounded to {dtype} from the checkpoint: {' and '.join(moments)} {where}"
-    return f"optimizer state is not what was saved: {' and '.join(moments)} {where}"
+        return f"resumed without optimizer state: {what} {are} zero {where}, after {steps} steps"
+    if pair := _exchanged(trial, wrong, moments, in_order(trial, (fqn for _, fqn in places))):
+        ranks = on_ranks(trial, (rank for rank, _ in places))
+        return f"optimizer state is swapped: {pair[0]} resumed with {what} of {pair[1]}{ranks}"
+    if dtype := rounded_to(*_held_and_saved(trial, {key for _, key in keys})):
+        return f"optimizer state comes back rounded to {dtype} from the checkpoint: {what} {where}"
+    return f"optimizer state is not what was saved: {what} {where}"
 
 
-def _counter_lost(trial: Trial, wrong: Wrong, names: list[str]) -> str:
-    name = names[0]
-    rank, key = next((rank, key) for rank, keys in wrong.items() for key in keys if key[0] == name)
-    held, saved = held_state(trial, rank).get(key), saved_state(trial.saved[-1])[key]
+def _counter_lost(trial: Trial, wrong: Wrong, name: str) -> str:
+    places = _places(wrong, {name})
+    rank, fqn = places[0]
+    held, saved = held_state(trial, rank).get((name, fqn)), saved_state(trial.saved[-1])[name, fqn]
     seen = "missing" if held is None else f"{float(held):g}"
-    where = f"{in_parameters(trial, _fqns(trial, wrong, {name}))}{_ranks(trial, wrong, {name})}"
-    lost = held is None or float(held) == 0
-    why = ": AdamW's bias correction restarts" if name == "step" and lost else ""
-    return f"the optimizer's {name} counter is {seen} after resuming, saved {float(saved):g} {where}{why}"
+    why = ": AdamW's bias correction restarts" if name == "step" and not held else ""
+    return f"the optimizer's {name} counter is {seen} after resuming, saved {float(saved):g} {where_text(trial, places)}{why}"
 
 
-def _fqns(trial: Trial, wrong: Wrong, names: set[str]) -> list[str]:
-    """Of which parameters something is wrong, in the model's order."""
-    return in_order(trial, (fqn for keys in wrong.values() for name, fqn in keys if name in names))
-
-
-def _ranks(trial: Trial, wrong: Wrong, names: set[str]) -> str:
-    return on_ranks(trial, [rank for rank, keys in wrong.items() if any(name in names for name, _ in keys)])
+def _places(wrong: Wrong, names: Collection[str]) -> list[Pair]:
+    """Where something is wrong of what has one of these names."""
+    return [(rank, fqn) for rank, keys in wrong.items() for name, fqn in keys if name in names]
 
 
 # ---- the schedule
@@ -282,10 +265,10 @@ def _schedule(trial: Trial, wrong: Wrong) -> Cause | None:
 
 
 WAYS: tuple[tuple[Name, tuple[str, ...]], ...] = (
-    (_elsewhere, ("parameters", "state")),
-    (_parameters, ("parameters",)),
+    (_elsewhere, ("left", "state")),
+    (_parameters, ("left",)),
     (_optimizer, ("state",)),
-    (_schedule, ("schedule",)),
+    (_schedule, ("rate",)),
 )
 """What may be all that is wrong, and from what training goes on then."""
 
@@ -307,14 +290,13 @@ def wrong_checkpoint(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
     """Names are shortened to what stands before and after the parameter's."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
+    kinds: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for key, tensors in saved(trial, held).items():
-        if len(tensors) > max(may_be(trial, key), 1) or not may_be(trial, key):
-            shown = (one.name.replace(one.fqn, "*") if one.fqn else one.name for one in tensors)
-            kinds.setdefault(tuple(sorted(shown)), []).append(key[1])
-    for names, fqns in kinds.items():
-        most = "one" if len(names) > 1 else "none"
-        yield f"holds {len(names)} tensors, expected {most}, {in_parameters(trial, fqns)}: {' and '.join(names)}"
+        if len(tensors) > (most := may_be(trial, key)):
+            names = tuple(sorted(one.name.replace(one.fqn, "*") for one in tensors))
+            kinds.setdefault(("one" if most else "none", names), []).append(key[1])
+    for (expected, names), fqns in kinds.items():
+        yield f"holds {len(names)} tensors, expected {expected}, {in_parameters(trial, fqns)}: {' and '.join(names)}"
     if strange := unknown(trial, held):
         yield f"holds {len(strange)} tensors that belong to no parameter: {strange[0].name}"
 
@@ -322,10 +304,9 @@ def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
 def _other_types(trial: Trial, held: Checkpoint) -> Iterator[str]:
     types = wanted(trial)
     kinds: dict[tuple[str, str, str], list[str]] = {}
-    for (name, fqn), tensors in saved(trial, held).items():
-        trained = types.get((name, fqn), set())
-        if len(tensors) == 1 and trained and tensors[0].dtype not in trained:
-            kinds.setdefault((name, tensors[0].dtype, " or ".join(sorted(trained))), []).append(fqn)
+    for key, tensors in saved(trial, held).items():
+        if key in types and len(tensors) == 1 and tensors[0].dtype not in types[key]:
+            kinds.setdefault((key[0], tensors[0].dtype, " or ".join(sorted(types[key]))), []).append(key[1])
     for (name, dtype, wide), fqns in kinds.items():
         yield f"holds {_plural(name)} in {dtype}, trained in {wide}, {in_parameters(trial, fqns)}"
 
