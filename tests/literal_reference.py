@@ -131,7 +131,7 @@ def retrained(training: TrainingConfig, reference: ReferenceRun, **otherwise: An
             values[fqn], moments[fqn] = _moved(
                 values[fqn], moments[fqn], gradient, step.step, rates[fqn], recipe(step.step, fqn)
             )
-        values = otherwise["left"](step.step, values) if otherwise.get("left") else values
+        values = dict(otherwise["left"](step.step, values)) if otherwise.get("left") else values
         same = set(rates.values())
         state = {f: {"exp_avg": a, "exp_avg_sq": b} for f, (a, b) in moments.items()} if step.optimizer_state else {}
         lr = same.pop() if len(same) == 1 else step.lr

@@ -77,8 +77,8 @@ def _counting_on(trial: Trial, state: dict[str, Arrays], first: int) -> AssumedO
 
 def _goes_on(trial: Trial) -> bool:
     """Whether all ranks train on to another last step, as from an earlier moment so many steps are left."""
-    lasts = {tuple(step.step for step in evidence.steps) for evidence in trial.ranks.values()}
-    return len(lasts) == 1 and set(trial.case.steps) < set(*lasts)
+    lasts = {evidence.steps[-1].step for evidence in trial.ranks.values()}
+    return len(lasts) == 1 and max(lasts) > trial.case.steps[-1]
 
 
 def _wrong(trial: Trial) -> Wrong:
