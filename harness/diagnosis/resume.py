@@ -229,8 +229,8 @@ def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
     if not any(one is None or one.any() for one in held):
         return f"resumed without optimizer state: {what} {are} zero {where}, after {steps} steps"
     if pair := _exchanged(trial, wrong, moments, in_order(trial, (fqn for _, fqn in places))):
-        ranks = on_ranks(trial, (rank for rank, _ in places))
-        return f"optimizer state is swapped: {pair[0]} resumed with {what} of {pair[1]}{ranks}"
+        lost, ranks = {name for _, (name, fqn) in keys if fqn == pair[0]}, on_ranks(trial, (rank for rank, _ in places))
+        return f"optimizer state is swapped: {pair[0]} resumed with {' and '.join(sorted(lost))} of {pair[1]}{ranks}"
     if dtype := rounded_to(*_held_and_saved(trial, {key for _, key in keys})):
         return f"optimizer state comes back rounded to {dtype} from the checkpoint: {what} {where}"
     return f"optimizer state is not what was saved: {what} {where}"
