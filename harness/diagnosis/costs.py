@@ -8,7 +8,7 @@ from math import prod
 from harness.checks import memory, settings
 from harness.checks.traffic import waits
 from harness.diagnosis.hypothesis import Broken, Fact, stated
-from harness.diagnosis.words import finding_line, on_ranks, traffic_lines
+from harness.diagnosis.words import on_ranks, told_first, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
@@ -125,7 +125,7 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
     for law, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
         if law in broken:
             first = broken[law].findings[0]
-            line = finding_line(law, broken[law])[1] + _mostly(trial, first) + _crossings(trial, law, first)
+            line = told_first(broken[law]) + _mostly(trial, first) + _crossings(trial, law, first)
             lines = tuple(traffic_lines(trial)) if law == "traffic" else ()
             yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines, symptom=True)
 
@@ -172,7 +172,7 @@ def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What differs between ranks of one run, or between a run and its repeat. Ranks of a group that issue other collectives:
     gloo pairs what is of equal size, so that numbers may be wrong for it. Replicas: within the bounds of all other laws."""
     if "collective_order" in broken:
-        line = finding_line("collective_order", broken["collective_order"])[1]
+        line = told_first(broken["collective_order"])
         text = f"ranks of a group do not issue the same collectives: {line}"
         yield stated(broken, "collective_order", "collectives out of order", text)
     if "replica_agreement" in broken and not NUMBERS & set(broken):

@@ -11,7 +11,7 @@ from harness.checks import features
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
-from harness.diagnosis.words import finding_line, on_ranks, some, traffic_lines
+from harness.diagnosis.words import on_ranks, some, told_first, traffic_lines
 from harness.evidence.records import Wrapper
 from harness.judge.order import as_planned
 from harness.judge.result import Cause, Finding, Verdict
@@ -264,9 +264,10 @@ def _hooks(trial: Trial) -> str | None:
 
 def _compiled_again(trial: Trial) -> str | None:
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.compiled_again(trial, rank) if finding]
+    if not wrong:
+        return None
     steps = [f"step {step}" for step in sorted({finding.step or 0 for finding in wrong})]
-    graphs = f"graphs on rank {wrong[0].rank}: {wrong[0].observed}" if wrong else ""
-    return f"blocks are recompiled in {some(steps, 3)} ({graphs})" if wrong else None
+    return f"blocks are recompiled in {some(steps, 3)} (graphs on rank {wrong[0].rank}: {wrong[0].observed})"
 
 
 def _compile(trial: Trial) -> str | None:
@@ -383,7 +384,7 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """A pipeline that did what no schedule prescribes."""
     if "schedule" not in broken:
         return
-    requested, first = trial.case.features.schedule, finding_line("schedule", broken["schedule"])[1]
+    requested, first = trial.case.features.schedule, told_first(broken["schedule"])
     idle = [rank for rank, evidence in sorted(trial.ranks.items()) if not evidence.steps[0].actions]
     text = f"the pipeline does not follow schedule {requested}: {first}"
     if idle:

@@ -65,8 +65,12 @@ def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def finding_line(name: str, result: Result) -> tuple[str, str]:
+    return name, told_first(result)
+
+
+def told_first(result: Result) -> str:
     first = result.findings[0]
-    return name, f"{first.where}: expected {first.expected}, observed {first.observed}"
+    return f"{first.where}: expected {first.expected}, observed {first.observed}"
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:

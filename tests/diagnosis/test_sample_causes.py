@@ -28,6 +28,7 @@ from literal import (
 )
 from literal_ranks import microbatch_of
 
+from harness.diagnosis import data
 from harness.diagnosis.data import other_samples
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import seen_labels
@@ -98,7 +99,7 @@ def test_tokens_of_no_sample() -> None:
     expect_first(trial, """rows received on rank 2 are none of the recipe's 3 steps""")
 
 
-def test_ranks_that_each_shuffle_by_themselves() -> None:
+def test_ranks_that_each_shuffle_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = fsdp_4()
     known, strange = trial.ranks[1].steps[0].microbatches[0], trial.ranks[2].steps[0].microbatches[0]
     trial = with_step(trial, 3, 2, microbatches=(known,))
@@ -107,6 +108,8 @@ def test_ranks_that_each_shuffle_by_themselves() -> None:
         trial,
         """dp ranks draw overlapping samples, each in its own order; rows received on rank 3 are none of the recipe's 3 steps""",
     )
+    monkeypatch.setattr(data, "described", lambda trial, step, ranks: f"what of {ranks} is known")
+    assert first_line(trial).endswith("none of the recipe's 3 steps: what of [3] is known")
 
 
 def test_tp_peers_fed_different_samples() -> None:
