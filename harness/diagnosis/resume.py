@@ -104,8 +104,8 @@ def _elsewhere(trial: Trial, wrong: Wrong) -> Cause | None:
         if _is_all(trial, state):
             older, later = "an older one was read, or a stale one written", "it was written after training had gone on"
             hint = later if step > requested else older
-            observed = f"resumed from the state after step {step}"
-            return Cause("resumed elsewhere", observed, "", f"the checkpoint of step {requested}", hint)
+            observed, expected = f"resumed from the state after step {step}", f"the checkpoint of step {requested}"
+            return Cause("resumed elsewhere", observed, expected=expected, hint=hint)
     return None
 
 
@@ -261,7 +261,7 @@ def _schedule(trial: Trial, wrong: Wrong) -> Cause | None:
     if step is None or not all(math.isclose(lr, rates[n - saved], rel_tol=1e-12) for n, lr in seen if n >= step):
         return None
     text = f"the schedule restarts after resuming: the learning rate of step {step} is that of step {step - saved}"
-    return Cause("schedule starts anew", text, "", f"{rates[step]:.6g}")
+    return Cause("schedule starts anew", text, expected=f"{rates[step]:.6g}")
 
 
 WAYS: tuple[tuple[Name, tuple[str, ...]], ...] = (

@@ -22,7 +22,8 @@ Held = dict[str, Any]
 
 def told(trial: Trial) -> list[str]:
     """By kind, without the engine: what each is that may be all that is wrong."""
-    found = resumed_otherwise(trial, {"resume": judged("resume", trial)})
+    found = list(resumed_otherwise(trial, {"resume": judged("resume", trial)}))
+    assert all(isinstance(part, str) for one in found for part in vars(one.cause).values())
     return [f"{one.cause.kind}; {one.cause.text}" for one in found]
 
 
@@ -288,8 +289,8 @@ ANEW = "AdamW's bias correction restarts"
         (
             lambda held: (
                 held
-                | {W1: held[W1] | {"exp_avg": held[W3]["exp_avg"]}, W3: held[W3] | {"exp_avg": 2 * held[W3]["exp_avg"]}}
-                | {WEIGHT: held[WEIGHT] | {"exp_avg_sq": 2 * held[WEIGHT]["exp_avg_sq"]}}
+                | {W1: held[W1] | {"exp_avg": held[W3]["exp_avg"]}}
+                | {W3: {name: 2 * value for name, value in held[W3].items()}}
             ),
             f"{LOST}optimizer state is swapped: {W1} resumed with exp_avg of {W3}",
         ),
