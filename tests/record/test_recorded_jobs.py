@@ -237,7 +237,14 @@ WAITS = f"import time; print('it runs', flush=True); time.sleep({LONG})"
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_job_ends_with_its_recording_though_nobody_signals_the_job_itself(by: signal.Signals, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "harness", "record", "-o", "one", "--", sys.executable, "-c", WAITS]
-    recording = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    recording = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell's background jobs ignore
+    )
     assert recording.stdout is not None
     assert recording.stdout.readline() == "it runs\n"
     began = time.monotonic()
