@@ -16,7 +16,7 @@ import itertools
 import math
 
 from harness.evidence.records import HeldTensor, RankEvidence
-from harness.evidence.text import bytes_text
+from harness.evidence.text import bytes_text, counted
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Recorded, Trial
 from harness.plan.slices import BYTES, numel
@@ -118,9 +118,8 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
     if not kept_beside(trial, rank):
         return []
     shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
-    observed = (
-        f"{bytes_text(sum(tensor.bytes for tensor in held))} in {len(held)} tensors: {shown}{', ..' * (len(held) > 3)}"
-    )
+    total = bytes_text(sum(tensor.bytes for tensor in held))
+    observed = f"{total} in {counted(len(held), 'tensor')}: {shown}{', ..' * (len(held) > 3)}"
     return [Finding.at(rank, f"at most {bytes_text(most)}", observed, name="after the last step, unaccounted tensors")]
 
 

@@ -295,7 +295,8 @@ def _other_strategy(layout: Layout, dims: ParallelDims) -> str:
     if layout.without == "cp" and 1 < layout.known.dp_shard == dims.dp_shard:
         return f"FSDP ran over dp_shard alone, cp ranks hold copies: {held.removesuffix(times)}, requested {_requested(dims)}"
     requested, ran = ("DDP" if n == 1 else "FSDP" if n == ranks else "HSDP" for n in (_shards(dims), degree))
-    return f"{requested} ran as {ran}: {held}, requested {_requested(dims)}"
+    text = f"{requested} ran as {ran}" if requested != ran else f"{ran} ran with other degrees"
+    return f"{text}: {held}, requested {_requested(dims)}"
 
 
 def _lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
 from harness.diagnosis.words import Arrays, Pair, finding_line, in_order, in_parameters, on_ranks, some, where_text
 from harness.evidence.checkpoint_index import Checkpoint
+from harness.evidence.text import counted
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -296,9 +297,9 @@ def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:
             names = tuple(sorted(one.name.replace(one.fqn, "*") for one in tensors))
             kinds.setdefault(("one" if most else "none", names), []).append(key[1])
     for (expected, names), fqns in kinds.items():
-        yield f"holds {len(names)} tensors, expected {expected}, {in_parameters(trial, fqns)}: {' and '.join(names)}"
+        yield f"holds {counted(len(names), 'tensor')}, expected {expected}, {in_parameters(trial, fqns)}: {' and '.join(names)}"
     if strange := unknown(trial, held):
-        yield f"holds {len(strange)} tensors that belong to no parameter: {strange[0].name}"
+        yield f"holds {counted(len(strange), 'tensor')} of no parameter: {strange[0].name}"
 
 
 def _other_types(trial: Trial, held: Checkpoint) -> Iterator[str]:

@@ -26,6 +26,11 @@ def bytes_text(count: float) -> str:
     return f"{count:.4g} GB"
 
 
+def counted(count: int, one: str) -> str:
+    """1 tensor, 2 tensors."""
+    return f"{count} {one}" + "s" * (count != 1)
+
+
 def positions_text(positions: np.ndarray) -> str:
     """0-3 and 12-15."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)

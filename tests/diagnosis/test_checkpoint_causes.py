@@ -93,7 +93,7 @@ TOLD = "the checkpoint of step 2 "
         ),
         (
             lambda all_: (*all_, *of_nothing("cache", "more")),
-            ["holds 2 tensors that belong to no parameter: cache"],
+            ["holds 2 tensors of no parameter: cache"],
         ),
         (
             lambda all_: in_type(all_, "bfloat16", lambda name: name.startswith("model.")),
@@ -128,7 +128,7 @@ TOLD = "the checkpoint of step 2 "
                 *of_nothing("x"),
             ),
             [
-                "holds 1 tensors that belong to no parameter: x",
+                "holds 1 tensor of no parameter: x",
                 f"it holds parameters in float32, trained in float64, in 1 of 12 parameters ({W3})",
                 f"it lacks parameters in 1 of 12 parameters ({W1})",
             ],
@@ -145,8 +145,8 @@ def test_state_of_a_parameter_of_which_the_optimizer_keeps_none_is_expected_nowh
     trial = without_state_of(W1)
     where = f"expected none, in 1 of 12 parameters ({W1})"
     assert told(trial) == (
-        f"{TOLD}holds 1 tensors, {where}: optimizer.*.exp_avg",
-        f"it holds 1 tensors, {where}: optimizer.*.exp_avg_sq",
+        f"{TOLD}holds 1 tensor, {where}: optimizer.*.exp_avg",
+        f"it holds 1 tensor, {where}: optimizer.*.exp_avg_sq",
     )
     again = SavedTensor(f"again.{W1}.exp_avg", W1, (8, 4), "float32", 32)
     trial = holding(lambda all_: (*without(all_, f"optimizer.{W1}.exp_avg_sq"), again), trial)

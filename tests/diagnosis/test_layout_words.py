@@ -190,7 +190,7 @@ def dims(replicate: int = 1, shard: int = 1, cp: int = 1, tp: int = 1) -> Parall
             dims(8, 2),
             Layout(dims(4, 4)),
             [
-                "HSDP ran as HSDP: parameters are sharded over 4 ranks and replicated 4 times, requested 2, replicated 8 times"
+                "HSDP ran with other degrees: parameters are sharded over 4 ranks and replicated 4 times, requested 2, replicated 8 times"
             ],
         ),
         (

@@ -148,7 +148,7 @@ def test_a_tensor_that_is_about_no_parameter_is_found() -> None:
     assert held is not None
     trial = with_checkpoint(saving(), tensors=(*held.tensors, SavedTensor("buffer", "", (64,), "float64", 64)))
     assert [finding.where for finding in judged("checkpoint", trial).findings] == ["buffer"]
-    assert cause(trial).endswith("holds 1 tensors that belong to no parameter: buffer")
+    assert cause(trial).endswith("holds 1 tensor of no parameter: buffer")
 
 
 def test_large_objects_and_files_that_the_index_does_not_know_are_found() -> None:
