@@ -83,7 +83,7 @@ def nothing(facts: ScriptFacts) -> str:
     return "\n".join(
         [
             f"{facts.path}: nothing was found to begin an adapter with, and nothing is written",
-            f"  read         {files}; imports are followed into files beside the script, not run",
+            f"  read         {files}; imports are followed inside the repository, not run",
             "  looked for   classes of torch's modules, DDP, FSDP, fully_shard or parallelize_module, an optimizer that is",
             f"               made by its name, a Dataset, a function of batches{alone}",
             "  instead      a job of any kind is recorded as it is, without adapter or reference; `harness record --help`:",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ MADE = {
     "mesh": r"(init_device_mesh|DeviceMesh)$",
 }
 """Where it is made: by the name that is called."""
+
+ROOTS = (".git", "pyproject.toml", "setup.py")  # one of them lies where a repository begins
 
 HALVES = r"rotate_half|\[\.\.\., *: *\w*(half|// ?2) *\]|chunk\(2, ?(dim=)?-1\)"
 SPARED = r"\.(dim\(\)|ndim) *(>=? *[12]|<=? *[12])"  # in an optimizer's groups: no weight decay on vectors
@@ -83,11 +86,11 @@ class ScriptFacts:
 
 
 def read(path: Path) -> ScriptFacts:
-    """Of the script and what it imports from beside it. Raises OSError, SyntaxError and UnicodeDecodeError."""
-    sources = dict(_with_neighbours(path))
+    """Of the script and what it imports of its repository. Raises OSError, SyntaxError and UnicodeDecodeError."""
+    sources = _with_imports(path)
     trees = {file: ast.parse(text, str(file)) for file, text in sources.items()}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    modules = [node for node in classes if _extends(node, {"Module"}, classes)]
+    modules, sets = _extending({"Module"}, classes), _extending({"Dataset", "IterableDataset"}, classes)
     models = _models(modules)
     places = tuple(place for file, tree in trees.items() for place in _places(file, tree))
     return ScriptFacts(
@@ -95,7 +98,7 @@ def read(path: Path) -> ScriptFacts:
         flags=(*(flag for tree in trees.values() for flag in _flags(tree)), *_globals(path, trees[path])),
         models=models,
         names=tuple(tuple(dict.fromkeys(_attributes(module))) for module in modules),
-        data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, classes)),
+        data_sets=tuple(found for file, tree in trees.items() for found in _data_sets(file, tree, sets)),
         batches=tuple(name for tree in trees.values() for name in _batch_functions(tree)),
         places=places,
         optimizer=optimizers.of_the_model(list(trees.values()), models, [module.name for module in modules]),
@@ -117,30 +120,35 @@ def _batch_functions(tree: ast.Module) -> Iterator[str]:
                 yield node.name
 
 
-def _with_neighbours(path: Path, top: Path | None = None, seen: set[Path] | None = None) -> Iterator[tuple[Path, str]]:
-    """The file, and files beside it (or in a package beside it) that it imports."""
-    top, seen = top or path.parent, seen if seen is not None else set()
-    if path in seen:
-        return
-    seen.add(path)
-    text = path.read_text(encoding="utf-8")
-    yield path, text
-    for node in ast.walk(ast.parse(text, str(path))):
-        for name in _imports(node, path, top):
-            beside = top.joinpath(*name.split("."))
-            for file in (beside.with_suffix(".py"), beside / "__init__.py"):
-                if name and file.is_file():
-                    yield from _with_neighbours(file, top, seen)
+def _with_imports(path: Path) -> dict[Path, str]:
+    """The file and those of its repository that it imports, and they; by absolute names from beside it or from the root."""
+    root = next((folder for folder in path.parents if any((folder / name).exists() for name in ROOTS)), path.parent)
+    sources, waiting = {}, [path]
+    while waiting:
+        file = waiting.pop(0)
+        if file in sources:
+            continue
+        sources[file] = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(sources[file], str(file))):
+            level = node.level if isinstance(node, ast.ImportFrom) else 0
+            folders = [file.parents[level - 1]] if 0 < level <= len(file.parents) else [path.parent, root, root / "src"]
+            for name in _imported(node):
+                bases = [folder.joinpath(*name.split(".")) for folder in folders]
+                there = (
+                    one for base in bases for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()
+                )
+                waiting += [one for one in itertools.islice(there, 1)]
+    return sources
 
 
-def _imports(node: ast.AST, path: Path, top: Path) -> list[str]:
+def _imported(node: ast.AST) -> list[str]:
+    """Names of modules, or of what is in them."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
-    package = list(path.relative_to(top).parts[: -node.level]) if node.level else []
-    base = ".".join([*package, *(node.module or "").split(".")]).strip(".")
-    return [base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)]
+    base = f"{node.module}." if node.module else ""
+    return [*filter(None, [node.module]), *(f"{base}{alias.name}" for alias in node.names)]
 
 
 def _called(node: ast.Call) -> str:
@@ -178,12 +186,14 @@ def _globals(path: Path, tree: ast.Module) -> Iterator[Flag]:
     return (Flag(f"--{name}", value, set_by=file) for name, value, file in overrides.constants(path, tree))
 
 
-def _extends(node: ast.ClassDef, names: set[str], classes: list[ast.ClassDef]) -> bool:
-    """By the last part of a base's name, or of one of these classes'."""
-    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-    if bases & names:
-        return True
-    return any(one.name in bases and one is not node and _extends(one, names, classes) for one in classes)
+def _extending(names: set[str], classes: list[ast.ClassDef]) -> list[ast.ClassDef]:
+    """Those with such a base, or with one of these as a base: by the last part of its name."""
+    bases = [{ast.unparse(base).rpartition(".")[2] for base in node.bases} for node in classes]
+    known: set[str] = set()
+    while not names <= known:
+        known |= names
+        names = {node.name for node, of in zip(classes, bases, strict=True) if of & known}
+    return [node for node, of in zip(classes, bases, strict=True) if of & known]
 
 
 def _attributes(module: ast.ClassDef) -> Iterator[str]:
@@ -216,9 +226,9 @@ def _models(modules: list[ast.ClassDef]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*embeds, *(module.name for module in whole)]))
 
 
-def _data_sets(file: Path, tree: ast.AST, classes: list[ast.ClassDef]) -> Iterator[tuple[str, str, str]]:
+def _data_sets(file: Path, tree: ast.AST, sets: list[ast.ClassDef]) -> Iterator[tuple[str, str, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and _extends(node, {"Dataset", "IterableDataset"}, classes):
+        if isinstance(node, ast.ClassDef) and node in sets:
             items = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__getitem__"]
             answers = [
                 ast.unparse(one.value)

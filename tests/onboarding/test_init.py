@@ -43,6 +43,28 @@ def test_what_it_imports_from_beside_it_is_read_as_well(tmp_path: Path) -> None:
     assert read(tmp_path / "train.py").models == ("Net",)
 
 
+@pytest.mark.parametrize("at", ["own", "src/own"])
+def test_a_script_in_a_folder_of_a_repository_is_read_with_what_it_imports_from_the_root(
+    tmp_path: Path, at: str
+) -> None:
+    script, package = tmp_path / "scripts" / "train.py", tmp_path / at
+    for folder in (script.parent, package):
+        folder.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    (package / "net.py").write_text("from torch import nn\nfrom .data import Rows\nclass Net(nn.Module):\n    pass\n")
+    (package / "data.py").write_text("from torch.utils.data import Dataset\nclass Rows(Dataset):\n    pass\n")
+    script.write_text("import torch\nfrom own.net import Net\nNet()\n")
+    facts = read(script)
+    assert facts.models == ("Net",) and facts.data_sets == (("data", "Rows", ""),)
+    assert facts.files == (script, package / "net.py", package / "data.py")
+
+
+def test_classes_of_one_name_that_extend_each_other_in_several_files_are_no_end_of_it(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("import train\nclass Part(train.Part):\n    pass\n")
+    (tmp_path / "train.py").write_text("import part\nclass Part(part.Part):\n    pass\nclass Net(Module):\n    pass\n")
+    assert read(tmp_path / "train.py").models == ("Net",)
+
+
 def test_the_adapter_is_python_and_has_the_facts_in_it() -> None:
     text = skeleton.adapter(read(SCRIPT))
     ast.parse(text)
@@ -134,7 +156,7 @@ def test_a_script_that_tells_nothing_is_not_begun_and_another_way_in_is_named(
         capsys.readouterr().err,
         """\
 harness: train.py: nothing was found to begin an adapter with, and nothing is written
-  read         train.py; imports are followed into files beside the script, not run
+  read         train.py; imports are followed inside the repository, not run
   looked for   classes of torch's modules, DDP, FSDP, fully_shard or parallelize_module, an optimizer that is
                made by its name, a Dataset, a function of batches; 1 flags alone are no beginning
   instead      a job of any kind is recorded as it is, without adapter or reference; `harness record --help`:
