@@ -1,6 +1,7 @@
 """An ordinary training script that nobody wrote for the harness: FSDP2 or HSDP of a small network. REPLICATE: of how many ranks
 replicas are; DIES: the rank that kills itself in step 3; WRONG: over one mesh of all ranks whatever was wanted; EVALUATES: once
-before it trains, which leaves the root's parameters gathered; BESIDE: another thread issues collectives, too."""
+before it trains, which leaves the root's parameters gathered, and a copy without memory goes forward and backward; BESIDE:
+another thread issues collectives, too."""
 
 import os
 import signal
@@ -42,6 +43,8 @@ def main() -> None:
     if "EVALUATES" in os.environ:
         with torch.no_grad():
             model(torch.zeros(1, 8, dtype=torch.long))
+        with torch.device("meta"):  # a copy whose operations somebody counts
+            nn.Linear(16, 64)(torch.ones(8, 16)).sum().backward()
     beside = None
     if "BESIDE" in os.environ:
         beside = threading.Thread(target=sums_beside, args=(dist.new_group(),))

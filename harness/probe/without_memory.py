@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 _modes: list[Any] = []
 
@@ -33,6 +34,12 @@ def is_computed(tensor: torch.Tensor) -> bool:
     if is_without_memory(tensor):
         return any(getattr(tensor, "fake_mode", None) is mode for mode in _modes)
     return tensor.device.type != "meta"
+
+
+def trains(module: nn.Module) -> bool:
+    """A call of it now records gradients of parameters that can be stepped: it is no evaluation, no frozen model's, and none
+    on the meta device, where a trainer counts the operations of a copy."""
+    return torch.is_grad_enabled() and any(p.requires_grad and p.device.type != "meta" for p in module.parameters())
 
 
 def place(tensor: torch.Tensor) -> int:

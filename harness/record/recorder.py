@@ -28,6 +28,7 @@ from harness.evidence.summary import summary_of
 from harness.probe.clock import Clock
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.samples import leave_pass
+from harness.probe.without_memory import trains
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
 from harness.record.place import claimed, left_at_once, place_of, raised_early, unsaved
@@ -147,9 +148,7 @@ class Recorder:
     def _is_model(self, module: nn.Module) -> bool:
         if self.seen.is_part(module):
             return True
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
-            return False
-        return bool(self._timed(self.seen.attach, module))
+        return trains(module) and bool(self._timed(self.seen.attach, module))
 
     @not_compiled
     def _timed(self, act: Callable[..., Any], *args: Any) -> Any:

@@ -189,11 +189,11 @@ class Seen:
         for fqn, parameter in sharded_parameters(self.parts):
             if owned is None or id(parameter) in owned:
                 self._note_content(step, fqn, parameter)
-                if number == 0 and self.reads_contents:
+                if number == 0 and fqn in step.digests:
                     step.constant[fqn] = constant(parameter)
 
     def _note_content(self, step: Step, fqn: str, parameter: torch.Tensor) -> None:
-        if self.reads_contents:
+        if self.reads_contents and parameter.device.type != "meta":
             step.digests[fqn] = digest(parameter)
             step.bad[fqn] = not_finite(parameter)
 

@@ -41,6 +41,8 @@ teacher = nn.Linear(width, 1).requires_grad_(False)
 with torch.no_grad():
     seen.append(bare(get_batch()))
 teacher(get_batch())
+with torch.device("meta"):
+    nn.Linear(width, 1)(torch.ones(2, width)).sum().backward()
 for _ in range(2):
     seen.append(model(get_batch()).sum().item())
 sys.exit()

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from harness.probe.without_memory import trains
 from harness.trainers.support import float64, process_group
 from harness.trainers.support.training_function import TrainingFunction
 
@@ -113,16 +113,11 @@ class Script:
         original = self._called = nn.Module.__call__
 
         def stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "trainer" and _trains(module):
+            if threading.current_thread().name == "trainer" and trains(module):
                 self.wait(module)
             return original(module, *args, **kwargs)
 
         nn.Module.__call__ = stop
-
-
-def _trains(module: nn.Module) -> bool:
-    """A call of it now records gradients: it is no evaluation, and no frozen model's."""
-    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _cut_again(model: nn.Module) -> None:
