@@ -80,10 +80,13 @@ def ranks_change_places_in_the_mesh(original: Any, device_type: str, shape: Any,
     return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
 
 
-def _full_shard(_: Any) -> Any:
-    from torch.distributed.fsdp import ShardingStrategy
+def _strategy(name: str) -> Any:
+    def changed(_: Any) -> Any:
+        from torch.distributed.fsdp import ShardingStrategy
 
-    return ShardingStrategy.FULL_SHARD
+        return ShardingStrategy[name]
+
+    return op.change_result(".parallelize:fsdp1_strategy", changed)
 
 
 fsdp1_full_shard_of_a_2d_mesh = fault(
@@ -92,5 +95,20 @@ fsdp1_full_shard_of_a_2d_mesh = fault(
     case="fsdp1_2x2",
     caught_by="placements shard_contents traffic gradients",
     named="another layout",
-    does=op.change_result(".parallelize:fsdp1_strategy", _full_shard),
+    does=_strategy("FULL_SHARD"),
 )
+
+
+@fault(
+    breaks="FSDP1 gets HYBRID_SHARD with shard groups of one rank; it takes NO_SHARD for it, and reduces within that group",
+    bug="M11 pytorch #154888; verl-project/verl #7493",
+    case="fsdp1_2_no_shard",
+    caught_by="traffic gradients replica_agreement",
+    named="gradients not reduced",
+)
+@partial(op.together, _strategy("HYBRID_SHARD"))
+@partial(op.change_result, ".parallelize:data_parallel_mesh")
+def fsdp1_hybrid_of_shard_groups_of_one(mesh: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
