@@ -241,10 +241,8 @@ def _of_another_step(trial: Trial, step: int) -> Cause | None:
     others = [other for other, of_step in enumerate(trial.reference.samples, start=1) if ids & set(of_step)]
     steps, where = ", ".join(map(str, others)), on_ranks(trial, foreign) * (len(foreign) < len(shares))
     if trial.case.resume and step == trial.first_step:
-        every = set().union(*shares.values())
-        whole = [other for other, of_step in enumerate(trial.reference.samples, start=1) if every == {*of_step}]
-        known = others if None not in all_of else whole
-        which = f"the samples of step {known[0]}" if len(known) == 1 else "samples of other steps"
+        of_one = len(others) == 1 and None not in all_of
+        which = f"the samples of step {others[0]}" if of_one else "samples of other steps"
         what = "restarts" if all_of == {1} else "is wrong"
         return Cause("data position", f"the data position {what} after resuming: step {step} receives {which}{where}")
     if None not in all_of and not where and len(others) == 1:
