@@ -13,6 +13,7 @@ from harness.diagnosis.hypothesis import NOT_TESTED, Fact
 from harness.diagnosis.units import (
     _in_no_unit,
     _kept_text,
+    _other_policies,
     _units_text,
     kept_otherwise,
     left_by_evaluation,
@@ -70,6 +71,34 @@ def test_a_policy_that_was_in_force_is_proposed_with_the_traffic_that_is_wrong()
             1,
             lines,
         )
+
+
+def test_what_units_keep_is_assumed_as_they_claim_it_whatever_is_requested() -> None:
+    never, always = (tiny_case("fsdp_2", reshard_after_forward=way) for way in ("never", "always"))
+    trial = trial_of(never, always)
+    trial = replace(trial, plan=replace(trial.plan, torch="2.99"))
+    *_, claimed = other_units(trial, broken("reshard"))
+    assert claimed.assume is not None and claimed.cause.kind == "other units"
+    plan = claimed.assume(trial).plan
+    assert plan.after_forward == trial_of(always).plan.after_forward != trial.plan.after_forward
+    assert plan.torch == "2.99"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "kinds"), [("fsdp1", []), ("fsdp2", ["another policy after forward", "other units"])]
+)
+def test_of_units_of_fsdp1_that_are_wrong_no_policy_is_tried(wrapper: str, kinds: list[str]) -> None:
+    ways = (tiny_case("fsdp_2", wrapper=wrapper, reshard_after_forward=way) for way in ("default", "never"))
+    trial = trial_of(*ways)
+    policy = ["another policy after forward"]
+    assert [one.cause.kind for one in other_units(trial, broken("reshard"))][:1] == policy
+    wrong = claiming(trial, 1, *((fqn,) for fqn in trial.plan.shapes))
+    assert [one.cause.kind for one in other_units(wrong, broken("reshard"))] == kinds
+
+
+def test_where_units_are_the_trainers_choice_no_default_is_supposed() -> None:
+    trial = trial_of(tiny_case(dims(shard=4), fsdp_units="observed"), tiny_case(dims(shard=4)))
+    assert list(_other_policies(trial)) == ["always", "never", 2]
 
 
 def test_units_of_one_rank_are_compared_with_those_planned_for_it() -> None:
