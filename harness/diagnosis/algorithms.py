@@ -79,7 +79,7 @@ def other_numbers(trial: Trial) -> Iterator[Hypothesis]:
     requested, replayed = trial.case.training, Replayed(trial)
     for changes in _changes(requested):
         training = replace(requested, **changes)
-        more = None if training == requested else replayed.agrees(AssumedOptimizer(), training)
+        more = replayed.agrees(AssumedOptimizer(), training)
         if more is not None:
             assumed = partial(assume.another_recipe, training=training)
             yield Hypothesis(_changed(requested, changes), assumed, 1 + len(changes) + more)

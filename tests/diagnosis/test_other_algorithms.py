@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from diagnosed import trained_as
 from literal import ADAMW, SGD, TINY, tiny_case, trial_of, with_step
+from resuming import resumed
 
 from harness.diagnosis.algorithms import (
     BETAS,
@@ -19,6 +21,7 @@ from harness.diagnosis.algorithms import (
     _of_sgd,
     _one_step_late,
     _with_few_parameters,
+    by_recipes,
     kinds_of_parameters,
     other_algorithms,
     other_numbers,
@@ -27,6 +30,7 @@ from harness.evidence.records import Resumed
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.reference.config import TrainingConfig
 
 NORM = "norm.weight"
 CLIPPED = replace(SGD, weight_decay=0.5, max_norm=1.0)
@@ -142,6 +146,11 @@ def test_numbers_of_a_recipe_are_tried_alone_and_those_of_adamw_in_pairs() -> No
     clipped = list(_changes(replace(SGD, max_norm=4.0)))
     assert clipped == [{"max_norm": limit} for limit in (1.0, 0.1, 0.5, 2.0, 5.0, 10.0, 8.0)]
     assert list(_changes(replace(SGD, max_norm=None))) == []
+    assert list(_changes(replace(SGD, max_norm=8.0)))[-2:] == [{"max_norm": 16.0}, {"max_norm": 4.0}]
+    both = list(_changes(replace(ADAMW, max_norm=4.0)))
+    assert [name for name, _ in itertools.groupby(next(iter(one)) for one in both)] == [
+        *("beta1", "beta2", "eps", "max_norm", "beta1")
+    ]
     plain = replace(ADAMW, max_norm=None)
     beta1, beta2, eps = plain.beta1, plain.beta2, plain.eps
     assert list(_changes(plain)) == [
@@ -171,6 +180,32 @@ def test_a_number_that_explains_the_first_step_alone_costs_two_choices_more() ->
 
     assert supposed(trained_as(replace(ADAMW, eps=1e-3))) == {"eps is 0.001 in the optimizer": 4}
     assert supposed(trial_of(tiny_case("fsdp_2"))) == {}
+
+
+def test_a_launch_that_resumes_is_not_supposed_to_be_late_or_without_correction() -> None:
+    trial = resumed()
+    assert [one.cause for one in _of_adamw(trial)] == [L2]
+    first = trial.ranks[0].steps[0]
+    given = next(_of_adamw(trial)).assumed.given
+    assert given is not None and not np.array_equal(given(0, 3, NORM, first.gradients[NORM]), first.gradients[NORM])
+    assert list(other_algorithms(trial)) == []
+
+
+def test_decay_as_adam_adds_it_has_no_memory() -> None:
+    trial = trial_of(tiny_case("single", replace(ADAMW, weight_decay=0.5, max_norm=None)))
+    whole = next(_of_adamw(trial)).trained["given"]
+    assert [whole(step, of(3.0), 2.0, of(10.0))[NORM][0] for step in (1, 2)] == [8.0, 8.0]
+
+
+def test_other_recipes_are_assumed_of_ranks_and_of_the_reference_from_this_launch_on() -> None:
+    trial = resumed()
+
+    def recipe(step: int, fqn: str) -> TrainingConfig:
+        return ADAMW
+
+    assumed = by_recipes(recipe, trial)
+    assert assumed.assumed == AssumedOptimizer(recipe=recipe)
+    assert assumed.otherwise == {"recipe": recipe, "since": 3}
 
 
 # ---- of which parameters
