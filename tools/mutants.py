@@ -4,10 +4,10 @@
     make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
     make mutants MODULES='harness/diagnosis/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
 
-mutmut makes them (installed on demand, beside the environment). They are run here rather than by mutmut:
-the tests are collected once, each mutant is a fork in which only tests that reach the mutated function run, those first that
-killed its neighbours, call more of its module and, above all, take less time. Mutants of a message's wording (a literal with a space in it) are left out:
-no verdict hangs on it. What survives is shown as a diff.
+mutmut makes them (installed on demand, beside the environment). They are run here rather than by mutmut: the tests are
+collected once, each mutant is a fork in which only tests that reach the mutated function run, those first that killed its
+neighbours, call more of its module and, above all, take less time. Mutants of a message's wording (a literal with a space in
+it) are left out: no verdict hangs on it. What survives is shown as a diff.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any)
 
 
 def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
-    """As if ranks trained apart. copies: by rank, which copy of the model it trains; otherwise: by copy, in the words of
-    reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any other."""
+    """As if ranks trained apart. copies: by rank, which of several copies of the model it trains; otherwise: by copy, in the
+    words of reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any
+    other."""
     together = [{**order_of_entries(trial), **trial.otherwise, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}

@@ -238,8 +238,7 @@ def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], twice: bool, trial
     norms = {step: update.observed_norm(trial, step) for step in trial.case.steps}
     given = {"given": lambda step, gradients, norm, _: {fqn: by(norm) * g for fqn, g in gradients.items()}}
     owners = (0,) * (len(chains) * passes)
-    copies = dict.fromkeys(trial.ranks, 0)
-    other = assume.apart(trial, copies, [given if twice else {}], owners=owners, shares=shares, reduce=reduce)
+    other = assume.apart(trial, {}, [given if twice else {}], owners=owners, shares=shares, reduce=reduce)
     if not twice:
         return other
     assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: by(norms[step]) * gradient)

@@ -136,7 +136,7 @@ def _of_pieces(trial: Trial, pieces: Pieces, step: int) -> list[Arrays]:
         return [{fqn: np.asarray(sum(own[fqn] for own in gradients)) for fqn in gradients[0]}]
 
     owners = (0,) * len(pieces.all)
-    assume.apart(trial, dict.fromkeys(trial.ranks, 0), [{}], owners=owners, shares=shares, reduce=reduce)
+    assume.apart(trial, {}, [{}], owners=owners, shares=shares, reduce=reduce)
     return seen
 
 

@@ -178,6 +178,30 @@ def test_gradients_clipped_after_every_microbatch_and_once_more_before_the_step(
     expect_first(wrong, f"accumulated gradients are clipped {times}, requested once a step{whose}")
 
 
+def test_what_is_clipped_once_more_is_assumed_of_ranks_of_the_reference_and_of_the_norm_that_is_reported() -> None:
+    recipe = replace(LOW_CLIP, optimizer="sgd", lr=0.5, weight_decay=0.0)
+    trial = trial_of(tiny_case("ddp_2", recipe, accumulation=2))
+    once, twice, of_ranks, of_ranks_twice = clipped_while_adding_up(trial, broken("gradients"))
+    told = "accumulated gradients are clipped after every microbatch{}, requested once a step"
+    more = " and once more before the step"
+    texts = [told.format(""), told.format(more), told.format("") + OF_RANKS, told.format(more) + OF_RANKS]
+    assert [one.cause.observed for one in (once, twice, of_ranks, of_ranks_twice)] == texts
+    assumed = [one.assume(trial) for one in (once, twice, of_ranks, of_ranks_twice) if one.assume]
+    assert [bool(one.reports) for one in assumed] == [False, True, False, True]
+    for one in assumed[1::2]:
+        seen, given = trial.ranks[1].steps[0], one.assumed.given
+        assert seen.grad_norm is not None and given is not None
+        before = seen.grad_norm * clip(seen.grad_norm, recipe)
+        by = clip(before, recipe) * clip(seen.grad_norm, recipe)
+        assert one.reports["grad_norm"](1, 1) == pytest.approx(before, rel=1e-14)
+        assert given(1, 1, NORM, seen.gradients[NORM]) == pytest.approx(by * seen.gradients[NORM], rel=1e-14)
+    for one, times in zip(assumed, (1, 2, 1, 2), strict=True):
+        first, norm = one.reference.steps[0], one.reference.steps[0].grad_norm
+        by = clip(norm, recipe) if times == 1 else clip(norm * clip(norm, recipe), recipe) * clip(norm, recipe)
+        moved = (one.reference.weights[NORM] - first.parameters[NORM]) / first.lr
+        assert moved == pytest.approx(by * first.gradients[NORM], rel=1e-9)
+
+
 def test_a_norm_that_ranks_report_is_a_choice_more_than_the_one_that_it_is() -> None:
     norms = {0: 0.0}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import diagnosis_text, dims, first_line, seen
+from diagnosed import broken, diagnosis_text, dims, first_line, seen
 from literal import (
     ADAMW,
     UNEVEN,
@@ -25,7 +25,7 @@ from harness.diagnosis.engine import broken_laws
 from harness.diagnosis.hypothesis import NOT_TESTED
 from harness.diagnosis.norms import other_norms
 from harness.diagnosis.optimizer import _rates_and_decays
-from harness.diagnosis.zero import not_gathered, shifted_gradients
+from harness.diagnosis.zero import _places, not_gathered, nothing_cut, shifted_gradients
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
@@ -49,6 +49,24 @@ def test_zero_that_ran_as_ddp_is_named(stage: str) -> None:
     told, proven, *_ = diagnosis_text(trial_of(zero_case(f"zero{stage}"), ran)).splitlines()
     assert told == f"ZeRO-{stage} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
     assert proven.endswith("6 of 6 broken laws hold, and none that held breaks")
+
+
+def test_no_other_wrapper_may_have_run_as_zero_0_and_zero_only_where_memory_is_otherwise() -> None:
+    (one,) = nothing_cut(zero("zero2"), broken("memory"))
+    assert (one.fitted, one.lines) == (1, (("memory", "here: expected this, observed that"),))
+    assert list(nothing_cut(zero("zero2"), broken("traffic"))) == []
+    assert list(nothing_cut(trial_of(tiny_case("ddp_2")), broken("memory"))) == []
+
+
+def test_places_of_a_part_are_those_of_its_vector_behind_the_vectors_before() -> None:
+    trial = zero("zero2")
+    (unit,) = trial.plan.flat
+    fqn = "layers.0.attention.wq.weight"
+    size, (start,) = numel(tuple((0, end) for end in trial.plan.shapes[fqn])), unit.starts[fqn]
+    two = replace(trial, plan=replace(trial.plan, flat=(replace(unit, starts={}), unit)))
+    assert _places(trial, fqn, ((3, 5),)).tolist() == [start + 3, start + 4]
+    assert _places(trial, fqn, ((size - 1, size),)).tolist() == [start + size - 1]
+    assert _places(two, fqn, ((3, 5),)).tolist() == [unit.numel + 8 + start + at for at in (3, 4)]
 
 
 def test_zero_beside_tensor_parallel_that_ran_as_ddp_is_named() -> None:
@@ -146,7 +164,10 @@ FUSED = FlatLayout(
 
 
 @pytest.mark.parametrize("layout", [FlatLayout(), FUSED])
-@pytest.mark.parametrize(("by", "where"), [(1, "1 element too early"), (-3, "3 elements too late")])
+@pytest.mark.parametrize(
+    ("by", "where"),
+    [(1, "1 element too early"), (-3, "3 elements too late"), (8, "8 elements too early"), (-8, "8 elements too late")],
+)
 def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, where: str, layout: FlatLayout) -> None:
     def shifted(trial: Trial, rank: int) -> Trial:
         (unit,), held = trial.plan.flat, trial.plan.gradient_slices[rank]
