@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -30,12 +29,13 @@ from harness.diagnosis.forward import NOT_THE_MODELS, Tries
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import Arrays, Pair, groups_text, in_order, rank_words, some, traffic_lines, where_text
-from harness.judge import tolerance
 from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
 from harness.judge.tolerance import relative_difference
+from harness.judge.traffic import axis_of
 from harness.judge.traffic import observed as observed_traffic
+from harness.judge.traffic import planned as planned_traffic
 from harness.judge.trial import Trial
 
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
@@ -47,7 +47,7 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
     step = first_wrong_step(trial) if "gradients" in broken else None
     wrong = wrong_pairs(trial, step) if step is not None else []
     if step is None or not wrong:
-        looks, step = [_no_exchange] * ("traffic" in broken and bool(trial.ranks)), trial.first_step
+        looks, step = [_no_exchange] * ("traffic" in broken), trial.first_step
     else:
         of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
         looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, partial(_untied, broken), _lost_before]
@@ -87,10 +87,8 @@ def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 
 
 def _mean_over_none(trial: Trial, step: int) -> str:
-    reference, shares = trial.reference, shares_of_samples(trial, step)
-    counts: dict[int | None, int]
-    counts = dict(zip(reference.sample_ids, (reference.labels >= 0).sum(axis=1).tolist(), strict=True))
-    empty = [rank for rank, ids in shares.items() if ids and not any(counts.get(id_, 1) for id_ in ids)]
+    without = {trial.reference.sample_ids[row] for row in np.flatnonzero((trial.reference.labels < 0).all(axis=1))}
+    empty = [rank for rank, ids in shares_of_samples(trial, step).items() if ids and without.issuperset(ids)]
     have = "has" if len(empty) == 1 else "have"
     return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
 
@@ -170,7 +168,7 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
         for fqn in (fqn for fqn in fqns if all(fqn in seen for seen in of_group)):  # under ZeRO some have nothing of it
             total = np.asarray(sum(seen[fqn] for seen in of_group))
             expected = expected_gradient(trial, group[0], fqn, step)
-            if expected is None or tolerance.relative_difference(total, expected) > 1e-9:
+            if expected is None or relative_difference(total, expected) > 1e-9:
                 return None
     text = f"gradients of {_which_norms(trial, fqns)} are not summed over tp"
     text += f": {len(fqns)} parameter{'s' * (len(fqns) > 1)} wrong, all others right"
@@ -191,13 +189,16 @@ def _which_norms(trial: Trial, fqns: list[str]) -> str:
 def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only. It may
     be that its matmul is not done."""
-    if not trial.case.model.tied_embeddings or in_order(trial, (fqn for _, fqn in wrong)) != [TIED]:
+    model = trial.case.model
+    if not model.tied_embeddings or in_order(trial, (fqn for _, fqn in wrong)) != [TIED]:
         return None
-    rows = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
-    read = np.unique(trial.reference.tokens[rows])
+    of_step = np.isin(trial.reference.sample_ids, trial.reference.samples[step - 1])
+    read = trial.reference.tokens[of_step, : trial.case.seq_len(step)]
+    unread = np.repeat(~np.isin(np.arange(model.vocab_size), read), model.dim)
+    unread = unread.reshape(trial.plan.shapes[TIED])  # which may be a vector
     for rank, _ in wrong:
-        part, seen = trial.slice_of(rank, TIED), seen_gradients(trial, rank, step)[TIED]
-        if part is None or np.any(seen[~np.isin(np.arange(*part[0]), read)]):
+        part, seen = trial.gradient_slice_of(rank, TIED), seen_gradients(trial, rank, step)[TIED]
+        if part is None or not unread.any() or np.any(seen[take(unread, part)]):
             return None
     text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
@@ -208,34 +209,36 @@ def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Right down to some place that backward passes, and wrong in all that it reaches later."""
-    bad = set(in_order(trial, (fqn for _, fqn in wrong)))
-    right = [fqn for fqn in trial.plan.shapes if fqn not in bad]
-    if not right or loss_off(trial, step) or not max(map(depth, bad)) < min(map(depth, right)):
+    bad = {fqn for _, fqn in wrong}
+    right = sorted((fqn for fqn in trial.plan.shapes if fqn not in bad), key=depth)
+    if not right or loss_off(trial, step) or not max(map(depth, bad)) < depth(right[0]):
         return None
-    first = [fqn for fqn in right if depth(fqn) == min(map(depth, right))]
+    first = [fqn for fqn in right if depth(fqn) == depth(right[0])]
     text = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}, and wrong in all"
     text += f" parameters before: {_less_than_planned(trial, step) or _goes_wrong_there(trial)}"
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
+ATTENTION = {"attention_norm": 0, "wq": 1, "wk": 1, "wv": 1, "wo": 2}
+PLACES = {"tok_embeddings": 0, **ATTENTION, "ffn_norm": 3, "w1": 4, "w3": 4, "w2": 5, "norm": 6, "output": 7}
+
+
 def depth(fqn: str) -> tuple[float, int]:
     """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
-    places = (("attention_norm",), ("wq", "wk", "wv"), ("wo",), ("ffn_norm",), ("w1", "w3"), ("w2",))
-    layer, module = re.match(r"(?:layers\.(\d+)\.)?.*?(\w+)\.weight", fqn).groups()  # type: ignore[union-attr]
-    if layer is None:
-        return {"tok_embeddings": (-1, 0), "norm": (math.inf, 0)}.get(module, (math.inf, 1))
-    return int(layer), next((i for i, names in enumerate(places) if module in names), 0)
+    *path, module, _ = fqn.split(".")
+    outside = -1 if module == "tok_embeddings" else math.inf
+    return int(path[1]) if path else outside, PLACES[module]
 
 
 def _less_than_planned(trial: Trial, step: int) -> str:
-    """The axes over which rank 0 moved less in backward than the plan says, besides its gradients."""
-    seen, wanted = observed_traffic(trial, trial.ranks[0], step), dict[tuple[str, str], int]()
-    for flow in trial.plan.flows_of(0, step):
-        if flow.phase == "backward":
-            wanted[flow.axis, flow.op] = wanted.get((flow.axis, flow.op), 0) + flow.bytes
-    moved = {key: seen.get((trial.plan.group_of(0, key[0]), key[1], "backward"), 0) for key in wanted}
-    short = dict.fromkeys(key[0] for key in wanted if moved[key] < wanted[key])
-    return f"backward moves less than planned over {' and '.join(short)}" if short else ""
+    """The axes over which the first rank moved less in backward than the plan says, besides its gradients."""
+    rank = min(trial.ranks)
+    seen = observed_traffic(trial, trial.ranks[rank], step)
+    wanted, spare = (planned_traffic(trial, rank, step, optional_only=only) for only in (False, True))
+    least = {key: size - spare.get(key, 0) for key, size in wanted.items() if key[2] == "backward"}
+    short = (axis_of(trial, key[0]) for key, size in least.items() if seen.get(key, 0) < size)
+    axes = " and ".join(dict.fromkeys(short))
+    return f"backward moves less than planned over {axes}" if axes else ""
 
 
 def _goes_wrong_there(trial: Trial) -> str:
@@ -263,8 +266,7 @@ def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     from harness.reference.gradient_flow import gradient_flows, recomputed
 
     near = partial(_near, deepest=max(depth(fqn)[0] for _, fqn in wrong))
-    counts = sorted({2, *(len(groups[0]) for groups in trial.plan.groups.values())} - {1})
-    found = gradient_flows(counts)
+    found = gradient_flows(sorted({2, *(len(groups[0]) for groups in trial.plan.groups.values())}))
     if trial.case.features.activation_checkpointing != "none":
         found += map(recomputed, (one for one in tries.variations({"attention"}) if one.name in OF_POSITIONS))
     for variation in found:
@@ -278,8 +280,8 @@ def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 def _near(modules: list[str], deepest: float) -> bool:
     """Of one block: whether it is the last whose gradients are wrong, or the next, which sends gradients to that one. Other
     blocks leave those right, or make later ones wrong."""
-    blocks = {int(name.split(".")[1]) for name in modules if name.startswith("layers.")}
-    return len(blocks) != 1 or len(modules) > 1 or blocks <= {deepest, deepest + 1}
+    first, *others = modules
+    return bool(others) or not first.startswith("layers.") or int(first.split(".")[1]) - deepest in (0, 1)
 
 
 def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> bool:
@@ -288,7 +290,7 @@ def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> boo
     for rank, fqn in wrong:
         part = trial.gradient_slice_of(rank, fqn)
         other = gradients.get(fqn, np.zeros_like(usual[fqn])).reshape(usual[fqn].shape)
-        seen, largest = seen_gradients(trial, rank, step)[fqn], float(np.max(np.abs(usual[fqn]), initial=0.0))
+        seen, largest = seen_gradients(trial, rank, step)[fqn], float(np.max(np.abs(usual[fqn])))
         if part is None or not relative_difference(seen, take(other, part), largest) <= 4 * bound:
             return False
     others = [fqn for fqn in usual if fqn not in odd]
@@ -304,13 +306,13 @@ FLOAT32 = 1e-6  # relative to the largest
 
 def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Of float64: all losses and the gradients of step 1 are off by less than float32 rounds."""
-    wrong = wrong_pairs(trial, trial.first_step) if trial.case.exact and trial.first_step == 1 else []
-    off = max((loss_off(trial, step) or 0.0 for step in trial.case.steps), default=0.0)
-    if "gradients" not in broken or not wrong or off > FLOAT32:
+    if "gradients" not in broken or not trial.case.exact:
         return
-    largest = max(distance(trial, rank, fqn, trial.first_step) for rank, fqn in wrong)
-    if largest < FLOAT32:
-        observed = f"gradients are off by {largest:.0e}"
-        where = where_text(trial, wrong) + f", the loss by {off:.0e}" * bool(off)
-        hint = f"no more than arithmetic in float32 rounds, requested {trial.case.training.dtype}"
+    wrong = wrong_pairs(trial, 1)
+    gradients = [distance(trial, rank, fqn, 1) for rank, fqn in wrong]
+    losses = [loss_off(trial, step) or 0.0 for step in trial.case.steps]
+    if wrong and all(off < FLOAT32 for off in (*losses, *gradients)):
+        observed = f"gradients are off by {max(gradients):.0e}"
+        where = where_text(trial, wrong) + f", the loss by {max(losses):.0e}" * any(losses)
+        hint = "no more than arithmetic in float32 rounds, requested float64"
         yield Fact(Cause("rounded", observed, where, hint=hint), ("gradients", "loss", "grad_norm", "reported_loss"))

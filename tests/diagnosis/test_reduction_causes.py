@@ -31,6 +31,7 @@ from literal import (
     with_every_rank,
     with_rank,
     with_step_1_gradients,
+    without_rank,
 )
 
 from harness.checks import judge
@@ -214,6 +215,35 @@ def test_rows_that_nobody_reduced_are_told_without_an_axis_where_no_axis_is_deaf
     assert _less_than_planned(DDP_2, 1) == ""
     silent = with_collectives(DDP_2, 0, lambda call: [call] if call.phase != "backward" else [])
     assert _less_than_planned(silent, 1) == "backward moves less than planned over dp_replicate"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        ([("dp_shard", "all_gather", 1)], "dp_shard"),
+        ([("dp_shard", "reduce_scatter", 1), ("dp_shard", "all_gather", 1)], "dp_shard"),
+        ([("tp", "all_gather", 10**6), ("dp_shard", "reduce_scatter", 1)], "dp_shard and tp"),
+        ([("tp", "all_gather", -1)], ""),
+        ([("tp", "all_reduce", 10**6)], ""),  # of norms, which may be added up later
+    ],
+)
+@pytest.mark.parametrize("lost", [False, True])
+def test_where_the_first_rank_moves_less_in_backward_than_planned_the_axes_are_told(
+    lacking: list[tuple[str, str, int]], told: str, lost: bool
+) -> None:
+    """In that step; what it moves in forward over the same axis is as it should be."""
+    trial = trial_of(tiny_case("fsdp_2_tp_2"))
+    first = 1 if lost else 0
+    less = {(trial.plan.group_of(first, axis), op): count for axis, op, count in lacking}
+
+    def moved(call: Collective) -> Collective:
+        count = less.get((call.ranks, call.op), 0) * (call.phase == "backward" and call.step == 2)
+        return replace(call, bytes=max(call.bytes - count, 0) if call.bytes > 8 else call.bytes)
+
+    trial = with_collectives(trial, first, lambda call: [moved(call)])
+    trial = without_rank(trial, 0) if lost else trial
+    assert _less_than_planned(trial, 2) == (f"backward moves less than planned over {told}" if told else "")
+    assert _less_than_planned(trial, 1) == ""
 
 
 # ---- tensors that change places
