@@ -13,7 +13,6 @@ from literal import TINY, tiny_case, with_rank
 from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
 from harness.checks import judge
-from harness.diagnosis.backward import _near
 from harness.diagnosis.engine import broken_laws
 from harness.diagnosis.forward import Tries, _false_position, other_forward
 from harness.judge.trial import Trial
@@ -49,13 +48,6 @@ def test_what_begins_in_another_block_than_the_first_wrong_input_or_the_one_befo
     chosen = {name: [first.get(name, name), *ends.get(name, [])] for name in names}
     assert [name for name in names if tries()._may_begin(chosen[name], wrong)] == begins
     assert all(tries(step=2)._may_begin(modules, wrong) for modules in chosen.values()), "its inputs were not seen"
-
-
-def test_gradients_of_one_block_are_looked_for_in_it_and_in_the_next() -> None:
-    blocks = [["layers.0.attention"], ["layers.1.attention"], ["layers.2.attention"], ["layers.3.attention"]]
-    assert [_near(modules, deepest=1) for modules in blocks] == [False, True, True, False]
-    assert [_near([*modules, modules[0] + ".inner"], deepest=1) for modules in blocks] == [True] * 4
-    assert _near(["norm"], deepest=1) and _near([""], deepest=1) and _near(["layers.0", "layers.3"], deepest=1)
 
 
 @pytest.mark.parametrize("exponent", [1.0, 3.0, -2.0])
