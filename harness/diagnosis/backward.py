@@ -93,9 +93,9 @@ def _mean_over_none(trial: Trial, step: int) -> str:
     return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
 
 
-CP_ROLES = {
-    "keys and values": "no K/V exchange over cp",
-    "gradients of keys and values": "no exchange of K/V gradients over cp: each rank keeps its own",
+OF_ATTENTION = {  # in backward keys and values may go round again, by the same collective as their gradients
+    ("keys and values", "forward"): "no K/V exchange over cp",
+    ("gradients of keys and values", "backward"): "no exchange of K/V gradients over cp: each rank keeps its own",
 }
 
 
@@ -104,8 +104,8 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     rank = min(trial.ranks)
     seen, flows = observed_traffic(trial, trial.ranks[rank], step), trial.plan.flows_of(rank, step)
     laws = ("traffic", "reshard", "features", *(consequences(trial, step) if wrong else ()))
-    for role, text in CP_ROLES.items():
-        for flow in (flow for flow in flows if flow.role == role):
+    for place, text in OF_ATTENTION.items():
+        for flow in (flow for flow in flows if (flow.role, flow.phase) == place):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
             if seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
                 lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))

@@ -1,0 +1,198 @@
+"""Collectives of backward that did not run, and what is told of them. Literal evidence, no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from diagnosed import NORM, broken
+from literal import EIGHT, tiny_case, trial_of, with_collectives, with_every_rank, with_rank, with_value
+
+from harness.diagnosis.backward import (
+    OF_ATTENTION,
+    _groups_of_no_axis,
+    _no_exchange,
+    _of_another_layout,
+    _other_groups,
+    silent_axes,
+    wrong_backward,
+)
+from harness.diagnosis.hypothesis import NOT_TESTED, Fact
+from harness.evidence.records import Collective
+from harness.judge.result import Cause
+from harness.judge.trial import Trial
+from harness.plan.traffic.flow import OUTSIDE, Flow
+from harness.spec.dims import ParallelDims
+
+OF_GRADIENTS = ("gradients", "loss", "reported_loss")
+
+
+def call(op: str, ranks: tuple[int, ...], phase: str = "backward", dtype: str = "float64", step: int = 1) -> Collective:
+    return Collective(op, ranks, str(ranks), dtype, 64, phase, step, 0)
+
+
+def without(trial: Trial, *dropped: tuple[str, str], ranks: tuple[int, ...] = (), step: int = 0) -> Trial:
+    """No collective of these (op, phase) on these ranks (all) in this step (any)."""
+
+    def kept(rank: int, one: Collective) -> list[Collective]:
+        here = (not ranks or rank in ranks) and step in (0, one.step)
+        return [] if here and (one.op, one.phase) in dropped else [one]
+
+    return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda one: kept(rank, one)))
+
+
+def off(trial: Trial, step: int = 1) -> Trial:
+    return with_value(trial, 0, step, "gradients", NORM, lambda gradient: gradient + 0.1)
+
+
+# ---- gradients over an axis
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_axis_over_which_some_rank_reduces_nothing_in_a_step_is_silent(step: int) -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    assert silent_axes(trial, step) == {}
+    all_reduce, scatter = ("all_reduce", "backward"), ("reduce_scatter", "backward")
+    for ranks in ((), (2,)):
+        lost = without(trial, all_reduce, ranks=ranks, step=step)
+        assert silent_axes(lost, step) == {"dp_replicate": "all_reduce"}
+        assert silent_axes(lost, 3) == {}
+    both = {"dp_shard": "reduce_scatter", "dp_replicate": "all_reduce"}
+    assert silent_axes(without(trial, all_reduce, scatter, ranks=(1,)), step) == both
+    assert silent_axes(without(trial, ("all_gather", "backward"), ("all_gather", "forward")), step) == {}
+
+
+def test_groups_that_no_axis_has_are_those_of_that_operation_in_backward() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    calls = [call("all_reduce", (0, 3)), call("all_reduce", (0, 1)), call("all_reduce", (2,))]
+    calls += [call("all_reduce", (0, 1, 2, 3), "forward"), call("reduce_scatter", (1, 2))]
+    trial = with_rank(trial, 1, collectives=(*trial.ranks[1].collectives, *calls))
+    assert _groups_of_no_axis(trial, "all_reduce") == {(0, 3)}
+    assert _groups_of_no_axis(trial, "reduce_scatter") == {(1, 2)}
+
+
+def test_a_reduction_that_is_missing_is_told_with_the_groups_of_each_axis() -> None:
+    trial = off(trial_of(tiny_case("hsdp_2x2")))
+    assert _other_groups(trial, [(0, NORM)], 1) is None
+    lost = without(trial, ("all_reduce", "backward"), ("reduce_scatter", "backward"))
+    text = (
+        "gradient reduction missing over dp_shard and dp_replicate: no reduce_scatter ran over [0,1] [2,3],"
+        " no all_reduce ran over [0,2] [1,3]"
+    )
+    laws = ("traffic", "process_groups", "placements", "gradients", "grad_norm", "loss", "reported_loss", "update")
+    lines = tuple(
+        ("traffic", f"gradients: {op} over {axis} in backward: expected {count} per step, observed 0 B")
+        for op, axis, count in (("reduce_scatter", "dp_shard", "1.888 kB"), ("all_reduce", "dp_replicate", "944 B"))
+    )
+    kind = "gradients not reduced"
+    told = Fact(Cause(kind, text), laws + ("replica_agreement",), (*lines, *NOT_TESTED))
+    assert _other_groups(lost, [(0, NORM)], 1) == told
+    instead = [call("all_reduce", (0, 3)), call("reduce_scatter", (1, 2))]
+    other = with_rank(lost, 0, collectives=(*lost.ranks[0].collectives, *instead))
+    told = Fact(Cause(kind, f"{text}, but over [0,3] [1,2]"), told.laws, told.lines)
+    assert _other_groups(other, [(0, NORM)], 1) == told
+    assert list(wrong_backward(other, broken("gradients", "traffic"))) == [told]
+    assert list(wrong_backward(other, broken("gradients"))) == []
+
+
+# ---- ranks that hold other slices
+
+GROUPS = {"cp": (0, 1), "dp_shard": (0, 2), "dp_replicate": (0, 4)}  # of rank 0
+
+
+@pytest.mark.parametrize(
+    ("calls", "missing"),
+    [
+        ([], "dp_replicate and dp_shard and cp"),
+        ([call("all_reduce", (0, 4), dtype="float32")], "dp_shard and cp"),
+        ([call("reduce_scatter", (0, 2, 5), "pipeline")], "dp_replicate and cp"),
+        ([call("all_reduce", (0, 1, 2, 3))], "dp_replicate"),
+        ([call("all_reduce", (0, 1)), call("all_reduce", (0, 4), dtype="bfloat16")], "dp_shard"),
+        ([call("all_gather", (0, 4)), call("all_reduce", (0, 1), dtype="int64")], "dp_replicate and dp_shard and cp"),
+        ([call("all_reduce", (0, 4), "forward"), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
+        ([call("all_reduce", (1, 5)), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
+        ([call("all_reduce", tuple(range(8)))], ""),
+    ],
+)
+def test_where_ranks_hold_other_slices_axes_are_missing_whose_ranks_nothing_sums(
+    calls: list[Collective], missing: str
+) -> None:
+    requested = ParallelDims(dp_replicate=2, dp_shard=2, cp=2)
+    trial = trial_of(tiny_case(requested, EIGHT), tiny_case(ParallelDims(dp_replicate=8), EIGHT))
+    assert {axis: trial.plan.group_of(0, axis) for axis in GROUPS} == GROUPS
+    cause = Cause("gradients not reduced", f"gradient reduction missing over {missing}")
+    told = Fact(cause, ("gradients", "grad_norm", *OF_GRADIENTS[1:], "update", "replica_agreement"), NOT_TESTED)
+    changed = off(with_rank(trial, 0, collectives=tuple(calls)), 2)
+    assert _of_another_layout(changed, 2) == (told if missing else None)
+    right = with_rank(trial_of(tiny_case(requested, EIGHT)), 0, collectives=tuple(calls))
+    assert _of_another_layout(right, 2) is None
+
+
+def test_of_another_layout_no_group_is_missing_that_the_plan_alone_has() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"), tiny_case(ParallelDims(dp_replicate=4)))
+    lost = off(without(trial, ("all_reduce", "backward")))
+    found = [fact.cause.text for fact in wrong_backward(lost, broken("gradients", "traffic"))]
+    assert found == ["gradient reduction missing over dp_replicate and dp_shard"]
+    nan = with_value(lost, 1, 1, "gradients", NORM, lambda gradient: gradient * float("nan"))
+    assert [fact.cause.kind for fact in wrong_backward(nan, broken("gradients", "traffic"))] == [
+        "gradients not reduced",
+        "not finite",
+    ]
+
+
+# ---- keys and values
+
+NO_KEYS = "no K/V exchange over cp"
+NO_GRADIENTS = "no exchange of K/V gradients over cp: each rank keeps its own"
+
+
+def moving(trial: Trial, moved: Callable[[Flow], int]) -> Trial:
+    """Each rank moves so many bytes of each planned flow, in every step."""
+
+    def calls(rank: int) -> tuple[Collective, ...]:
+        return tuple(
+            replace(call(flow.op, trial.plan.group_of(rank, flow.axis), flow.phase, step=step), bytes=moved(flow))
+            for step in (1, 2, 3)
+            for flow in trial.plan.flows_of(rank, step)
+            if flow.phase != OUTSIDE
+        )
+
+    return with_every_rank(trial, lambda t, rank: with_rank(t, rank, collectives=calls(rank)))
+
+
+def lacking(*lost: tuple[str, str], more: int = 0) -> Callable[[Flow], int]:
+    """Of these (role, phase) no more than that."""
+    return lambda flow: more if (flow.role, flow.phase) in lost else flow.bytes
+
+
+@pytest.mark.parametrize("rotation", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ([("keys and values", "forward"), ("keys and values", "backward")], NO_KEYS),
+        ([("keys and values", "forward")], NO_KEYS),
+        ([("gradients of keys and values", "backward")], NO_GRADIENTS),
+        ([("gradients of keys and values", "backward"), ("keys and values", "forward")], NO_KEYS),
+        ([("gradients of keys and values", "backward"), ("keys and values", "backward")], NO_GRADIENTS),
+        ([("keys and values", "backward")], ""),
+        ([("gradients", "backward"), ("parameters", "forward")], ""),
+        ([], ""),
+    ],
+)
+def test_a_flow_of_attention_of_which_nothing_is_seen_beside_what_else_runs_there_is_no_exchange(
+    rotation: str, lost: list[tuple[str, str]], told: str
+) -> None:
+    trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT, cp_rotation=rotation))
+    silent = moving(trial, lacking(*lost))
+    found = _no_exchange(off(silent), [(0, NORM)], 1)
+    laws = ("traffic", "reshard", "features")
+    if not told:
+        assert found is None and _no_exchange(silent, [], 1) is None
+        return
+    assert found == Fact(Cause("K/V not exchanged", told), (*laws, *OF_GRADIENTS), NOT_TESTED)
+    alone = _no_exchange(silent, [], 1)
+    assert alone is not None and (alone.cause, alone.laws) == (found.cause, laws)
+    assert {label for label, _ in alone.lines} == {"traffic"} and all("over cp in" in text for _, text in alone.lines)
+    (place,) = [place for place, text in OF_ATTENTION.items() if text == told]
+    assert _no_exchange(moving(trial, lacking(place, more=2)), [], 1) is None
