@@ -86,7 +86,7 @@ def _put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, list[Named]], Mode
     return put
 
 
-LOST, OTHER = Named("lost"), Named("other")
+LOST = Named("lost")
 WRONG = gradients_of(DDP_2) | {WQ: gradients_of(DDP_2)[WQ] ** 2}
 Put = Callable[[Model, list[Named]], Model]
 
@@ -103,14 +103,21 @@ def proposed(trial: Trial, *laws: str) -> list[Hypothesis]:
     return list(other_gradient_flows(trial, broken(*laws)))
 
 
-def test_what_gives_the_gradients_that_were_seen_is_proposed_with_where(put: Put) -> None:
-    trial, model = wrong(), put(losing(rows={0: np.arange(4), 1: np.arange(4, 8)}), [OTHER, LOST])
-    (found,) = proposed(trial, "gradients", "update")
+def test_what_gives_the_gradients_that_were_seen_is_proposed_with_where_and_looked_for_near_what_is_wrong(
+    put: Put,
+) -> None:
+    """Wrong is layer 0's attention: of others, only what layer 1 passes on may be."""
+    places = [f"layers.{n}.attention" for n in range(3)]
+    modules_of = {"attention": [places, *[[place] for place in places]], "norm": [["norm"]]}
+    model = losing(rows={0: np.arange(4), 1: np.arange(4, 8)}, modules_of=modules_of)
+    put(model, [LOST, Named("scaled", "norm")])
+    (found,) = proposed(trial := wrong(), "gradients", "update")
     assert found.cause == Cause("lost", "lost in ['layers.0.attention'] of [0, 1]")
     assert (found.fitted, found.lines, found.seen) == (1, (), ())
     assert found.assume.func is another_reference  # type: ignore[union-attr]
     assert found.assume.keywords == {"altered": ("lost", ("layers.0.attention",), 1)}  # type: ignore[union-attr]
-    assert model.tried == [("other", ("layers.0.attention",), 1), ("lost", ("layers.0.attention",), 1)]
+    alone = [("lost", (place,), 1) for place in places[:2]]
+    assert model.tried == [("lost", tuple(places), 1), *alone, ("scaled", ("norm",), 1)]
     assert model.of == (trial, 1)
 
 
@@ -123,21 +130,6 @@ def test_of_a_later_step_its_own_backward_pass_is_tried(put: Put) -> None:
     model = put(Model({("lost", "layers.0.attention", 2): squared}, later), [LOST])
     assert [one.cause.kind for one in proposed(trial, "gradients")] == ["lost"]
     assert model.of == (trial, 2)
-
-
-def test_modules_of_each_kind_are_tried_that_lie_near_what_is_wrong(put: Put) -> None:
-    """Wrong is layer 0's attention: of others, only what layer 1 passes on may be."""
-    model = losing(
-        modules_of={
-            "attention": [[f"layers.{n}.attention" for n in range(3)], *[[f"layers.{n}.attention"] for n in range(3)]],
-            "norm": [["norm"]],
-        }
-    )
-    put(model, [LOST, Named("scaled", "norm")])
-    assert [one.cause.text for one in proposed(wrong(), "gradients")] == ["lost in ['layers.0.attention'] of [0]"]
-    everywhere = tuple(f"layers.{n}.attention" for n in range(3))
-    alone = [("lost", (name,), 1) for name in everywhere[:2]]
-    assert model.tried == [("lost", everywhere, 1), *alone, ("scaled", ("norm",), 1)]
 
 
 @pytest.mark.parametrize(
