@@ -38,10 +38,11 @@ from literal import (
     with_value,
 )
 
-from harness.diagnosis.backward import _gives, _lost_before
+from harness.diagnosis.backward import _gives, _lost_before, depth
 from harness.diagnosis.differences import wrong_pairs
+from harness.diagnosis.hypothesis import NOT_TESTED, Fact
 from harness.evidence.records import Matmul
-from harness.judge.result import Verdict
+from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
 
 # ---- gradients
@@ -188,15 +189,30 @@ def test_a_tied_weight_that_only_the_embedding_trains() -> None:
 def test_where_backward_loses_something_is_told_by_the_place_in_the_block(right: tuple[str, ...], shown: str) -> None:
     trial = trial_of(tiny_case("tp_2"))
     wrong = [fqn for fqn in trial.plan.shapes if fqn.split(".")[-2] not in (*right, "norm", "output")]
-    found = _lost_before(trial, [(0, fqn) for fqn in wrong], 1)
-    told = found and found.cause.text
-    assert told == f"gradients are right in {shown}, and wrong in all parameters before: backward goes wrong there"
+    text = f"gradients are right in {shown}, and wrong in all parameters before: backward goes wrong there"
+    laws = ("traffic", "gradients", "grad_norm", "loss", "reported_loss")
+    assert _lost_before(trial, [(0, fqn) for fqn in wrong], 1) == Fact(
+        Cause("lost in backward", text), laws, NOT_TESTED
+    )
 
 
 def test_what_is_wrong_on_both_sides_of_something_right_was_not_lost_on_the_way() -> None:
     trial = trial_of(tiny_case("tp_2"))
     assert _lost_before(trial, [(0, "tok_embeddings.weight"), (0, NORM)], 1) is None
     assert _lost_before(trial, [(0, fqn) for fqn in trial.plan.shapes], 1) is None
+    beside = [(0, fqn) for fqn in trial.plan.shapes if depth(fqn) < depth("layers.0.attention.wo.weight")]
+    assert _lost_before(trial, beside, 1) is not None and _lost_before(trial, beside[:-1], 1) is None
+    assert beside[-2] == (0, "layers.0.attention.wv.weight") and _lost_before(trial, beside[:-2], 1) is None
+
+
+def test_gradients_of_a_step_whose_loss_is_wrong_were_not_lost_in_backward() -> None:
+    trial = trial_of(tiny_case("tp_2"))
+    wrong = [(0, fqn) for fqn in trial.plan.shapes if fqn != LAST]
+    (batch,) = trial.ranks[0].steps[1].microbatches
+    for step in (1, 2):
+        assert _lost_before(trial, wrong, step) is not None
+    dear = with_step(trial, 0, 2, microbatches=(replace(batch, loss_sum=1.01 * batch.loss_sum),))
+    assert _lost_before(dear, wrong, 1) is not None and _lost_before(dear, wrong, 2) is None
 
 
 # ---- what is reported, and the way to right numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from noisy import with_noise
 
 from harness.diagnosis import backward
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.backward import _near, other_gradient_flows
+from harness.diagnosis.backward import _near, other_gradient_flows, wrong_backward
 from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.hypothesis import Hypothesis
 from harness.diagnosis.words import Arrays
@@ -91,6 +92,7 @@ WRONG = gradients_of(DDP_2) | {WQ: gradients_of(DDP_2)[WQ] ** 2}
 Put = Callable[[Model, list[Named]], Model]
 
 
+@functools.cache
 def wrong(layout: Any = "ddp_2", **features: Any) -> Trial:
     return with_step_1_gradients(trial_of(tiny_case(layout, **features)), lambda _, fqn: WRONG[fqn])
 
@@ -119,6 +121,16 @@ def test_what_gives_the_gradients_that_were_seen_is_proposed_with_where_and_look
     alone = [("lost", (place,), 1) for place in places[:2]]
     assert model.tried == [("lost", tuple(places), 1), *alone, ("scaled", ("norm",), 1)]
     assert model.of == (trial, 1)
+    assert list(wrong_backward(trial, broken("gradients"))) == [], "nothing is told of it without a model"
+
+
+def test_where_gradients_are_vectors_what_the_model_gives_is_flattened(put: Put) -> None:
+    put(losing(), [LOST])
+    usual = gradients_of(trial_of(tiny_case("fsdp_2", wrapper="fsdp1")))
+    trial = with_step_1_gradients(
+        trial_of(tiny_case("fsdp_2", wrapper="fsdp1")), lambda _, fqn: usual[fqn] ** (1 + (fqn == WQ))
+    )
+    assert [one.cause.kind for one in proposed(trial, "gradients")] == ["lost"]
 
 
 def test_of_a_later_step_its_own_backward_pass_is_tried(put: Put) -> None:
