@@ -5,20 +5,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import EMBEDDING, NORM, broken, expect, fsdp_4
-from literal import EIGHT, tiny_case, trial_of, with_collectives, with_every_rank, with_step, with_value
+from diagnosed import EMBEDDING, NORM, broken, dims, expect, fsdp_4
+from literal import EIGHT, TINY, tiny_case, trial_of, with_collectives, with_every_rank, with_step, with_value
 
 from harness.diagnosis.backward import depth, wrong_backward
-from harness.diagnosis.hypothesis import Fact
+from harness.diagnosis.hypothesis import NOT_TESTED, Fact
+from harness.diagnosis.words import traffic_lines
+from harness.evidence.records import Collective
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
 
 W1, WQ = "layers.0.feed_forward.w1.weight", "layers.0.attention.wq.weight"
+Ranks = Sequence[int]
+Seen = tuple[Trial, Fact]
 
 
 def misshapen(trial: Trial, step: int, *ranks: int) -> Trial:
@@ -36,62 +41,115 @@ gradients have another shape than their parameters in 1 of 12 parameters (layers
     )
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_gradients_of_another_shape_are_told_before_all_else_that_is_wrong_of_a_step(step: int) -> None:
-    laws = ("gradients", "grad_norm", "loss", "reported_loss", "update")
-    trial = misshapen(fsdp_4(), step, 1, 3)
-    text = (
-        f"gradients have another shape than their parameters in 1 of 12 parameters ({W1}) on ranks [1,3]: rank 1, {W1}:"
-        " gradient (4, 2) of a parameter (2, 4)"
-    )
-    told = Fact(Cause("gradients misshapen", text), laws)
-    assert list(wrong_backward(trial, broken("gradients"))) == [told]
-    beside = with_value(trial, 0, step, "gradients", NORM, lambda gradient: gradient * np.nan)
-    assert list(wrong_backward(beside, broken("gradients"))) == [told]
-    earlier = with_value(trial, 0, step, "gradients", WQ, lambda gradient: gradient + 1)
-    assert list(wrong_backward(earlier, broken("gradients"))) == [told], "of what is wrong, those of another shape"
+# ---- what is told first
+
+TIED = trial_of(tiny_case(dims(2, tp=2), model=replace(TINY, tied_embeddings=True)))
+ZERO = trial_of(tiny_case("fsdp_2", wrapper="zero2"))
+LAWS = ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
+ONE_NORM = ("gradients", "loss", "reported_loss")
 
 
-def test_of_zero_a_gradient_has_the_shape_of_what_the_rank_steps() -> None:
-    trial = trial_of(tiny_case("fsdp_2", wrapper="zero2"))
-    part = trial.plan.gradient_slices[1]
-    assert part
-    seen = trial.ranks[1].steps[0].gradients
-    fqn = next(fqn for fqn, cut in part.items() if trial.plan.slices[1][fqn] != cut and seen[fqn].size)
-    wrong = with_value(trial, 1, 1, "gradients", fqn, lambda gradient: gradient[:-1])
-    (fact,) = wrong_backward(wrong, broken("gradients"))
-    held = seen[fqn].shape
-    assert fact.cause.text.endswith(f"gradient {(held[0] - 1, *held[1:])} of a parameter {held}")
+def changed(
+    trial: Trial, step: int, change: Callable[[np.ndarray], np.ndarray], *fqns: str, ranks: Ranks = ()
+) -> Trial:
+    """The gradients of these parameters in a step, on these ranks (all)."""
+    for rank in ranks or trial.ranks:
+        seen = trial.ranks[rank].steps[step - 1].gradients
+        trial = with_step(trial, rank, step, gradients=seen | {fqn: change(seen[fqn]) for fqn in fqns})
+    return trial
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_numbers_that_are_not_finite_in_a_step_are_told_with_it(step: int) -> None:
-    laws = ("gradients", "grad_norm", "loss", "reported_loss", "update")
-    trial = with_value(fsdp_4(), 2, step, "gradients", NORM, lambda gradient: gradient * np.nan)
-    where = f"NaN or infinite in step {step} in 1 of 12 parameters (norm.weight) on rank 2"
-    told = Fact(Cause("not finite", f"gradients are {where}, the losses are finite"), laws)
-    assert list(wrong_backward(trial, broken("gradients"))) == [told]
-    beside = with_value(trial, 0, step, "gradients", WQ, lambda gradient: gradient + 1)
-    assert list(wrong_backward(beside, broken("gradients"))) == [told]
+def nan(gradient: np.ndarray) -> np.ndarray:
+    return gradient * np.nan
+
+
+def more(gradient: np.ndarray) -> np.ndarray:
+    return gradient + 0.1
+
+
+def misshapen_in(step: int) -> Iterator[Seen]:
+    trial = changed(TIED, step, lambda gradient: gradient[1:], W1, ranks=(1, 3))
+    text = f"gradients have another shape than their parameters in 1 of 11 parameters ({W1}) on ranks [1,3]"
+    told = Fact(Cause("gradients misshapen", f"{text}: rank 1, {W1}: gradient (3, 4) of a parameter (4, 4)"), LAWS[:-1])
+    yield trial, told
+    yield changed(trial, step, nan, NORM), replace(told, laws=LAWS)
+    yield changed(trial, step, more, WQ), told
+    text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1}) on rank 1: rank 1, {W1}:"
+    told = Fact(Cause("gradients misshapen", f"{text} gradient (9,) of a parameter (10,)"), LAWS[:-1])
+    assert ZERO.plan.gradient_slices[1][W1] == ((22, 32),)
+    yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=(1,)), told
+
+
+def not_finite_in(step: int) -> Iterator[Seen]:
+    trial = changed(TIED, step, nan, NORM, ranks=(2,))
+    where = f"NaN or infinite in step {step} in 1 of 11 parameters (norm.weight) on rank 2"
+
+    def told(text: str) -> Fact:
+        return Fact(Cause("not finite", text), LAWS)
+
+    finite = told(f"gradients are {where}, the losses are finite")
+    yield trial, finite
+    yield changed(trial, step, more, WQ), finite
     silent = trial
     for rank in trial.ranks:
         silent = with_step(silent, rank, step, microbatches=())
-    assert list(wrong_backward(silent, broken("gradients"))) == [
-        Fact(Cause("not finite", f"gradients are {where}"), laws)
-    ]
+    yield silent, told(f"gradients are {where}")
     (part,) = trial.ranks[3].steps[step - 1].microbatches
-    earlier = with_step(trial, 3, 2, microbatches=(replace(part, loss_sum=math.nan),))
-    assert list(wrong_backward(earlier, broken("gradients")))[0].cause == told.cause
+    yield with_step(trial, 3, 3, microbatches=(replace(part, loss_sum=math.nan),)), finite
     untold = with_step(trial, 1, step, microbatches=(replace(part, loss_sum=None),))
-    assert list(wrong_backward(untold, broken("gradients")))[0].cause == told.cause
+    yield untold, replace(finite, laws=tuple(law for law in LAWS if law != "reported_loss"))
     odd = with_step(untold, 3, step, microbatches=(replace(part, loss_sum=math.inf),))
-    cause = Cause("not finite", f"loss and gradients are {where}")
-    assert list(wrong_backward(odd, broken("gradients")))[0].cause == cause
+    yield odd, told(f"loss and gradients are {where}")
     labels = trial.reference.labels.copy()
-    labels[8 * (step - 1) : 8 * (step - 1) + 2] = -100
+    labels[8 * step - 4 : 8 * step] = -100
     none = replace(trial, reference=replace(trial.reference, labels=labels))
-    text = f"{told.cause.observed}: rank 0 has no valid token, and a mean over none is 0/0"
-    assert list(wrong_backward(none, broken("gradients")))[0].cause.text == text
+    yield none, told(f"{finite.cause.observed}: rank 2 has no valid token, and a mean over none is 0/0")
+
+
+def lost_in(step: int) -> Iterator[Seen]:
+    text = "gradients are right in norm.weight, and wrong in all parameters before: backward goes wrong there"
+    trial = changed(TIED, step, more, *(fqn for fqn in TIED.plan.shapes if fqn != NORM))
+    yield trial, Fact(Cause("lost in backward", text), ("traffic", *ONE_NORM), NOT_TESTED)
+
+
+def in_parts_in(step: int) -> Iterator[Seen]:
+    """Norms by halves, and a tied weight of which only the rows are there that were read."""
+    trial = changed(TIED, step, lambda gradient: gradient / 4, NORM, ranks=(0, 2))
+    trial = changed(trial, step, lambda gradient: gradient * 3 / 4, NORM, ranks=(1, 3))
+    text = "gradients of norm are not summed over tp: 1 parameter wrong, all others right"
+    why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
+    tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
+    yield trial, Fact(Cause("norms not summed", text), LAWS, (("why", why), ("tested", tested)))
+    tokens = np.repeat([[0, 1, 5, 5], [6, 2, 6, 2], [7, 7, 7, 7]], 8, axis=0)
+    read = np.isin(np.arange(8), tokens[8 * (step - 1)])[:, None]
+    trial = replace(TIED, reference=replace(TIED.reference, tokens=tokens))
+    for rank in trial.ranks:
+        ((start, stop), _), here = trial.plan.slices[rank][EMBEDDING], (rank,)
+        trial = changed(trial, step, lambda g, rows=read[start:stop]: rows * g**2, EMBEDDING, ranks=here)
+    text = f"the gradient of the tied weight lacks the output's part: {EMBEDDING} has only the embedding's"
+    tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
+    yield trial, Fact(Cause("tied weight without the output's part", text), ONE_NORM, (("tested", tested),))
+
+
+def not_reduced_in(step: int) -> Iterator[Seen]:
+    trial = changed(TIED, step, more, WQ)
+    silent = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda c: kept(c, step)))
+    text = "gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]"
+    laws = ("traffic", "process_groups", "placements", *ONE_NORM)
+    lines = (*traffic_lines(silent), *NOT_TESTED)
+    yield silent, Fact(Cause("gradients not reduced", text), laws, lines)
+
+
+def kept(call: Collective, step: int) -> list[Collective]:
+    over_replicas = call.op == "all_reduce" and call.ranks in ((0, 2), (1, 3))
+    return [] if over_replicas and (call.phase, call.step) == ("backward", step) else [call]
+
+
+def test_of_what_is_seen_of_the_gradients_of_a_step_the_first_is_told() -> None:
+    for look in (misshapen_in, not_finite_in, not_reduced_in, in_parts_in, lost_in):
+        for step in (1, 2):
+            for number, (trial, told) in enumerate(look(step)):
+                assert list(wrong_backward(trial, broken("gradients", "traffic"))) == [told], (look, step, number)
 
 
 def test_nothing_is_told_of_gradients_that_no_law_finds_wrong() -> None:
