@@ -44,10 +44,10 @@ TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """The first of these that is seen, beside what another layout leads to; what is not exchanged over cp also where
     gradients are not judged."""
-    step = first_wrong_step(trial) if "gradients" in broken else None
-    wrong = wrong_pairs(trial, step) if step is not None else []
-    if step is None or not wrong:
-        looks, step = [_no_exchange] * ("traffic" in broken), trial.first_step
+    step = ("gradients" in broken and first_wrong_step(trial)) or trial.first_step
+    wrong = wrong_pairs(trial, step) if "gradients" in broken else []
+    if not wrong:
+        looks = [_no_exchange] * ("traffic" in broken)
     else:
         of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
         looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, partial(_untied, broken), _lost_before]

@@ -11,19 +11,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from diagnosed import EMBEDDING, NORM, broken, dims, expect, fsdp_4
-from literal import EIGHT, TINY, tiny_case, trial_of, with_collectives, with_every_rank, with_step, with_value
+from literal import (
+    EIGHT,
+    TINY,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_rank,
+    with_step,
+    with_value,
+)
 
-from harness.diagnosis.backward import depth, wrong_backward
+from harness.diagnosis.backward import OF_ATTENTION, depth, wrong_backward
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact
 from harness.diagnosis.words import traffic_lines
 from harness.evidence.records import Collective
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.plan.traffic.flow import Flow
 from harness.spec.dims import ParallelDims
 
 W1, WQ = "layers.0.feed_forward.w1.weight", "layers.0.attention.wq.weight"
 Ranks = Sequence[int]
-Seen = tuple[Trial, Fact]
+Seen = tuple[Trial, *tuple[Fact, ...]]
 
 
 def misshapen(trial: Trial, step: int, *ranks: int) -> Trial:
@@ -45,8 +56,12 @@ gradients have another shape than their parameters in 1 of 12 parameters (layers
 
 TIED = trial_of(tiny_case(dims(2, tp=2), model=replace(TINY, tied_embeddings=True)))
 ZERO = trial_of(tiny_case("fsdp_2", wrapper="zero2"))
+CP_2 = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
+WHOLE = trial_of(
+    tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), EIGHT), tiny_case(ParallelDims(dp_replicate=8), EIGHT)
+)
 LAWS = ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
-ONE_NORM = ("gradients", "loss", "reported_loss")
+OF_ONE = ("gradients", "loss", "reported_loss")
 
 
 def changed(
@@ -57,6 +72,10 @@ def changed(
         seen = trial.ranks[rank].steps[step - 1].gradients
         trial = with_step(trial, rank, step, gradients=seen | {fqn: change(seen[fqn]) for fqn in fqns})
     return trial
+
+
+def call(op: str, ranks: tuple[int, ...], phase: str = "backward", dtype: str = "float64", step: int = 1) -> Collective:
+    return Collective(op, ranks, str(ranks), dtype, 64, phase, step, 0)
 
 
 def nan(gradient: np.ndarray) -> np.ndarray:
@@ -74,10 +93,14 @@ def misshapen_in(step: int) -> Iterator[Seen]:
     yield trial, told
     yield changed(trial, step, nan, NORM), replace(told, laws=LAWS)
     yield changed(trial, step, more, WQ), told
-    text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1}) on rank 1: rank 1, {W1}:"
-    told = Fact(Cause("gradients misshapen", f"{text} gradient (9,) of a parameter (10,)"), LAWS[:-1])
-    assert ZERO.plan.gradient_slices[1][W1] == ((22, 32),)
-    yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=(1,)), told
+    text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1})"
+    assert [ZERO.plan.gradient_slices[rank][W1] for rank in (0, 1)] == [((0, 22),), ((22, 32),)]
+    for ranks, told in (
+        ((0, 1), ": rank 0, {W1}: gradient (21,) of a parameter (22,)"),
+        ((1,), " on rank 1: rank 1, {W1}: gradient (9,) of a parameter (10,)"),
+    ):
+        cause = Cause("gradients misshapen", text + told.format(W1=W1))
+        yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=ranks), Fact(cause, LAWS[:-1])
 
 
 def not_finite_in(step: int) -> Iterator[Seen]:
@@ -104,12 +127,13 @@ def not_finite_in(step: int) -> Iterator[Seen]:
     labels[8 * step - 4 : 8 * step] = -100
     none = replace(trial, reference=replace(trial.reference, labels=labels))
     yield none, told(f"{finite.cause.observed}: rank 2 has no valid token, and a mean over none is 0/0")
+    yield replace(odd, reference=none.reference), told(f"loss and gradients are {where}")
 
 
 def lost_in(step: int) -> Iterator[Seen]:
     text = "gradients are right in norm.weight, and wrong in all parameters before: backward goes wrong there"
     trial = changed(TIED, step, more, *(fqn for fqn in TIED.plan.shapes if fqn != NORM))
-    yield trial, Fact(Cause("lost in backward", text), ("traffic", *ONE_NORM), NOT_TESTED)
+    yield trial, Fact(Cause("lost in backward", text), ("traffic", *OF_ONE), NOT_TESTED)
 
 
 def in_parts_in(step: int) -> Iterator[Seen]:
@@ -120,6 +144,7 @@ def in_parts_in(step: int) -> Iterator[Seen]:
     why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
     tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
     yield trial, Fact(Cause("norms not summed", text), LAWS, (("why", why), ("tested", tested)))
+    yield (changed(trial, step, more, NORM, ranks=(3,)),)
     tokens = np.repeat([[0, 1, 5, 5], [6, 2, 6, 2], [7, 7, 7, 7]], 8, axis=0)
     read = np.isin(np.arange(8), tokens[8 * (step - 1)])[:, None]
     trial = replace(TIED, reference=replace(TIED.reference, tokens=tokens))
@@ -128,14 +153,14 @@ def in_parts_in(step: int) -> Iterator[Seen]:
         trial = changed(trial, step, lambda g, rows=read[start:stop]: rows * g**2, EMBEDDING, ranks=here)
     text = f"the gradient of the tied weight lacks the output's part: {EMBEDDING} has only the embedding's"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    yield trial, Fact(Cause("tied weight without the output's part", text), ONE_NORM, (("tested", tested),))
+    yield trial, Fact(Cause("tied weight without the output's part", text), OF_ONE, (("tested", tested),))
 
 
 def not_reduced_in(step: int) -> Iterator[Seen]:
     trial = changed(TIED, step, more, WQ)
     silent = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda c: kept(c, step)))
     text = "gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]"
-    laws = ("traffic", "process_groups", "placements", *ONE_NORM)
+    laws = ("traffic", "process_groups", "placements", *OF_ONE)
     lines = (*traffic_lines(silent), *NOT_TESTED)
     yield silent, Fact(Cause("gradients not reduced", text), laws, lines)
 
@@ -145,11 +170,67 @@ def kept(call: Collective, step: int) -> list[Collective]:
     return [] if over_replicas and (call.phase, call.step) == ("backward", step) else [call]
 
 
+# of ranks that hold other slices: what the first one issues, and the axes over which nothing is summed
+CALLS = [
+    ([], "dp_replicate and dp_shard and cp"),
+    ([call("all_reduce", (0, 4), dtype="float32")], "dp_shard and cp"),
+    ([call("reduce_scatter", (0, 2, 5), "pipeline")], "dp_replicate and cp"),
+    ([call("all_reduce", (0, 1, 2, 3))], "dp_replicate"),
+    ([call("all_reduce", (0, 1)), call("all_reduce", (0, 4), dtype="bfloat16")], "dp_shard"),
+    ([call("all_gather", (0, 4)), call("all_reduce", (0, 1), dtype="int64")], "dp_replicate and dp_shard and cp"),
+    ([call("all_reduce", (0, 4), "forward"), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
+    ([call("all_reduce", (1, 5)), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
+    ([call("all_reduce", tuple(range(8)))], ""),
+]
+
+
+def in_another_layout(step: int) -> Iterator[Seen]:
+    assert [WHOLE.plan.group_of(0, axis) for axis in ("cp", "dp_shard", "dp_replicate")] == [(0, 1), (0, 2), (0, 4)]
+    none = Fact(NO_KEYS, ("traffic", "reshard", "features", *OF_ONE), NOT_TESTED)
+    for calls, missing in CALLS[step - 1 :: 2]:
+        trial = changed(with_rank(WHOLE, 0, collectives=tuple(calls)), step, more, NORM)
+        cause = Cause("gradients not reduced", f"gradient reduction missing over {missing}")
+        yield (trial, *[Fact(cause, OF_ONE, NOT_TESTED)] * bool(missing), none)
+    yield changed(with_rank(CP_2, 0, collectives=()), step, more, NORM), none
+
+
+NO_KEYS = Cause("K/V not exchanged", "no K/V exchange over cp")
+NO_GRADIENTS = Cause("K/V not exchanged", "no exchange of K/V gradients over cp: each rank keeps its own")
+
+
+def not_exchanged_in(step: int) -> Iterator[Seen]:
+    """Over cp, where parameters are gathered by the same collective, and gradients of keys and values go round alone."""
+    trial = changed(CP_2, step, more, NORM)
+    keys, back = (
+        next(flow for flow in trial.plan.flows_of(0, step) if (flow.role, flow.phase) == place)
+        for place in OF_ATTENTION
+    )
+    laws = ("traffic", "reshard", "features", *OF_ONE)
+    yield (trial,)
+    yield without(trial, step, keys), Fact(NO_KEYS, laws, NOT_TESTED)
+    yield without(trial, step, back), Fact(NO_GRADIENTS, laws, NOT_TESTED)
+
+
+def without(trial: Trial, step: int, flow: Flow) -> Trial:
+    """Ranks move none of it, in that step: a collective of 8 bytes and one of all others."""
+
+    def kept(rank: int) -> tuple[Collective, ...]:
+        calls = trial.ranks[rank].collectives
+        place = flow.op, flow.phase, step, flow.bytes - 8
+        (at,) = [at for at, one in enumerate(calls) if (one.op, one.phase, one.step, one.bytes) == place]
+        return (*calls[: at - 1], *calls[at + 1 :])
+
+    return with_every_rank(trial, lambda t, rank: with_rank(t, rank, collectives=kept(rank)))
+
+
 def test_of_what_is_seen_of_the_gradients_of_a_step_the_first_is_told() -> None:
-    for look in (misshapen_in, not_finite_in, not_reduced_in, in_parts_in, lost_in):
+    for look in LOOKS:
         for step in (1, 2):
-            for number, (trial, told) in enumerate(look(step)):
-                assert list(wrong_backward(trial, broken("gradients", "traffic"))) == [told], (look, step, number)
+            for number, (trial, *told) in enumerate(look(step)):
+                assert list(wrong_backward(trial, broken("gradients", "traffic"))) == told, (look, step, number)
+
+
+LOOKS = (misshapen_in, not_finite_in, not_exchanged_in, not_reduced_in, in_another_layout, in_parts_in, lost_in)
 
 
 def test_nothing_is_told_of_gradients_that_no_law_finds_wrong() -> None:

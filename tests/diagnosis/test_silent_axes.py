@@ -13,7 +13,6 @@ from harness.diagnosis.backward import (
     OF_ATTENTION,
     _groups_of_no_axis,
     _no_exchange,
-    _of_another_layout,
     _other_groups,
     silent_axes,
     wrong_backward,
@@ -97,36 +96,6 @@ def test_a_reduction_that_is_missing_is_told_with_the_groups_of_each_axis() -> N
 
 
 # ---- ranks that hold other slices
-
-GROUPS = {"cp": (0, 1), "dp_shard": (0, 2), "dp_replicate": (0, 4)}  # of rank 0
-
-
-@pytest.mark.parametrize(
-    ("calls", "missing"),
-    [
-        ([], "dp_replicate and dp_shard and cp"),
-        ([call("all_reduce", (0, 4), dtype="float32")], "dp_shard and cp"),
-        ([call("reduce_scatter", (0, 2, 5), "pipeline")], "dp_replicate and cp"),
-        ([call("all_reduce", (0, 1, 2, 3))], "dp_replicate"),
-        ([call("all_reduce", (0, 1)), call("all_reduce", (0, 4), dtype="bfloat16")], "dp_shard"),
-        ([call("all_gather", (0, 4)), call("all_reduce", (0, 1), dtype="int64")], "dp_replicate and dp_shard and cp"),
-        ([call("all_reduce", (0, 4), "forward"), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
-        ([call("all_reduce", (1, 5)), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
-        ([call("all_reduce", tuple(range(8)))], ""),
-    ],
-)
-def test_where_ranks_hold_other_slices_axes_are_missing_whose_ranks_nothing_sums(
-    calls: list[Collective], missing: str
-) -> None:
-    requested = ParallelDims(dp_replicate=2, dp_shard=2, cp=2)
-    trial = trial_of(tiny_case(requested, EIGHT), tiny_case(ParallelDims(dp_replicate=8), EIGHT))
-    assert {axis: trial.plan.group_of(0, axis) for axis in GROUPS} == GROUPS
-    cause = Cause("gradients not reduced", f"gradient reduction missing over {missing}")
-    told = Fact(cause, ("gradients", "grad_norm", *OF_GRADIENTS[1:], "update", "replica_agreement"), NOT_TESTED)
-    changed = off(with_rank(trial, 0, collectives=tuple(calls)), 2)
-    assert _of_another_layout(changed, 2) == (told if missing else None)
-    right = with_rank(trial_of(tiny_case(requested, EIGHT)), 0, collectives=tuple(calls))
-    assert _of_another_layout(right, 2) is None
 
 
 def test_of_another_layout_no_group_is_missing_that_the_plan_alone_has() -> None:
