@@ -87,20 +87,19 @@ def more(gradient: np.ndarray) -> np.ndarray:
 
 
 def misshapen_in(step: int) -> Iterator[Seen]:
+    """Told before numbers that are not finite, and of what is wrong those of another shape."""
     trial = changed(TIED, step, lambda gradient: gradient[1:], W1, ranks=(1, 3))
     text = f"gradients have another shape than their parameters in 1 of 11 parameters ({W1}) on ranks [1,3]"
-    told = Fact(Cause("gradients misshapen", f"{text}: rank 1, {W1}: gradient (3, 4) of a parameter (4, 4)"), LAWS[:-1])
-    yield trial, told
-    yield changed(trial, step, nan, NORM), replace(told, laws=LAWS)
-    yield changed(trial, step, more, WQ), told
-    text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1})"
+    cause = Cause("gradients misshapen", f"{text}: rank 1, {W1}: gradient (3, 4) of a parameter (4, 4)")
+    yield changed(changed(trial, step, nan, NORM), step, more, WQ), Fact(cause, LAWS)
     assert [ZERO.plan.gradient_slices[rank][W1] for rank in (0, 1)] == [((0, 22),), ((22, 32),)]
-    for ranks, told in (
-        ((0, 1), ": rank 0, {W1}: gradient (21,) of a parameter (22,)"),
-        ((1,), " on rank 1: rank 1, {W1}: gradient (9,) of a parameter (10,)"),
-    ):
-        cause = Cause("gradients misshapen", text + told.format(W1=W1))
-        yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=ranks), Fact(cause, LAWS[:-1])
+    text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1})"
+    ranks, where, shapes = (
+        ((0, 1), f": rank 0, {W1}", "(21,) of a parameter (22,)"),
+        ((1,), f" on rank 1: rank 1, {W1}", "(9,) of a parameter (10,)"),
+    )[step - 1]
+    cause = Cause("gradients misshapen", f"{text}{where}: gradient {shapes}")
+    yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=ranks), Fact(cause, LAWS[:-1])
 
 
 def not_finite_in(step: int) -> Iterator[Seen]:
@@ -111,15 +110,14 @@ def not_finite_in(step: int) -> Iterator[Seen]:
         return Fact(Cause("not finite", text), LAWS)
 
     finite = told(f"gradients are {where}, the losses are finite")
-    yield trial, finite
     yield changed(trial, step, more, WQ), finite
     silent = trial
     for rank in trial.ranks:
         silent = with_step(silent, rank, step, microbatches=())
     yield silent, told(f"gradients are {where}")
     (part,) = trial.ranks[3].steps[step - 1].microbatches
-    yield with_step(trial, 3, 3, microbatches=(replace(part, loss_sum=math.nan),)), finite
-    untold = with_step(trial, 1, step, microbatches=(replace(part, loss_sum=None),))
+    other = with_step(trial, 3, 3, microbatches=(replace(part, loss_sum=math.nan),))
+    untold = with_step(other, 1, step, microbatches=(replace(part, loss_sum=None),))
     yield untold, replace(finite, laws=tuple(law for law in LAWS if law != "reported_loss"))
     odd = with_step(untold, 3, step, microbatches=(replace(part, loss_sum=math.inf),))
     yield odd, told(f"loss and gradients are {where}")
@@ -171,23 +169,21 @@ def kept(call: Collective, step: int) -> list[Collective]:
 
 
 # of ranks that hold other slices: what the first one issues, and the axes over which nothing is summed
-CALLS = [
-    ([], "dp_replicate and dp_shard and cp"),
-    ([call("all_reduce", (0, 4), dtype="float32")], "dp_shard and cp"),
-    ([call("reduce_scatter", (0, 2, 5), "pipeline")], "dp_replicate and cp"),
-    ([call("all_reduce", (0, 1, 2, 3))], "dp_replicate"),
-    ([call("all_reduce", (0, 1)), call("all_reduce", (0, 4), dtype="bfloat16")], "dp_shard"),
-    ([call("all_gather", (0, 4)), call("all_reduce", (0, 1), dtype="int64")], "dp_replicate and dp_shard and cp"),
-    ([call("all_reduce", (0, 4), "forward"), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
-    ([call("all_reduce", (1, 5)), call("all_reduce", (0, 1))], "dp_replicate and dp_shard"),
-    ([call("all_reduce", tuple(range(8)))], ""),
+NO_SUMS = [
+    *[call("all_gather", (0, 1)), call("all_reduce", (0, 1), dtype="int64"), call("all_reduce", (0, 1), "forward")],
+    call("all_reduce", (1, 5)),
 ]
+SUMS = [call("all_reduce", (0, 4), dtype="float32"), call("reduce_scatter", (0, 2, 5), "pipeline"), *NO_SUMS]
+CALLS = {
+    1: [(SUMS, "cp"), ([call("all_reduce", tuple(range(8)))], "")],
+    2: [(NO_SUMS, "dp_replicate and dp_shard and cp")],
+}
 
 
 def in_another_layout(step: int) -> Iterator[Seen]:
     assert [WHOLE.plan.group_of(0, axis) for axis in ("cp", "dp_shard", "dp_replicate")] == [(0, 1), (0, 2), (0, 4)]
     none = Fact(NO_KEYS, ("traffic", "reshard", "features", *OF_ONE), NOT_TESTED)
-    for calls, missing in CALLS[step - 1 :: 2]:
+    for calls, missing in CALLS[step]:
         trial = changed(with_rank(WHOLE, 0, collectives=tuple(calls)), step, more, NORM)
         cause = Cause("gradients not reduced", f"gradient reduction missing over {missing}")
         yield (trial, *[Fact(cause, OF_ONE, NOT_TESTED)] * bool(missing), none)
@@ -206,7 +202,7 @@ def not_exchanged_in(step: int) -> Iterator[Seen]:
         for place in OF_ATTENTION
     )
     laws = ("traffic", "reshard", "features", *OF_ONE)
-    yield (trial,)
+    yield (trial,)  # of which nothing is told
     yield without(trial, step, keys), Fact(NO_KEYS, laws, NOT_TESTED)
     yield without(trial, step, back), Fact(NO_GRADIENTS, laws, NOT_TESTED)
 
