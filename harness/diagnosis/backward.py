@@ -87,7 +87,8 @@ def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 
 
 def _mean_over_none(trial: Trial, step: int) -> str:
-    without = {trial.reference.sample_ids[row] for row in np.flatnonzero((trial.reference.labels < 0).all(axis=1))}
+    masked = (trial.reference.labels[:, : trial.case.seq_len(step)] < 0).all(axis=1)
+    without = {trial.reference.sample_ids[row] for row in np.flatnonzero(masked)}
     empty = [rank for rank, ids in shares_of_samples(trial, step).items() if ids and without.issuperset(ids)]
     have = "has" if len(empty) == 1 else "have"
     return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
