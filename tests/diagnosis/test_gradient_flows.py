@@ -20,6 +20,7 @@ from harness.diagnosis.backward import _near, other_gradient_flows, wrong_backwa
 from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.hypothesis import Hypothesis
 from harness.diagnosis.words import Arrays
+from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.reference import altered, gradient_flow
@@ -105,9 +106,21 @@ def proposed(trial: Trial, *laws: str) -> list[Hypothesis]:
     return list(other_gradient_flows(trial, broken(*laws)))
 
 
-def test_what_gives_the_gradients_that_were_seen_is_proposed_with_where_and_looked_for_near_what_is_wrong(
-    put: Put,
-) -> None:
+def kinds(trial: Trial) -> list[str]:
+    return [one.cause.kind for one in proposed(trial, "gradients")]
+
+
+RIGHT, VECTORS = DDP_2, trial_of(tiny_case("fsdp_2", wrapper="fsdp1"))
+BY_COUNTS = [
+    (wrong(dims(2)), [2]),
+    (wrong(dims(shard=4, tp=2)), [2, 4]),
+    (wrong(dims(shard=4)), [2, 4]),
+    (wrong(dims()), [2]),
+]
+BY_CHECKPOINTING = {way: wrong(activation_checkpointing=way) for way in ("none", "full", "op")}
+
+
+def near_what_is_wrong(put: Put) -> None:
     """Wrong is layer 0's attention: of others, only what layer 1 passes on may be."""
     places = [f"layers.{n}.attention" for n in range(3)]
     modules_of = {"attention": [places, *[[place] for place in places]], "norm": [["norm"]]}
@@ -124,98 +137,77 @@ def test_what_gives_the_gradients_that_were_seen_is_proposed_with_where_and_look
     assert list(wrong_backward(trial, broken("gradients"))) == [], "nothing is told of it without a model"
 
 
-def test_where_gradients_are_vectors_what_the_model_gives_is_flattened(put: Put) -> None:
+def of_vectors(put: Put) -> None:
+    """What the model gives is flattened where gradients are."""
     put(losing(), [LOST])
-    usual = gradients_of(trial_of(tiny_case("fsdp_2", wrapper="fsdp1")))
-    trial = with_step_1_gradients(
-        trial_of(tiny_case("fsdp_2", wrapper="fsdp1")), lambda _, fqn: usual[fqn] ** (1 + (fqn == WQ))
-    )
-    assert [one.cause.kind for one in proposed(trial, "gradients")] == ["lost"]
+    assert kinds(with_gradients(VECTORS, 1, {WQ: VECTORS.reference.steps[0].gradients[WQ] ** 2})) == ["lost"]
 
 
-def test_of_a_later_step_its_own_backward_pass_is_tried(put: Put) -> None:
-    trial = trial_of(tiny_case("ddp_2"))
-    later = trial.reference.steps[1].gradients
-    squared = later | {WQ: later[WQ] ** 2}
-    for rank in trial.ranks:
-        trial = with_step(trial, rank, 2, gradients=squared)
-    model = put(Model({("lost", "layers.0.attention", 2): squared}, later), [LOST])
-    assert [one.cause.kind for one in proposed(trial, "gradients")] == ["lost"]
+def of_a_later_step(put: Put) -> None:
+    squared = {WQ: RIGHT.reference.steps[1].gradients[WQ] ** 2}
+    later = RIGHT.reference.steps[1].gradients
+    trial = with_gradients(RIGHT, 2, squared)
+    model = put(Model({("lost", "layers.0.attention", 2): later | squared}, later), [LOST])
+    assert kinds(trial) == ["lost"]
     assert model.of == (trial, 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "counts"),
-    [
-        (dims(2), [2]),
-        (dims(shard=4), [2, 4]),
-        (dims(2, 4), [2, 4]),
-        (dims(shard=4, tp=2), [2, 4]),
-        (dims(), [2]),
-    ],
-    ids=str,
-)
-def test_gradients_are_counted_as_often_as_an_axis_has_ranks_or_twice(put: Put, layout: Any, counts: list[int]) -> None:
-    model = put(losing(), [LOST])
-    assert len(proposed(wrong(layout), "gradients")) == 1
-    assert model.counts == counts
+def counted_too_often(put: Put) -> None:
+    """As often as an axis has ranks, or twice."""
+    for trial, counts in BY_COUNTS:
+        model = put(losing(), [LOST])
+        assert kinds(trial) == ["lost"]
+        assert model.counts == counts
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
-def test_attention_may_be_given_other_positions_only_where_blocks_are_computed_again(
-    put: Put, checkpointing: str
-) -> None:
+def computed_again(put: Put) -> None:
+    """Attention may be given other positions where blocks are, only there."""
     others = (Named("rotary positions"), Named("mask"), Named("rotary left out"), Named("rotary positions", "model"))
-    model = put(losing(others=others), [LOST])
-    assert len(proposed(wrong(activation_checkpointing=checkpointing), "gradients")) == 1
-    again = ["rotary positions again", "rotary left out again"] * (checkpointing != "none")
-    assert model.tried == [("lost", ("layers.0.attention",), 1), *((name, ("layers.0.block",), 1) for name in again)]
+    for way, trial in BY_CHECKPOINTING.items():
+        model = put(losing(others=others), [LOST])
+        assert kinds(trial) == ["lost"]
+        again = ["rotary positions again", "rotary left out again"] * (way != "none")
+        assert model.tried == [("lost", ("layers.0.attention",), 1), *((n, ("layers.0.block",), 1) for n in again)]
 
 
-def test_gradients_that_are_all_multiples_of_the_right_ones_are_no_backward_pass_s(put: Put) -> None:
-    twice = {fqn: (1.0 + (fqn in (WQ, WK))) * gradient for fqn, gradient in gradients_of(DDP_2).items()}
-    put(Model({("lost", "layers.0.attention", 1): twice}, gradients_of(DDP_2)), [LOST])
-    trial = with_step_1_gradients(trial_of(tiny_case("ddp_2")), lambda _, fqn: twice[fqn])
-    assert proposed(trial, "gradients") == []
-    some = twice | {WV: twice[WV] ** 2}
-    put(Model({("lost", "layers.0.attention", 1): some}, gradients_of(DDP_2)), [LOST])
-    trial = with_step_1_gradients(trial, lambda _, fqn: some[fqn])
-    assert [one.cause.kind for one in proposed(trial, "gradients")] == ["lost"]
+def multiples_of_the_right_ones(put: Put) -> None:
+    """No backward pass is tried where all gradients are, which have their own rules."""
+    usual = gradients_of(RIGHT)
+    twice = usual | {fqn: 2 * usual[fqn] for fqn in (WQ, WK)}
+    put(Model({("lost", "layers.0.attention", 1): twice}, usual), [LOST])
+    assert kinds(with_gradients(RIGHT, 1, twice)) == []
+    some = twice | {WV: usual[WV] ** 2}
+    put(Model({("lost", "layers.0.attention", 1): some}, usual), [LOST])
+    assert kinds(with_gradients(RIGHT, 1, some)) == ["lost"]
 
 
-@pytest.mark.parametrize(
-    "law", ["samples", "positions", "placements", "shard_contents", "process_groups", "initial_weights", "resume"]
-)
-def test_no_backward_pass_is_tried_beside_a_mistake_that_comes_before(put: Put, law: str) -> None:
+def beside_another_mistake(put: Put) -> None:
+    """None is tried where another law is broken that comes before, the loss is wrong, or ranks train apart."""
     put(losing(), [LOST])
-    assert proposed(wrong(), "gradients", law) == []
+    trial = wrong()
+    for law in EARLIER:
+        assert proposed(trial, "gradients", law) == [], law
+    (part,) = trial.ranks[1].steps[0].microbatches
+    assert part.loss_sum is not None
+    assert kinds(with_step(trial, 1, 1, microbatches=(replace(part, loss_sum=2 * part.loss_sum),))) == []
+    assert kinds(replace(trial, references={0: trial.reference})) == []
 
 
-def test_no_backward_pass_is_tried_where_the_loss_or_no_gradient_is_wrong_or_ranks_train_apart(put: Put) -> None:
+def of_nothing_known(put: Put) -> None:
+    """None is tried where no gradient is wrong, none is judged to the last bits, or samples are none of the step's."""
     put(losing(), [LOST])
     trial = wrong()
     assert proposed(trial, "update") == []
-    assert proposed(trial_of(tiny_case("ddp_2")), "gradients") == []
-    (part,) = trial.ranks[1].steps[0].microbatches
-    assert part.loss_sum is not None
-    dear = with_step(trial, 1, 1, microbatches=(replace(part, loss_sum=2 * part.loss_sum),))
-    assert proposed(dear, "gradients") == []
-    assert proposed(replace(trial, references={0: trial.reference}), "gradients") == []
+    assert kinds(RIGHT) == []
+    noisy = with_noise(trial)
+    assert wrong_pairs(noisy, 1) == [(0, WQ), (1, WQ)]
+    assert kinds(noisy) == []
     put(losing(rows={}), [LOST])
-    assert proposed(trial, "gradients") == []
+    assert kinds(trial) == []
 
 
-def test_no_backward_pass_is_tried_in_a_recipe_with_noise(put: Put) -> None:
-    put(losing(), [LOST])
-    trial = with_noise(wrong())
-    assert wrong_pairs(trial, 1) == [(0, WQ), (1, WQ)]
-    assert proposed(trial, "gradients") == []
-
-
-# ---- near what is wrong
-
-
-def test_what_of_the_model_lies_near_the_last_wrong_block() -> None:
+def in_the_last_wrong_block_or_the_next(_: Put) -> None:
+    """One block alone; several, and what is in none, are always tried."""
     blocks = [["layers.0.attention"], ["layers.1.attention"], ["layers.2.attention"], ["layers.13.attention"]]
     assert [_near(modules, deepest=1) for modules in blocks] == [False, True, True, False]
     assert [_near(modules, deepest=-1) for modules in blocks] == [True, False, False, False]
@@ -224,3 +216,21 @@ def test_what_of_the_model_lies_near_the_last_wrong_block() -> None:
     assert all(
         _near(modules, deepest=9) for modules in ([""], ["norm"], ["layers.0.ffn_norm", "norm"], ["tok_embeddings"])
     )
+
+
+def with_gradients(trial: Trial, step: int, wrong: Arrays) -> Trial:
+    for rank in trial.ranks:
+        parts = {fqn: trial.gradient_slice_of(rank, fqn) for fqn in wrong}
+        own = {fqn: take(wrong[fqn], part) for fqn, part in parts.items() if part is not None}
+        trial = with_step(trial, rank, step, gradients=trial.ranks[rank].steps[step - 1].gradients | own)
+    return trial
+
+
+EARLIER = ["samples", "positions", "placements", "shard_contents", "process_groups", "initial_weights", "resume"]
+LOOKS = [near_what_is_wrong, of_vectors, of_a_later_step, counted_too_often, computed_again]
+LOOKS += [multiples_of_the_right_ones, beside_another_mistake, of_nothing_known, in_the_last_wrong_block_or_the_next]
+
+
+def test_backward_passes_are_tried_that_may_give_the_gradients_seen_and_none_beside_another_mistake(put: Put) -> None:
+    for look in LOOKS:
+        look(put)
