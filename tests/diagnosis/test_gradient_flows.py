@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import DDP_2, broken, dims, gradients_of
+from diagnosed import DDP_2, EMBEDDING, LAST, NORM, broken, dims, gradients_of
 from literal import tiny_case, trial_of, with_step, with_step_1_gradients
 from noisy import with_noise
 
 from harness.diagnosis import backward
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.backward import _near, other_gradient_flows, wrong_backward
+from harness.diagnosis.backward import _gives, _near, other_gradient_flows, wrong_backward
 from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.hypothesis import Hypothesis
 from harness.diagnosis.words import Arrays
@@ -218,6 +218,30 @@ def in_the_last_wrong_block_or_the_next(_: Put) -> None:
     )
 
 
+def as_close_as_the_law_says(_: Put) -> None:
+    """What is wrong as it was seen, all else as it should be, within four times the bound of the law relative to the largest."""
+    trial = with_step_1_gradients(trial_of(tiny_case("fsdp_2")), lambda _, fqn: with_norm_twice(fqn))
+    wrong, seen_as = [(0, NORM), (1, NORM)], {fqn: with_norm_twice(fqn) for fqn in trial.plan.shapes}
+    assert wrong_pairs(trial, 1) == wrong and _gives(trial, 1, seen_as, wrong)
+
+    def off_by(bounds: float, fqn: str) -> dict[str, np.ndarray]:
+        entry, largest = np.zeros(seen_as[fqn].size), np.max(np.abs(gradients_of(trial)[fqn]))
+        entry[-1] = bounds * trial.bounds.gradient[1] * largest
+        return seen_as | {fqn: seen_as[fqn] + entry.reshape(seen_as[fqn].shape)}
+
+    for fqn in (NORM, LAST, EMBEDDING):
+        assert [_gives(trial, 1, off_by(bounds, fqn), wrong) for bounds in (3.5, 4.5)] == [True, False]
+    assert not _gives(trial, 1, {fqn: g for fqn, g in seen_as.items() if fqn != LAST}, wrong)
+    none = {fqn: g for fqn, g in seen_as.items() if fqn != NORM}
+    assert not _gives(trial, 1, none, wrong)
+    lost = with_step_1_gradients(trial, lambda _, fqn: (fqn != NORM) * with_norm_twice(fqn))
+    assert _gives(lost, 1, none, wrong), "a gradient that is not there is zero"
+
+
+def with_norm_twice(fqn: str) -> np.ndarray:
+    return (1 + (fqn == NORM)) * gradients_of(DDP_2)[fqn]
+
+
 def with_gradients(trial: Trial, step: int, wrong: Arrays) -> Trial:
     for rank in trial.ranks:
         parts = {fqn: trial.gradient_slice_of(rank, fqn) for fqn in wrong}
@@ -228,7 +252,13 @@ def with_gradients(trial: Trial, step: int, wrong: Arrays) -> Trial:
 
 EARLIER = ["samples", "positions", "placements", "shard_contents", "process_groups", "initial_weights", "resume"]
 LOOKS = [near_what_is_wrong, of_vectors, of_a_later_step, counted_too_often, computed_again]
-LOOKS += [multiples_of_the_right_ones, beside_another_mistake, of_nothing_known, in_the_last_wrong_block_or_the_next]
+LOOKS += [
+    multiples_of_the_right_ones,
+    beside_another_mistake,
+    of_nothing_known,
+    in_the_last_wrong_block_or_the_next,
+    as_close_as_the_law_says,
+]
 
 
 def test_backward_passes_are_tried_that_may_give_the_gradients_seen_and_none_beside_another_mistake(put: Put) -> None:
