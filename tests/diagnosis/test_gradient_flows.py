@@ -219,7 +219,7 @@ def in_the_last_wrong_block_or_the_next(_: Put) -> None:
 
 
 def as_close_as_the_law_says(_: Put) -> None:
-    """What is wrong as it was seen, all else as it should be, within four times the bound of the law relative to the largest."""
+    """What is wrong as it was seen, all else as it should be, within four times the law's bound of the largest."""
     trial = with_step_1_gradients(trial_of(tiny_case("fsdp_2")), lambda _, fqn: with_norm_twice(fqn))
     wrong, seen_as = [(0, NORM), (1, NORM)], {fqn: with_norm_twice(fqn) for fqn in trial.plan.shapes}
     assert wrong_pairs(trial, 1) == wrong and _gives(trial, 1, seen_as, wrong)
