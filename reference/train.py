@@ -173,12 +173,13 @@ def lr_factor(step: int, training: TrainingConfig) -> float:
     """step / warmup_steps up to the end of the warm-up (W), then a cosine that reaches final_lr_fraction (f) at `steps` (N).
 
     f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
-    Of a step with a rate of its own, that over lr.
+    Of a step with a rate of its own, that over lr. Step 0, which a scheduler that is a step late begins with, has the peak
+    where there is no warm-up.
     """
     if training.rates is not None:
         return learning_rate(step, training) / training.lr
     warmup, final = training.warmup_steps, training.final_lr_fraction
-    if step <= warmup:
+    if warmup and step <= warmup:
         return step / warmup
     progress = min(1.0, (step - warmup) / max(1, training.steps - warmup))
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))

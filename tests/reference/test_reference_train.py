@@ -155,6 +155,7 @@ def test_the_learning_rate_rises_linearly_then_follows_a_cosine_to_its_final_fra
 def test_the_schedule_holds_at_its_edges() -> None:
     assert lr_factor(1, TrainingConfig(steps=1, warmup_steps=0)) == pytest.approx(0.1)
     assert [lr_factor(s, TrainingConfig(steps=3, warmup_steps=4)) for s in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    assert [lr_factor(0, TrainingConfig(steps=3, warmup_steps=warmup)) for warmup in (0, 4)] == [1.0, 0.0]
 
 
 def test_the_run_reports_the_recipes_learning_rates_also_when_stopped_early(run: ReferenceRun) -> None:
