@@ -74,19 +74,15 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     notes = [f"the schedule's of step {' or '.join(like)}"] if like and not rule else []
     notes += ["reported as requested"] if hidden else []
     noted = f" ({'; '.join(notes)})" if notes else ""
-    taken = f"{rate:.6g}{noted}, requested {usual[first]:.6g}{rule}"
+    differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
     reports = {"reported_rate": lambda rank, step: usual[step] if hidden else shown.get((rank, step), usual[step])}
     for which, fqns in _parts(trial):
         rates = partial(_rate_of, fqns, shown, usual)
         of_ranks = partial(_rates_of_ranks, trial, rates)
-        differ = replicas_differ(trial, lambda rank, fqn: [shown.get((rank, step)) for step in trial.case.steps])
-        text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {taken}"
-
-        def instead(trial: Trial, rates: Any = rates, of_ranks: Any = of_ranks, differ: Any = differ) -> Trial:
-            other = optimizer_of_ranks(trial, AssumedOptimizer(rate=rates), of_ranks, differ=differ)
-            return replace(other, reports={**other.reports, **reports})
-
-        yield Hypothesis(Cause("learning rate", text), instead, 1 + bool(which))
+        text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {rate:.6g}{noted}"
+        instead = partial(optimizer_of_ranks, assumed=AssumedOptimizer(rate=rates), of_ranks=of_ranks, differ=differ)
+        hypothesis = Hypothesis(Cause("learning rate", text, "", f"{usual[first]:.6g}", rule), instead, 1 + bool(which))
+        yield hypothesis.and_then(lambda other: replace(other, reports={**other.reports, **reports}))
 
 
 def _parts(trial: Trial) -> Iterator[tuple[str, frozenset[str]]]:
@@ -181,37 +177,33 @@ def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     rate = trial.reference_step(trial.first_step).lr
     decay = _common([_decay(trial, *pair) for pair in wrong])
     if decay is not None and abs(decay) * rate < LARGEST_DECAY:
-        short = 0.0 if abs(decay) < 1e-9 else float(f"{decay:.6g}")
-        yield from _another_decay(
-            trial, fqns, where, short if math.isclose(short, decay, rel_tol=1e-9, abs_tol=1e-9) else decay
+        short = (
+            value for value in (0.0, float(f"{decay:.6g}")) if math.isclose(value, decay, rel_tol=1e-9, abs_tol=1e-9)
         )
+        yield from _another_decay(trial, fqns, where, next(short, decay))
 
 
 def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> Iterator[Hypothesis]:
-    """By that factor in every step; or, where it makes up for the schedule, without it."""
+    """Where it makes up for the schedule, without it; and by that factor in every step."""
     usual, peak = {step.step: step.lr for step in trial.reference.steps}, trial.case.training.lr
-    rate = factor * usual[trial.first_step]
-    constant = math.isclose(rate, peak, rel_tol=1e-6)
-    text, expected = (
-        f"the learning rate of {where} is {rate:.6g} in step {trial.first_step}",
-        f"{usual[trial.first_step]:.6g}",
-    )
-    text += ", the peak, as without a schedule" * constant
+    requested = usual[trial.first_step]
+    rate, times = factor * requested, f"{factor:.6g} times"
+    text = f"the learning rate of {where} is {rate:.6g} in step {trial.first_step}"
+    if math.isclose(rate, peak, rel_tol=1e-6):
+        constant = Cause("learning rate", f"{text}, the peak, as without a schedule", "", f"{requested:.6g}")
+        yield Hypothesis(constant, partial(_by_rates, fqns, dict.fromkeys(usual, peak), usual))
+    cause = Cause("learning rate", text, "", f"{requested:.6g}")
     if len(fqns) == len(trial.plan.shapes):
-        times, expected = f"{factor:.6g} times", ""
-        text = f"every optimizer step is {times} what it should be, as with {times} the learning rate"
-    for unscheduled in (True, False) if constant else (False,):
-        rates = {step: peak if unscheduled else factor * lr for step, lr in usual.items()}
-
-        def chosen(step: int, fqn: str, rates: dict[int, float] = rates) -> float:
-            return rates[step] if fqn in fqns else usual[step]
-
-        yield Hypothesis(Cause("learning rate", text, "", expected), partial(_by_rate, chosen))
+        every = f"every optimizer step is {times} what it should be, as with {times} the learning rate"
+        cause = Cause("learning rate", every)
+    yield Hypothesis(cause, partial(_by_rates, fqns, {step: factor * lr for step, lr in usual.items()}, usual))
 
 
-def _by_rate(rate: Callable[[int, str], float], trial: Trial) -> Trial:
-    assumed = AssumedOptimizer(rate=lambda rank, step, fqn: rate(step, fqn))
-    return assume.another_optimizer(trial, assumed, rate=rate)
+def _by_rates(fqns: list[str], rates: Mapping[int, float], usual: Mapping[int, float], trial: Trial) -> Trial:
+    def rate(step: int, fqn: str) -> float:
+        return (rates if fqn in fqns else usual)[step]
+
+    return assume.another_optimizer(trial, AssumedOptimizer(rate=lambda rank, step, fqn: rate(step, fqn)), rate=rate)
 
 
 def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> Iterator[Hypothesis]:
@@ -261,11 +253,8 @@ def _rate_factor(trial: Trial, rank: int, fqn: str) -> float | None:
 def _decay(trial: Trial, rank: int, fqn: str) -> float | None:
     """What the move has besides the gradient's part, over the rate and the parameter itself."""
     wanted, seen, before = _move(trial, rank, fqn, decays=False)
-    scale = trial.reference_step(trial.first_step).lr
-    if float(np.max(np.abs(seen - wanted), initial=0.0)) <= 1e-12 * float(np.max(np.abs(before), initial=1.0)):
-        return 0.0
-    factor = _multiple(wanted - seen, before)
-    return None if factor is None or not scale else factor / scale
+    factor, rate = _multiple(wanted - seen, before), trial.reference_step(trial.first_step).lr
+    return factor / rate if factor is not None and rate else None
 
 
 def _multiple(seen: np.ndarray, of: np.ndarray) -> float | None:
@@ -273,7 +262,7 @@ def _multiple(seen: np.ndarray, of: np.ndarray) -> float | None:
     if not np.any(of):
         return None
     factor = best_fit(seen, of)
-    return factor if np.max(np.abs(seen - factor * of)) <= 1e-8 * np.max(np.abs(seen), initial=1e-300) else None
+    return factor if np.max(np.abs(seen - factor * of)) <= max(1e-8 * np.max(np.abs(seen)), 1e-12) else None
 
 
 def _common(values: list[float | None]) -> float | None:
@@ -290,19 +279,18 @@ Rate = Callable[[int], float]
 
 
 def schedule_of(trial: Trial, wrong: Mapping[tuple[int, int], float], shown: Mapping[tuple[int, int], float]) -> str:
-    """In words, after a colon: the rules for all rates that ranks with wrong ones have; empty where there is none. By rank and
-    step. Of one wrong rate none is said, unless one behind it is right."""
-    steps, ranks = sorted({step for _, step in wrong}), {rank for rank, _ in wrong}
+    """In words, the rules for all rates that ranks with wrong ones have; empty where there is none. By rank and step. Of one
+    wrong rate none is said, unless there are right ones before and behind it."""
+    steps, ranks = {step for _, step in wrong}, {rank for rank, _ in wrong}
     known = {at: lr for at, lr in shown.items() if at[0] in ranks}
-    if len(steps) == 1 and not any(step > steps[0] > first for _, step in known for _, first in known):
+    taken = {step for _, step in known}
+    if len(steps) == 1 and not min(taken) < min(steps) < max(taken):
         return ""
     found: dict[str, str] = {}
     for text, rate in _rules(trial.case.training):
         if all(math.isclose(rate(step), lr, rel_tol=1e-9) for (_, step), lr in known.items()):
-            found.setdefault(
-                "advances" if text.startswith("each step advances") else text, text
-            )  # the fewest that it may take
-    return f": {', or '.join([*found.values()][:3])}" if found else ""
+            found.setdefault(text.partition(" by ")[0], text)  # of those that it may advance by, the least
+    return ", or ".join(found.values())
 
 
 def _shifted(steps: int) -> Iterator[tuple[str, Callable[[int], int]]]:
@@ -328,8 +316,7 @@ def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
 
     def rising(step: int, falls: Callable[[float], float]) -> float:
         """falls(how far behind the warm-up, 0 to 1) -> of the peak."""
-        done = (step - warmup) / max(1, steps - warmup)
-        return peak * (step / warmup if step <= warmup else falls(min(1.0, done)))
+        return peak * (step / warmup if step <= warmup else falls((step - warmup) / (steps - warmup)))
 
     def cosine(done: float) -> float:
         return last + (1 - last) * (1 + math.cos(math.pi * done)) / 2
@@ -344,9 +331,9 @@ def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
         ("the cosine counts the steps of the warm-up as well", 0),
         ("the cosine takes all steps of the run, starting after the warm-up", warmup),
     ):
-        yield text, lambda step, behind=behind: rising(step, lambda _: cosine(min(1.0, (step - behind) / steps)))  # type: ignore[misc]
+        yield text, lambda step, behind=behind: rising(step, lambda _: cosine((step - behind) / steps))  # type: ignore[misc]
     both = "the cosine also multiplies the warm-up"
-    yield both, lambda step: peak * min(1.0, step / max(1, warmup)) * cosine(min(1.0, step / steps))
+    yield both, lambda step: peak * min(1.0, step / max(1, warmup)) * cosine(step / steps)
     numbers: dict[str, tuple[float, ...]] = {
         "warmup_steps": (0, warmup - 1, warmup + 1, 2 * warmup, warmup // 2),
         "final_lr_fraction": (0.0, 0.01, 0.1, 0.5),

@@ -55,7 +55,7 @@ def test_norm_weights_that_do_not_decay_although_all_should() -> None:
 PEAK = ", the peak, as without a schedule"
 
 
-@pytest.mark.parametrize(("factor", "constant", "hint"), [(2.0, True, PEAK), (2.0, False, PEAK), (1.5, False, "")])
+@pytest.mark.parametrize(("factor", "constant", "hint"), [(2.0, True, PEAK), (2.0, False, ""), (1.5, False, "")])
 def test_a_group_with_a_learning_rate_of_its_own(factor: float, constant: bool, hint: str) -> None:
     trial = trial_of(tiny_case("fsdp_2", replace(SGD, decay="matrices")))
     rates, peak = [step.lr for step in trial.reference.steps], trial.case.training.lr
@@ -71,7 +71,8 @@ def test_a_group_with_a_learning_rate_of_its_own(factor: float, constant: bool, 
         f" is {factor * 0.025:.6g} in step 1{hint}, requested 0.025"
     )
     assert "1 of 1 broken laws hold" in diagnosis_text(trial)
-    assert len([one for one in _rates_and_decays(trial) if one.cause.kind == "learning rate"]) == (2 if hint else 1)
+    proposed = [one for one in _rates_and_decays(trial) if one.cause.kind == "learning rate"]
+    assert len(proposed) == (2 if factor == 2 else 1), "that of the first step may be the peak as well"
 
 
 def test_clipping_left_out_everywhere() -> None:

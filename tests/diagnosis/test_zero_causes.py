@@ -147,8 +147,10 @@ def test_a_rate_is_told_by_the_part_that_each_rank_steps_on() -> None:
         start, moved = trial.start_of(rank), trial.ranks[rank].steps[0].parameters
         return with_step(trial, rank, 1, parameters={fqn: 2 * value - start[fqn] for fqn, value in moved.items()})
 
-    (twice, *_) = _rates_and_decays(with_every_rank(zero("zero1"), doubled))
-    assert twice.cause.text == "every optimizer step is 2 times what it should be, as with 2 times the learning rate"
+    assert [one.cause.text for one in _rates_and_decays(with_every_rank(zero("zero1"), doubled))] == [
+        "the learning rate of every parameter is 0.01 in step 1, the peak, as without a schedule, requested 0.005",
+        "every optimizer step is 2 times what it should be, as with 2 times the learning rate",
+    ]
 
 
 def test_a_part_without_gradients_tells_nothing_of_the_rate() -> None:
