@@ -1,0 +1,25 @@
+"""Whether a hypothesis of the optimizer says what ranks hold: what several tests of diagnoses use."""
+
+from __future__ import annotations
+
+import numpy as np
+from literal import judged
+
+from harness.diagnosis.hypothesis import Hypothesis
+from harness.judge.contents import take
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+
+
+def follows(trial: Trial, one: Hypothesis) -> Trial:
+    """The law of updates holds under it, and every rank holds what a reference trained so leaves. The trial assumed."""
+    assert one.assume is not None
+    assumed = one.assume(trial)
+    result = judged("update", assumed)
+    assert result.verdict is Verdict.PASS, result.findings
+    for rank, step, wanted in assumed.steps():
+        for fqn, left in step.parameters.items():
+            expected, where = wanted.parameters[fqn], f"rank {rank}, step {step.step}, {fqn}"
+            part = assumed.slice_of(rank, fqn)
+            np.testing.assert_allclose(left, take(expected, part or ()), rtol=1e-9, atol=1e-12, err_msg=where)
+    return assumed
