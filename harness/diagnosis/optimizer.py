@@ -89,8 +89,9 @@ def _parts(trial: Trial) -> Iterator[tuple[str, frozenset[str]]]:
     """All parameters; and where ranks have several stages, those of each one's first, second and so on, which have
     optimizers and schedules of their own."""
     yield "", frozenset(trial.plan.shapes)
-    for stages in zip(*trial.plan.stages.values(), strict=True) if trial.case.stages_per_rank > 1 else ():
-        chosen = sorted({*stages})
+    several = trial.case.stages_per_rank
+    for place in range(several) if several > 1 else ():
+        chosen = sorted({stages[place] for stages in trial.plan.stages.values()})
         fqns = (fqn for stage in chosen for fqn in parameters_of_stage(trial.case, stage))
         yield f" in stages {' and '.join(map(str, chosen))}", frozenset(fqns)
 
@@ -176,11 +177,11 @@ def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
         yield from _another_rate(trial, fqns, where, factor)
     rate = trial.reference_step(trial.first_step).lr
     decay = _common([_decay(trial, *pair) for pair in wrong])
-    if decay is not None and abs(decay) * rate < LARGEST_DECAY:
-        short = (
-            value for value in (0.0, float(f"{decay:.6g}")) if math.isclose(value, decay, rel_tol=1e-9, abs_tol=1e-9)
-        )
-        yield from _another_decay(trial, fqns, where, next(short, decay))
+    if decay is not None:
+        near = partial(math.isclose, decay, rel_tol=1e-9, abs_tol=1e-9)
+        decay = next(filter(near, (0.0, float(f"{decay:.6g}"))), decay)
+        if 0 <= decay * rate < LARGEST_DECAY:
+            yield from _another_decay(trial, fqns, where, decay)
 
 
 def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> Iterator[Hypothesis]:
@@ -200,10 +201,14 @@ def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> I
 
 
 def _by_rates(fqns: list[str], rates: Mapping[int, float], usual: Mapping[int, float], trial: Trial) -> Trial:
+    """The optimizer goes on showing the usual ones, also where it moves every parameter by others."""
+
     def rate(step: int, fqn: str) -> float:
         return (rates if fqn in fqns else usual)[step]
 
-    return assume.another_optimizer(trial, AssumedOptimizer(rate=lambda rank, step, fqn: rate(step, fqn)), rate=rate)
+    other = assume.another_optimizer(trial, AssumedOptimizer(rate=lambda rank, step, fqn: rate(step, fqn)), rate=rate)
+    steps = tuple(replace(step, lr=usual[step.step]) for step in other.reference.steps)
+    return replace(other, reference=replace(other.reference, steps=steps))
 
 
 def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> Iterator[Hypothesis]:

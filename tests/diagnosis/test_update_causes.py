@@ -149,7 +149,7 @@ def test_another_learning_rate_than_the_optimizer_shows() -> None:
     rates = [step.lr for step in trial.reference.steps]
     expect_first(
         trained_otherwise(trial, rate=lambda step, fqn: 1.5 * rates[step - 1]),
-        """update: rank 0, step 1, tok_embeddings.weight: expected entry (2, 3) moved by -0.00502066, observed moved by -0.00753099 (ratio 1.5); 16 of 16 entries wrong""",
+        """every optimizer step is 1.5 times what it should be, as with 1.5 times the learning rate""",
     )
 
 
