@@ -178,7 +178,7 @@ def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     rate = trial.reference_step(trial.first_step).lr
     decay = _common([_decay(trial, *pair) for pair in wrong])
     if decay is not None:
-        near = partial(math.isclose, decay, rel_tol=1e-9, abs_tol=1e-9)
+        near = partial(math.isclose, decay, abs_tol=1e-9)
         decay = next(filter(near, (0.0, float(f"{decay:.6g}"))), decay)
         if 0 <= decay * rate < LARGEST_DECAY:
             yield from _another_decay(trial, fqns, where, decay)
@@ -190,14 +190,14 @@ def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> I
     requested = usual[trial.first_step]
     rate, times = factor * requested, f"{factor:.6g} times"
     text = f"the learning rate of {where} is {rate:.6g} in step {trial.first_step}"
-    if math.isclose(rate, peak, rel_tol=1e-6):
+    if math.isclose(rate, peak):
         constant = Cause("learning rate", f"{text}, the peak, as without a schedule", "", f"{requested:.6g}")
         yield Hypothesis(constant, partial(_by_rates, fqns, dict.fromkeys(usual, peak), usual))
-    cause = Cause("learning rate", text, "", f"{requested:.6g}")
+    cause, fitted = Cause("learning rate", text, "", f"{requested:.6g}"), 1
     if len(fqns) == len(trial.plan.shapes):
         every = f"every optimizer step is {times} what it should be, as with {times} the learning rate"
-        cause = Cause("learning rate", every)
-    yield Hypothesis(cause, partial(_by_rates, fqns, {step: factor * lr for step, lr in usual.items()}, usual))
+        cause, fitted = Cause("learning rate", every), 3  # whatever number of the recipe gives the same says more
+    yield Hypothesis(cause, partial(_by_rates, fqns, {step: factor * lr for step, lr in usual.items()}, usual), fitted)
 
 
 def _by_rates(fqns: list[str], rates: Mapping[int, float], usual: Mapping[int, float], trial: Trial) -> Trial:
@@ -221,9 +221,8 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> I
         text, expected = "weight decay is applied to matrices only", "all parameters"
     else:
         text, expected = f"weight decay{of} is {decay:g}", f"{update.recipe_of(trial, fqns[0]).weight_decay:g}"
-        text += ", the requested one divided by the learning rate" * math.isclose(
-            decay * trial.case.training.lr, requested, rel_tol=1e-9
-        )
+        divided = math.isclose(decay * trial.case.training.lr, requested)
+        text += ", the requested one divided by the learning rate" * divided
         text = text if decay else f"weight decay is not applied{of.replace(' of ', ' to ', 1)}"
     usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
 
@@ -231,7 +230,7 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> I
         return replace(usual[fqn], weight_decay=by_step(step)) if fqn in fqns else usual[fqn]
 
     rates = {step.step: step.lr for step in trial.reference.steps}
-    if math.isclose(decay * rates[trial.first_step], requested, rel_tol=1e-8):
+    if math.isclose(decay * rates[trial.first_step], requested):
         plain = Cause("weight decay", f"weight decay{of} is not multiplied by the learning rate")
         yield Hypothesis(plain, partial(by_recipes, partial(chosen, lambda step: requested / rates[step])))
     yield Hypothesis(
@@ -239,40 +238,37 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> I
     )
 
 
-def _move(trial: Trial, rank: int, fqn: str, *, decays: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the first step: the right move, with its decay or without; the one that was seen; and what was there before."""
-    evidence, before = trial.ranks[rank], trial.stepped_part(rank, fqn, trial.start_of(rank)[fqn]).astype(np.float64)
+def _move(trial: Trial, rank: int, fqn: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the first step: the right move, the one that was seen, and what was there before."""
+    evidence, before = trial.ranks[rank], trial.stepped_part(rank, fqn, trial.start_of(rank)[fqn])
     tensor = next(tensor for tensor in evidence.parameters if tensor.fqn == fqn)
-    recipe = update.recipe_of(trial, fqn)
-    recipe = recipe if decays else replace(recipe, weight_decay=0.0)
-    other = replace(trial, assumed=trial.assumed.and_besides(AssumedOptimizer(recipe=lambda step, fqn: recipe)))
-    wanted = update.expected_after_first_step(other, evidence, tensor, clip=first_clip(trial))[0] - before
-    return wanted, trial.stepped_part(rank, fqn, evidence.steps[0].parameters[fqn]) - before, before
+    wanted, _ = update.expected_after_first_step(trial, evidence, tensor, clip=first_clip(trial))
+    return wanted - before, trial.stepped_part(rank, fqn, evidence.steps[0].parameters[fqn]) - before, before
 
 
 def _rate_factor(trial: Trial, rank: int, fqn: str) -> float | None:
-    wanted, seen, _ = _move(trial, rank, fqn, decays=True)
+    wanted, seen, _ = _move(trial, rank, fqn)
     return _multiple(seen, wanted)
 
 
 def _decay(trial: Trial, rank: int, fqn: str) -> float | None:
     """What the move has besides the gradient's part, over the rate and the parameter itself."""
-    wanted, seen, before = _move(trial, rank, fqn, decays=False)
-    factor, rate = _multiple(wanted - seen, before), trial.reference_step(trial.first_step).lr
+    recipe, rate = replace(update.recipe_of(trial, fqn), weight_decay=0.0), trial.reference_step(trial.first_step).lr
+    undecayed = trial.assumed.and_besides(AssumedOptimizer(recipe=lambda step, fqn: recipe))
+    wanted, seen, before = _move(replace(trial, assumed=undecayed), rank, fqn)
+    factor = _multiple(wanted - seen, before)
     return factor / rate if factor is not None and rate else None
 
 
 def _multiple(seen: np.ndarray, of: np.ndarray) -> float | None:
     """The number by which one is the other; None if there is none."""
-    if not np.any(of):
-        return None
     factor = best_fit(seen, of)
-    return factor if np.max(np.abs(seen - factor * of)) <= max(1e-8 * np.max(np.abs(seen)), 1e-12) else None
+    return factor if np.any(of) and np.allclose(seen, factor * of, rtol=0.0, atol=1e-12) else None
 
 
 def _common(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    same = len(known) == len(values) and np.allclose(known, known[0], rtol=1e-6, atol=1e-9)
+    same = len(known) == len(values) and np.allclose(known, known[0])
     return float(np.median(known)) if same else None
 
 
@@ -293,7 +289,7 @@ def schedule_of(trial: Trial, wrong: Mapping[tuple[int, int], float], shown: Map
         return ""
     found: dict[str, str] = {}
     for text, rate in _rules(trial.case.training):
-        if all(math.isclose(rate(step), lr, rel_tol=1e-9) for (_, step), lr in known.items()):
+        if all(math.isclose(rate(step), lr) for (_, step), lr in known.items()):
             found.setdefault(text.partition(" by ")[0], text)  # of those that it may advance by, the least
     return ", or ".join(found.values())
 

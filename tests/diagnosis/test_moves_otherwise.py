@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import NORM, broken
+from diagnosed import NORM, broken, diagnosis_text, trained_as
 from literal import SGD, tiny_case, trained_otherwise, trial_of, with_parameter, with_rank, with_value
 from literal_reference import clip
 from trained_so import follows
@@ -56,14 +56,17 @@ def causes(trial: Trial, kind: str) -> list[Cause]:
 def test_steps_that_are_a_multiple_are_told_as_such(factor: float, text: str) -> None:
     trial = moved_by(lambda step, fqn: factor * RATES[step - 1])
     (one,) = (one for one in _rates_and_decays(trial) if one.cause.kind == "learning rate")
-    assert one.cause == Cause("learning rate", text)
+    assert (one.cause, one.fitted) == (Cause("learning rate", text), 3)
     follows(trial, one)
 
 
-def test_some_parameters_steps_that_are_a_multiple_are_told_as_their_rate() -> None:
-    trial = moved_by(lambda step, fqn: (1.5 if "norm" in fqn else 1.0) * RATES[step - 1])
+@pytest.mark.parametrize("decay", ["all", "matrices"])
+def test_some_parameters_steps_that_are_a_multiple_are_told_as_their_rate(decay: str) -> None:
+    trial = trial_of(tiny_case("fsdp_2", replace(LOW, decay=decay)))
+    trial = moved_by(lambda step, fqn: (1.5 if "norm" in fqn else 1.0) * RATES[step - 1], trial)
     (one,) = (one for one in _rates_and_decays(trial) if one.cause.kind == "learning rate")
-    assert one.cause == Cause("learning rate", f"the learning rate of {NORMS} is 0.0375 in step 1", "", "0.025")
+    cause = Cause("learning rate", f"the learning rate of {NORMS} is 0.0375 in step 1", "", "0.025")
+    assert (one.cause, one.fitted) == (cause, 1)
     follows(trial, one)
 
 
@@ -81,13 +84,48 @@ def test_a_first_step_at_the_peak_is_tried_without_a_schedule_and_as_a_multiple(
     assert unscheduled.cause == Cause("learning rate", f"{text}, the peak, as without a schedule", "", "0.025")
     every = "every optimizer step is 2 times what it should be, as with 2 times the learning rate"
     assert twice.cause == (Cause("learning rate", text, "", "0.025") if chosen else Cause("learning rate", every))
+    assert (unscheduled.fitted, twice.fitted) == (1, 1 if chosen else 3)
     follows(trial, unscheduled if constant else twice)
+
+
+def test_steps_that_are_a_multiple_as_by_another_limit_of_the_norm_are_told_by_that() -> None:
+    requested = replace(LOW, weight_decay=0.0)
+    trial = trained_as(replace(requested, max_norm=0.5), requested=requested)
+    assert "every optimizer step is 2 times" in str(causes(trial, "learning rate"))
+    assert (
+        diagnosis_text(trial)
+        == """\
+the gradient norm's limit is 0.5 in the optimizer, requested 0.25
+  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here"""
+    )
+
+
+def test_an_optimizer_that_never_steps_is_told_as_that_and_not_as_zero_times() -> None:
+    trial = trained_otherwise(FSDP_2, given=lambda *of: {})
+    assert (
+        diagnosis_text(trial)
+        == """\
+the optimizer does not move any parameter in step 1
+  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here"""
+    )
+
+
+def test_what_one_parameter_does_on_one_rank_is_told_with_both() -> None:
+    start = FSDP_2.start_of(0)[NORM]
+    trial = with_value(FSDP_2, 0, 1, "parameters", NORM, lambda value: start + 3 * (value - start))
+    text = "the learning rate of 1 of 12 parameters (norm.weight) on rank 0 is 0.075 in step 1"
+    assert causes(trial, "learning rate") == [Cause("learning rate", text, "", "0.025")]
+    for off in (1e-3, 1e-9):
+        other = with_value(trial, 0, 1, "parameters", NORM, lambda value, off=off: value + off * np.arange(value.size))
+        assert list(_rates_and_decays(other)) == []
 
 
 def test_moves_that_are_no_multiple_or_several_are_told_of_no_rate() -> None:
     assert causes(FSDP_2, "learning rate") == []
     assert causes(moved_by(lambda step, fqn: (1.5 + ("norm" in fqn)) * RATES[step - 1]), "learning rate") == []
-    for off, told in ((1e-4, 0), (1e-12, 1)):
+    for off, told in ((1e-4, 0), (1e-9, 0), (1e-13, 1)):
         twice = moved_by(lambda step, fqn: 3 * RATES[step - 1])
         bent = lambda value, off=off: value + off * np.arange(value.size).reshape(value.shape)  # noqa: E731
         assert len(causes(with_value(twice, 0, 1, "parameters", NORM, bent), "learning rate")) == told
@@ -153,7 +191,8 @@ def test_what_takes_too_much_of_a_weight_or_is_no_multiple_of_it_is_no_decay() -
     for off, told in ((1e-4, 0), (1e-13, 1)):
         trial = decaying(lambda step, fqn: 0.0)
         bent = lambda value, off=off: value + off * np.arange(value.size).reshape(value.shape)  # noqa: E731
-        assert len(causes(with_value(trial, 0, 1, "parameters", NORM, bent), "weight decay")) == told
+        found = causes(with_value(trial, 0, 1, "parameters", NORM, bent), "weight decay")
+        assert found == [Cause("weight decay", "weight decay is not applied", "", "0.1")] * told
 
 
 def test_weights_that_grow_where_they_should_decay_have_no_recipe() -> None:
