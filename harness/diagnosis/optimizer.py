@@ -24,7 +24,7 @@ from harness.diagnosis.algorithms import (
 from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
-from harness.diagnosis.words import Arrays, Pair, in_order, on_ranks, where_text
+from harness.diagnosis.words import Arrays, in_order, on_ranks, where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
@@ -110,12 +110,21 @@ def _rate_of(
 def _rates_of_ranks(trial: Trial, rates: Callable[[int, int, str], float], ranks: Sequence[int]) -> dict[str, Any]:
     """Of one copy of the model: all of it by the first one's, and each rank's slices then moved by its own. A move is the rate
     times what does not depend on it."""
-    first, limit, before = ranks[0], trial.case.training.max_norm, Arrays()
-    rate = partial(rates, first)
+    rate = partial(rates, ranks[0])
     if all(
         rates(r, step, fqn) == rate(step, fqn) for r in ranks for step in trial.case.steps for fqn in trial.plan.shapes
     ):
         return {"rate": rate}
+
+    def times(rank: int, step: int, fqn: str) -> float:
+        return rates(rank, step, fqn) / usual if (usual := rate(step, fqn)) else 1.0
+
+    return {"rate": rate, **_slices_moved(trial, ranks, times)}
+
+
+def _slices_moved(trial: Trial, ranks: Sequence[int], times: Callable[[int, int, str], float]) -> dict[str, Any]:
+    """Each of these ranks' slices of a model by so many times the right move. times(rank, step, fqn)"""
+    limit, before = trial.case.training.max_norm, Arrays()
 
     def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
         before.update({fqn: value.copy() for fqn, value in parameters.items()})
@@ -123,13 +132,13 @@ def _rates_of_ranks(trial: Trial, rates: Callable[[int, int, str], float], ranks
 
     def left(step: int, parameters: Arrays) -> Arrays:
         after = {fqn: value.copy() for fqn, value in parameters.items()}
-        for rank, fqn in ((one, fqn) for one in ranks for fqn in trial.holdings[one] if rate(step, fqn)):
+        for rank, fqn in ((one, fqn) for one in ranks for fqn in trial.holdings[one]):
             if part := trial.slice_of(rank, fqn):
-                was, moved = take(before[fqn], part), take(parameters[fqn], part)
-                take(after[fqn], part)[...] = was + (moved - was) * (rates(rank, step, fqn) / rate(step, fqn))
+                by = times(rank, step, fqn)
+                take(after[fqn], part)[...] = by * take(parameters[fqn], part) + (1 - by) * take(before[fqn], part)
         return after
 
-    return {"rate": rate, "given": given, "left": left}
+    return {"given": given, "left": left}
 
 
 def _requested_rates_reported(trial: Trial, usual: Mapping[int, float]) -> bool:
@@ -143,28 +152,39 @@ def _requested_rates_reported(trial: Trial, usual: Mapping[int, float]) -> bool:
 
 def _not_stepped(trial: Trial) -> Iterator[Hypothesis]:
     """What has a gradient or decays, and does not move: from a step on, or in one step alone."""
-    still: dict[int, set[Pair]] = {}
+    moved: dict[tuple[int, int, str], bool] = {}
     before, limit = parameters_before(trial), trial.case.training.max_norm
     for rank, step, wanted in trial.steps():
         for fqn, after in step.parameters.items() if wanted.lr else ():
             held = before[rank, step.step].get(fqn)
-            if after.size and held is not None and np.array_equal(after, held):
-                still.setdefault(step.step, set()).add((rank, fqn))
-    if not still:
+            if after.size and held is not None:
+                moved[step.step, rank, fqn] = not np.array_equal(after, held)
+    if all(moved.values()):
         return
-    first, pairs = min(still.items())
-    where = where_text(trial, sorted(pairs)).removeprefix("in ").replace("every parameter", "any parameter")
+    first = min(step for (step, _, _), moves in moved.items() if not moves)
+    pairs = sorted((rank, fqn) for (step, rank, fqn), moves in moved.items() if step == first and not moves)
+    where = where_text(trial, pairs).removeprefix("in ").replace("every parameter", "any parameter")
     norms = {step: update.observed_norm(trial, step) for step in trial.case.steps}
 
+    def still(step: int, fqn: str, *ranks: int) -> bool:
+        """All that these hold of it, as far as that is known."""
+        return {moved[step, rank, fqn] for rank in ranks if (step, rank, fqn) in moved} == {False}
+
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
-        return None if (rank, fqn) in still.get(step, ()) else clip_coefficient(norms[step], limit) * gradient
+        return None if still(step, fqn, rank) else clip_coefficient(norms[step], limit) * gradient
 
-    def whole(step: int, gradients: dict[str, np.ndarray], norm: float, parameters: object) -> dict[str, np.ndarray]:
-        left = {fqn for _, fqn in still.get(step, ())}
-        return {fqn: clip_coefficient(norm, limit) * g for fqn, g in gradients.items() if fqn not in left}
+    def of_ranks(ranks: Sequence[int]) -> dict[str, Any]:
+        slices = _slices_moved(trial, ranks, lambda rank, step, fqn: float(not still(step, fqn, rank)))
 
+        def whole(step: int, *of: Any) -> Arrays:
+            return {fqn: g for fqn, g in slices["given"](step, *of).items() if not still(step, fqn, *ranks)}
+
+        return {**slices, "given": whole}
+
+    differ = replicas_differ(trial, lambda rank, fqn: [still(step, fqn, rank) for step in trial.case.steps])
     cause = Cause("not stepped", f"the optimizer does not move {where} in step {first}")
-    yield Hypothesis(cause, partial(assume.another_optimizer, assumed=AssumedOptimizer(given), given=whole))
+    assumed = AssumedOptimizer(given)
+    yield Hypothesis(cause, partial(optimizer_of_ranks, assumed=assumed, of_ranks=of_ranks, differ=differ))
 
 
 def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:

@@ -236,10 +236,27 @@ def test_what_does_not_move_is_told_with_its_first_step(chosen: Callable[[int, s
     follows(trial, one)
 
 
-def test_what_one_rank_does_not_move_is_told_with_it() -> None:
-    trial = trained_otherwise(FSDP_2, [1], given=given(lambda step, fqn: fqn != NORM))
+@pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2", "hsdp_2x2"])
+@pytest.mark.parametrize(
+    ("optimizer", "chosen", "where"),
+    [
+        ("sgd", lambda step, fqn: fqn != NORM, "1 of 12 parameters (norm.weight) on rank 1 in step 1"),
+        ("adamw", lambda step, fqn: fqn != NORM, "1 of 12 parameters (norm.weight) on rank 1 in step 1"),
+        ("sgd", lambda step, fqn: step != 2, "any parameter on rank 1 in step 2"),
+        ("adamw", lambda step, fqn: step < 2, "any parameter on rank 1 in step 2"),
+    ],
+)
+def test_what_one_rank_does_not_move_is_so_in_its_slices_alone(
+    layout: str, optimizer: str, chosen: Callable[[int, str], bool], where: str
+) -> None:
+    training = replace(LOW, optimizer=optimizer)
+    trial = trained_otherwise(trial_of(tiny_case(layout, training)), [1], given=given(chosen, training))
     (one,) = _not_stepped(trial)
-    assert one.cause.text == "the optimizer does not move 1 of 12 parameters (norm.weight) on rank 1 in step 1"
+    assert (one.cause, one.fitted) == (Cause("not stepped", f"the optimizer does not move {where}"), 1)
+    follows(trial, one)
+    told, proof, *_ = diagnosis_text(trial).splitlines()
+    assert told == f"the optimizer does not move {where}" and "none that held breaks" in proof
+    assert "not proven" not in proof
 
 
 def test_what_need_not_move_is_not_told() -> None:
