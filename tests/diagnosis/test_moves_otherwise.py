@@ -298,12 +298,27 @@ def test_parameters_that_are_no_numbers_after_the_first_step_explain_all_numbers
     cause = Cause("not finite", f"{text}, gradients were finite")
     assert seen(spoiled(value), *ALL) == Fact(cause, ALL[:-1])
     assert seen(spoiled(value), *ALL[:-2]) is None
+    assert (
+        diagnosis_text(spoiled(value))
+        == f"""\
+{cause.text}
+  loss, gradients: equal to the reference exactly: a loss-curve test passes here"""
+    )
 
 
 def test_parameters_that_are_no_numbers_explain_updates_alone_where_something_was_wrong_before() -> None:
     other = with_value(spoiled(np.nan), 0, 1, "gradients", NORM, lambda array: 2 * array)
     fact = seen(other, *ALL)
     assert fact is not None and fact.laws == ("update",)
+    assert (
+        diagnosis_text(other)
+        == """\
+parameters are NaN or infinite after step 1 in 1 of 12 parameters (norm.weight) on rank 1, gradients were finite
+  not explained: gradients are wrong by up to 8e-01 of the largest entry in 1 of 12 parameters (norm.weight) on rank 0; \
+the loss of step 1 matches within 1e-14
+  gradients: rank 0, step 1, norm.weight: expected the reference's, observed off by 8.25e-01 of the largest entry
+  loss: equal to the reference exactly: a loss-curve test passes here"""
+    )
     fact = seen(with_first(spoiled(np.nan), loss=1.0), *ALL)
     assert fact is not None and fact.laws == ("update",)
 
