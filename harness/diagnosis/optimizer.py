@@ -117,7 +117,7 @@ def _rates_of_ranks(trial: Trial, rates: Callable[[int, int, str], float], ranks
         return {"rate": rate}
 
     def times(rank: int, step: int, fqn: str) -> float:
-        return rates(rank, step, fqn) / usual if (usual := rate(step, fqn)) else 1.0
+        return rates(rank, step, fqn) / (rate(step, fqn) or 1.0)  # of no move nothing can be made
 
     return {"rate": rate, **_slices_moved(trial, ranks, times)}
 
