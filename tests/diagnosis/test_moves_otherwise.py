@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from diagnosed import NORM, broken, diagnosis_text, proposed, trained_as
-from literal import SGD, tiny_case, trained_otherwise, trial_of, with_parameter, with_rank, with_value
+from literal import SGD, tiny_case, trained_otherwise, trial_of, with_parameter, with_rank, with_step, with_value
 from literal_reference import clip
 from trained_so import follows
 
@@ -188,11 +188,14 @@ def test_what_takes_too_much_of_a_weight_or_is_no_multiple_of_it_is_no_decay() -
     assert len(causes(decaying(lambda step, fqn: 7.9), "weight decay")) == 1  # of it, 0.1975
     assert causes(decaying(lambda step, fqn: 8.1), "weight decay") == []
     assert causes(decaying(lambda step, fqn: 0.3 + 0.1 * ("norm" in fqn)), "weight decay") == []
-    for off, told in ((1e-4, 0), (1e-13, 1)):
+    for off, told in ((1e-4, 0), (1e-14, 1)):
         trial = decaying(lambda step, fqn: 0.0)
-        bent = lambda value, off=off: value + off * np.arange(value.size).reshape(value.shape)  # noqa: E731
-        found = causes(with_value(trial, 0, 1, "parameters", NORM, bent), "weight decay")
-        assert found == [Cause("weight decay", "weight decay is not applied", "", "0.1")] * told
+        for rank, evidence in trial.ranks.items():
+            left = {
+                fqn: v + off * np.arange(v.size).reshape(v.shape) for fqn, v in evidence.steps[0].parameters.items()
+            }
+            trial = with_step(trial, rank, 1, parameters=left)
+        assert causes(trial, "weight decay") == [Cause("weight decay", "weight decay is not applied", "", "0.1")] * told
 
 
 def test_weights_that_grow_where_they_should_decay_have_no_recipe() -> None:
