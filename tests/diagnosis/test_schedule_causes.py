@@ -156,6 +156,8 @@ def test_one_wrong_rate_is_a_schedules_only_between_right_ones() -> None:
     trial = replace(TRIAL, case=replace(TRIAL.case, training=short))
     shown = {(0, 1): PEAK / 2, (0, 2): PEAK / 10, (0, 3): PEAK / 10}
     assert schedule_of(trial, {(0, 2): PEAK / 10}, shown) == "each step advances the schedule by 2"
+    flat = replace(trial, case=replace(TRIAL.case, training=replace(short, final_lr_fraction=1.0)))
+    assert schedule_of(flat, {(0, 1): PEAK}, dict.fromkeys(((0, 1), (0, 2), (0, 3)), PEAK)) == ""
     assert named({1: PEAK}) == ""
     assert named({1: PEAK / 4, 2: PEAK / 4}) == ""
 
