@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import NORM, broken, diagnosis_text, proposed, trained_as
+from diagnosed import NORM, broken, diagnosis_text, first_line, proposed, trained_as
 from literal import SGD, tiny_case, trained_otherwise, trial_of, with_parameter, with_rank, with_step, with_value
 from literal_reference import clip
 from trained_so import follows
@@ -42,7 +42,7 @@ def moved_by(rate: Callable[[int, str], float], trial: Trial = FSDP_2) -> Trial:
 
 
 def causes(trial: Trial, kind: str) -> list[Cause]:
-    return [one.cause for one in _rates_and_decays(trial) if one.cause.kind == kind]
+    return [one.cause for one in wrong_optimizer(trial, broken("update")) if one.cause.kind == kind]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,7 @@ def test_what_does_not_move_is_told_with_its_first_step(
     (one,) = _not_stepped(trial)
     assert (one.cause, one.fitted) == (Cause("not stepped", f"the optimizer does not move {where}"), 1)
     follows(trial, one)
+    assert first_line(trial) == one.cause.text
 
 
 @pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2", "hsdp_2x2"])
