@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from diagnosed import EMBEDDING, NORM, broken, diagnosis_text, expect, expect_first, first_line, fsdp_4
 from literal import (
     tiny_case,
@@ -21,7 +22,8 @@ from literal import (
 )
 
 from harness.diagnosis.hypothesis import as_seen
-from harness.diagnosis.weights import _instead, other_weights, rearranged
+from harness.diagnosis.weights import _instead, changed_weights, other_weights, rearranged, rounded_to
+from harness.judge.contents import take
 from harness.judge.trial import Trial
 
 # ---- data
@@ -258,3 +260,33 @@ def test_other_constants_and_factors_are_told_with_their_number() -> None:
     assert _instead(0 * MATRIX + 3, MATRIX) == "they are all 3"
     assert _instead(2 * MATRIX, MATRIX) == "they are 2 times the seed's"
     assert _instead(np.array([[5.0, 1, 1], [1, 1, 1], [1, 1, 1]]), MATRIX) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_have_been_through_a_dtype_are_known_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    """Ties go to the even one of two."""
+    ties = [1 + odd * 2.0**-power for power in (8, 11, 24) for odd in (1, 3, 5)]
+    value = np.concatenate([np.random.default_rng(0).standard_normal(500), ties, -np.array(ties)])
+    rounded = torch.tensor(value).to(dtype).double().numpy()
+    assert rounded_to((rounded, value)) == str(dtype).removeprefix("torch.")
+    assert rounded_to((rounded, value), (value, value + 1)) == ""
+    assert rounded_to((np.nextafter(rounded, 9), value)) == ""
+
+
+def test_what_was_changed_is_assumed_where_it_was_and_all_else_as_the_optimizer_left_it() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    left = trial.ranks[1].steps[0].parameters
+    trial = with_step(trial, 1, 1, changed={**left, NORM: left[NORM] + 1.0})
+    (one,) = changed_weights(trial, broken("update"))
+    assert (one.fitted, one.seen, one.lines) == (1, ("update",), (("update", "here: expected this, observed that"),))
+    assert one.assume is not None
+    usual, assumed = trial.reference.steps[0].parameters, one.assume(trial).reference.steps[0].parameters
+    for fqn, value in usual.items():
+        moved = np.zeros_like(value)
+        if fqn == NORM:
+            take(moved, trial.plan.slices[1][NORM])[...] = 1.0
+        np.testing.assert_allclose(assumed[fqn], value + moved, rtol=1e-14)
+    assert list(changed_weights(trial, broken("gradients"))) == []
+    other = with_step(trial, 1, 1, changed={**left, NORM: left[NORM].astype(np.float32)})
+    (misfit,) = changed_weights(other, broken("update"))
+    assert misfit.assume is None
