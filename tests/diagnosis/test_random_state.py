@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from literal import with_step
+import pytest
+from diagnosed import broken
+from literal import tiny_case, trial_of, with_step
 from trained import MODEL, Ran, _ran, case_of, diagnosed  # noqa: F401
 
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.random_state import masks_drawn_again
 from harness.judge.trial import Trial
+from harness.reference import masks
 from harness.reference.masks import recomputed_without_random_state
 
 CASE = case_of("ddp_2", model=replace(MODEL, dropout=0.25), activation_checkpointing="full")
@@ -24,6 +30,16 @@ def with_other_states(trial: Trial, *blocks: str) -> Trial:
 def told(trial: Trial) -> tuple[str, dict[str, str]]:
     found = diagnosed(trial)
     return found.causes[0].text, dict(found.evidence)
+
+
+def test_the_outermost_blocks_are_assumed_to_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "recomputed_without_random_state", lambda blocks: ("draws again", blocks))
+    trial = with_other_states(trial_of(tiny_case("ddp_2")), "layers.1", "layers.0.attention", "layers.0", "layers.10")
+    (one,) = masks_drawn_again(trial, broken("gradients"))
+    assert (one.fitted, one.seen) == (1, ("gradients", "grad_norm", "loss", "reported_loss"))
+    assert one.lines == (("gradients", "here: expected this, observed that"),)
+    assert isinstance(one.assume, partial) and one.assume.func is another_reference
+    assert one.assume.keywords == {"altered": ("draws again", ["layers.0", "layers.1", "layers.10"])}
 
 
 def test_gradients_of_masks_that_are_drawn_again_follow_from_that(ran: Ran) -> None:
