@@ -10,6 +10,7 @@ import pytest
 from diagnosed import broken
 from literal import TINY, tiny_case, trial_of, with_step
 
+from harness.diagnosis import forward
 from harness.diagnosis.forward import BEFORE, Tries, first_wrong_pass
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -81,6 +82,33 @@ ANYWHERE = {"model", *(kind for kinds in BEFORE.values() for kind in kinds)}
 def test_what_may_be_wrong_lies_between_an_input_that_is_right_and_one_that_is_not(wrong: str, kinds: set[str]) -> None:
     assert tries()._parts(wrong) == kinds
     assert tries(step=2)._parts(wrong) == ANYWHERE, "inputs are seen in step 1"
+
+
+def test_where_all_inputs_were_seen_and_are_right_the_model_itself_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "first_wrong_input", lambda trial: ": every length is right")
+    assert tries()._parts("") == {"model"}
+    assert tries(step=2)._parts("") == ANYWHERE
+    assert tries()._parts("norm") == {"model", "feed_forward", "block"}
+    monkeypatch.setattr(forward, "first_wrong_input", lambda trial: "")
+    assert tries()._parts("") == ANYWHERE
+
+
+@pytest.mark.parametrize(("step", "first", "match"), [(1, "", True), (1, "norm", False), (2, "norm", True)])
+def test_inputs_of_the_first_step_must_be_those_of_the_model_tried(
+    step: int, first: str, match: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def differing(trial: object, inputs: object) -> tuple[str, str]:
+        asked.append(inputs)
+        return "", first
+
+    monkeypatch.setattr(forward, "inputs_that_differ", differing)
+    bench = tries(step=step)
+    bench.__dict__["bench"] = SimpleNamespace(inputs=lambda altered: ("inputs of", altered))
+    altered: Any = "altered"
+    assert bench._inputs_match(altered) is match
+    assert asked == [("inputs of", "altered")] * (step == 1)
 
 
 def attention(*layers: int) -> list[str]:
