@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,19 +25,16 @@ def described(trial: Trial, step: int, ranks: list[int]) -> str:
     """One thing that all unknown rows of a step are; empty where none is known."""
     if trial.case.dims.cp > 1:  # a rank's rows are pieces
         return ""
-    rows = [row for rank in ranks for row in rows_received(trial, step).get(rank, []) if _unknown(trial, row, step)]
+    received, length = rows_received(trial, step), trial.case.seq_len(step)
+    known = {tokens[:length].tobytes() for tokens in trial.reference.tokens}
+    rows = [row for rank in ranks for row in received[rank] if row.tobytes() not in known]
     if not rows:
         return ""
     wanted = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[step - 1]]
     whole = [np.append(trial.reference.tokens[at], trial.reference.labels[at][-1:]) for at in wanted]
-    said = [{text for sample in whole for text in of_sample(row, sample, trial.case.seq_len(step))} for row in rows]
+    said = [{text for sample in whole for text in of_sample(row, sample, length)} for row in rows]
     common = set.intersection(*said)
     return min(common) if common else _of_the_data(trial, step, ranks, rows)
-
-
-def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
-    known = any(np.array_equal(row, tokens[: len(row)]) for tokens in trial.reference.tokens)
-    return not known or len(row) != trial.case.seq_len(step)
 
 
 # ---- parts of the step's samples
@@ -47,18 +43,19 @@ def _unknown(trial: Trial, row: np.ndarray, step: int) -> bool:
 def of_sample(row: np.ndarray, sample: np.ndarray, wanted: int) -> Iterator[str]:
     """What a row is of a sample: its tokens, and the last label."""
     size = len(row)
-    for by in range(1, max(size, len(sample) - LEAST)):
+    for by in range(1, len(sample)):
         both = min(size, len(sample) - by)
         if both >= LEAST and np.array_equal(row[:both], sample[by : by + both]):
             last = by > 1 and by + size in (len(sample) - 1, len(sample))
             part = f"the step's samples from token {by} on (counted from 0)"
             yield f"the last {size} tokens of the step's samples" if last else part
-    alike = min(size, len(sample) - 1)
+    alike = min(size, len(sample))
     other = np.flatnonzero(row[:alike] != sample[:alike])
     count = int(other[0]) if len(other) else alike
-    if LEAST <= count == size < wanted:
+    rest = set(row[count:].tolist())
+    if count >= LEAST and not rest and size != wanted:
         yield f"the first {count} tokens of the step's samples, of {wanted}"
-    elif LEAST <= count < size and len(rest := set(row[count:].tolist())) == 1:
+    elif count >= LEAST and len(rest) == 1:
         yield f"the first {count} tokens of the step's samples, then {rest.pop()} only"
 
 
@@ -74,9 +71,7 @@ def _data_of(trial: Trial) -> Dataset | None:
     except ValueError:
         return None
     ids, tokens = trial.reference.sample_ids, trial.reference.tokens
-    same = len(data) <= MOST and all(
-        np.array_equal(data[i][0].numpy(), row) for i, row in zip(ids, tokens, strict=True)
-    )
+    same = len(data) <= MOST and all(np.array_equal(data[id_][0], tokens[at]) for at, id_ in enumerate(ids))
     return data if same else None
 
 
@@ -94,7 +89,7 @@ def _drawn(trial: Trial, step: int, ranks: list[int], data: Dataset) -> dict[int
     """By rank, which of the data set's samples its rows are; None for a row that is none."""
     length, received = trial.case.seq_len(step), rows_received(trial, step)
     ids = {data[index][0][:length].numpy().tobytes(): index for index in range(len(data))}
-    return {rank: [ids.get(row.astype(np.int64).tobytes()) for row in received.get(rank, [])] for rank in ranks}
+    return {rank: [ids.get(row.tobytes()) for row in rows] for rank, rows in received.items() if rank in ranks}
 
 
 def dealt_otherwise(trial: Trial, step: int) -> str:
@@ -105,10 +100,10 @@ def dealt_otherwise(trial: Trial, step: int) -> str:
 
 def _dealt(trial: Trial, step: int, drawn: Mapping[int, Sequence[int | None]], size: int) -> str:
     """drawn: by rank, what it received of a data set of this size."""
-    shares, own = trial.one_rank_per_share(), trial.case.training.global_batch // len(trial.one_rank_per_share())
-    place = {rank: shares.index(_fed_as(trial, rank)) for rank in drawn}
+    own = trial.case.training.global_batch // len(trial.one_rank_per_share())
+    received = [(_share(trial, rank), list(ids)) for rank, ids in drawn.items()]
     for text, deal in _other_deals(trial, size):
-        if all(list(ids) == deal(place[rank])[(step - 1) * own : step * own] for rank, ids in drawn.items()):
+        if all(ids == deal(share)[(step - 1) * own : step * own] for share, ids in received):
             return text
     return ""
 
@@ -118,46 +113,42 @@ def further_ahead(trial: Trial, step: int) -> str:
     from harness.reference.data import step_samples
 
     later, shares = [other for other in trial.case.steps if other >= step], trial.one_rank_per_share()
-    if trial.case.dims.cp > 1 or len(later) < 2 or (data := _data_of(trial)) is None:
+    if (data := _data_of(trial)) is None:
         return ""
-    of_steps = {frozenset(step_samples(trial.case.training, len(data), s)): s for s in range(1, 4 * later[-1] + 1)}
-    drawn = [_drawn(trial, other, shares, data).values() for other in later]
-    found = [of_steps.get(frozenset(itertools.chain(*ids))) for ids in drawn]  # type: ignore[arg-type]
-    ahead = [source - other for other, source in zip(later, found, strict=True) if source is not None]
-    steady = all(there - here == ahead[0] for here, there in itertools.pairwise(ahead))
-    if len(ahead) < len(found) or ahead[0] < 1 or not steady:
+    of_steps = {frozenset(step_samples(trial.case.training, len(data), s)): s for s in range(step, 4 * later[-1])}
+    drawn = {other: itertools.chain(*_drawn(trial, other, shares, data).values()) for other in later}
+    ahead = [of_steps.get(frozenset(ids), 0) - other for other, ids in drawn.items()]  # type: ignore[arg-type]
+    more = ahead[0]
+    if len(ahead) < 2 or more < 1 or any(there - here != more for here, there in itertools.pairwise(ahead)):
         return ""
-    more = "one more batch" if ahead[0] == 1 else f"{ahead[0]} more batches"
-    return f", and {ahead[1]} in step {later[1]}, as if each step drew {more}"
+    batches = "one more batch" if more == 1 else f"{more} more batches"
+    return f", and {ahead[1]} in step {later[1]}, as if each step drew {batches}"
 
 
 def begun_elsewhere(trial: Trial, step: int, ranks: list[int]) -> str:
     """Where each of these dp ranks reads on in its share of the shuffled samples, if it is at another place than requested."""
     from harness.reference.data import sample_order
 
-    if trial.case.dims.cp > 1 or (data := _data_of(trial)) is None:
+    if (data := _data_of(trial)) is None:
         return ""
-    drawn, shares = _drawn(trial, step, ranks, data), trial.one_rank_per_share()
-    usual, count = sample_order(trial.case.training, len(data), 0), len(shares)
+    usual, count = sample_order(trial.case.training, len(data), 0), len(trial.one_rank_per_share())
     wanted, places = (step - 1) * trial.case.training.global_batch // count, set()
-    for rank, ids in drawn.items():
-        share = _every(usual, count, shares.index(_fed_as(trial, rank)))
-        begun = next((at for at in range(len(share)) if share[at : at + len(ids)] == ids), None)
-        places.add(begun if ids else None)
-    (begun, *others) = places or {None}
-    if others or begun is None or begun == wanted:
+    for rank, ids in _drawn(trial, step, ranks, data).items():
+        share = _every(usual, count, _share(trial, rank))
+        places.add(next((at for at in range(len(share)) if share[at : at + len(ids)] == ids), None))
+    begun = places.pop()
+    if places or begun is None:
         return ""
-    every = len(ranks) == len(trial.ranks)
+    every = len(ranks) == len(trial.first_stages())
     who = "each dp rank" if every else rank_words(ranks)
     does = "continues at its" if every or len(ranks) == 1 else "continue at their"
     return f"{who} {does} share's sample {begun} (counted from 0), requested {wanted}"
 
 
-def _fed_as(trial: Trial, rank: int) -> int:
-    """Of the ranks that receive the same, the one that stands for them."""
-    feeder = trial.feeder(rank)
+def _share(trial: Trial, rank: int) -> int:
+    """The number of the dp rank whose samples a rank receives."""
     shares = trial.one_rank_per_share()
-    return next(share for share in shares if feeder == share or rank in fed_with(trial.plan, [share]))
+    return next(at for at, share in enumerate(shares) if rank in fed_with(trial.plan, [share]))
 
 
 def _other_deals(trial: Trial, size: int) -> Iterator[tuple[str, Callable[[int], list[int]]]]:
@@ -170,7 +161,9 @@ def _other_deals(trial: Trial, size: int) -> Iterator[tuple[str, Callable[[int],
     block = size // count
     text = "each dp rank reads a block of the shuffled samples, requested every n-th sample"
     yield text, lambda share: usual[share * block : (share + 1) * block]
-    products = {math.prod(some) for n in range(1, 6) for some in itertools.combinations(trial.case.dims.degrees, n)}
+    products = {1}
+    for degree in trial.case.dims.degrees:
+        products |= {degree * product for product in products}
     for stride in sorted(products - {1, count}):
         whole = " (one share per rank of the world)" * (stride == trial.case.dims.world_size)
         text = f"each dp rank reads every {_nth(stride)} of the shuffled samples{whole}, requested every {_nth(count)}"
